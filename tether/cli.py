@@ -1,0 +1,5 @@
+"""The `tether` command."""
+
+
+def main() -> None:
+    """Entry point."""

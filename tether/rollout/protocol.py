@@ -1,0 +1,69 @@
+"""What a rollout engine is: prompts in, sampled responses out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tether.batch import RolloutBatch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn."""
+
+    max_new_tokens: int
+    n: int = 1
+    """Responses a prompt; they stand next to each other in the result."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 or 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose mass reaches top_p; 1 keeps all."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """Names the random draws of one call: noise depends on (seed, step, sample, token) and on nothing else."""
+
+    seed: int
+    step: int
+    first_sample: int = 0
+    """Response r of prompt p is sample ``first_sample + p * n + r`` of the step."""
+
+
+@dataclass(frozen=True)
+class FinishedResponse:
+    """Handed to `on_finished` the moment a response is complete, so that scoring overlaps generation."""
+
+    row: int
+    """Row of the result: prompt index * n + response index."""
+    token_ids: list[int]
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from the current policy."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        on_finished: Callable[[FinishedResponse], None] | None = None,
+    ) -> RolloutBatch:
+        """Sample ``n`` responses to each prompt.
+
+        Returns:
+            A batch of ``len(prompts) * n`` rows ordered by prompt, then response; `uid` is the prompt's index.
+
+        Raises:
+            ValueError: no prompts, an empty prompt, or one too long for the model's context with `max_new_tokens`.
+        """
+        ...
+
+    def sync_weights(self) -> None:
+        """Take over the actor's current weights; free where they are shared."""
+        ...
