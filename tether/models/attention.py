@@ -53,6 +53,15 @@ class Packed:
         return torch.cat([_causal(q, k, v, spec) for q, k, v in parts], dim=2)
 
 
+@dataclass(frozen=True)
+class Padded:
+    """One sequence a row, padded on the right: a causal query never reaches the padding after it."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionLayout.attend`; Q is the padded width, and what comes out at padding is not used."""
+        return _causal(query, key, value, spec)
+
+
 def _causal(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     length = query.shape[2]
     windowed = spec.sliding_window is not None and spec.sliding_window < length

@@ -1,0 +1,145 @@
+"""A model, its optimizer and how they are updated, in this process.
+
+One update of a rollout::
+
+    rows of the rollout ──► epochs ──► mini-batches ──► micro-batches
+                                       one optimizer     one forward and
+                                       step each         backward each, summed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from transformers import PreTrainedModel
+
+from tether.algorithms import Mean, Metric, count_valid, merge_metrics
+from tether.batch import TrainBatch
+from tether.training import incident
+from tether.training.micro_batches import MicroBatching
+from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, UpdatePlan
+from tether.training.tokens import sequence_lengths
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Where and in which dtype the model runs; master weights keep the dtype that they were loaded in."""
+
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Autocast context, or none where weights and activations share a dtype."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+
+class LocalEngine(Generic[Outputs]):
+    """Runs and updates one model (policy, critic or reference) in this process."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        precision: Precision,
+        micro: MicroBatching,
+        optimizer: OptimizerOptions | None = None,
+        save: Callable[[PreTrainedModel, Path], None] | None = None,
+        incident_dir: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.precision = precision
+        self.micro = micro
+        self.options = optimizer
+        self.save = save
+        self.incident_dir = incident_dir
+        self.optimizer = build_adamw(model.parameters(), optimizer) if optimizer else None
+
+    def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
+        """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
+        self.model.eval()
+        groups = (micro or self.micro).split(sequence_lengths(batch).tolist())
+        with torch.no_grad(), self.precision.autocast():
+            pieces = [forward(batch[torch.tensor(rows)]) for rows in groups]
+        place = torch.tensor([row for rows in groups for row in rows]).argsort()
+        return torch.cat(pieces)[place]
+
+    def update(
+        self, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], plan: UpdatePlan, step: int
+    ) -> dict[str, float]:
+        """See `tether.training.protocol.TrainingEngine.update`."""
+        assert self.optimizer, "a frozen model has no update"
+        assert self.options
+        self.model.train()
+        set_learning_rate(self.optimizer, learning_rate(self.options, step))
+        batch = batch[batch.response_mask.any(dim=-1)]
+        measured: list[dict[str, Metric]] = []
+        norms: list[float] = []
+        skipped = 0
+        for epoch in range(plan.epochs):
+            for rows in plan.mini_batches(len(batch), step, epoch):
+                mini = batch[rows]
+                measured += self.accumulate_gradients(mini, forward, loss)
+                norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.grad_clip))
+                if math.isfinite(norm):
+                    self.optimizer.step()
+                    norms.append(norm)
+                else:
+                    skipped += 1
+                    self._keep_incident(mini, forward, loss, step)
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
+        return metrics | {
+            "grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "lr": learning_rate(self.options, step),
+            "skipped_steps": float(skipped),
+        }
+
+    def accumulate_gradients(
+        self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs]
+    ) -> list[dict[str, Metric]]:
+        """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        sizes = LossSizes(*count_valid(mini.response_mask))
+        measured: list[dict[str, Metric]] = []
+        shares: dict[str, float] = {}
+        for rows in self.micro.split(sequence_lengths(mini).tolist()):
+            micro = mini[torch.tensor(rows)]
+            with self.precision.autocast():
+                outputs = forward(micro)
+            term = loss(outputs, micro, sizes)
+            term.loss.backward()
+            measured.append(term.metrics)
+            for name, share in term.shares.items():
+                shares[name] = shares.get(name, 0.0) + float(share.detach())
+        one = torch.tensor(1.0)
+        return [*measured, {name: Mean(torch.tensor(total), one) for name, total in shares.items()}]
+
+    def save_model(self, folder: Path) -> None:
+        """Write the model as a plain Hugging Face directory."""
+        assert self.save, "a frozen model is not saved"
+        self.save(self.model, folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state beside the weights: the optimizer's."""
+        assert self.optimizer
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of `state_dict`."""
+        assert self.optimizer
+        self.optimizer.load_state_dict(state)
+
+    def _keep_incident(
+        self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], step: int
+    ) -> None:
+        if self.incident_dir is not None:
+            incident.save(self.incident_dir / f"step_{step + 1}", self.model, mini, forward, loss)

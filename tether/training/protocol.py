@@ -1,0 +1,101 @@
+"""What the trainer asks of a training engine, and what an engine asks of a loss.
+
+The denominators of a loss are counted over the whole mini-batch before it is cut into micro-batches, so that the cut
+cannot change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tether.algorithms import Metric
+from tether.batch import TrainBatch
+from tether.training.forward import PolicyOutputs, ValueOutputs
+from tether.training.micro_batches import MicroBatching
+
+Outputs = TypeVar("Outputs", PolicyOutputs, ValueOutputs)
+Forward = Callable[[TrainBatch], Outputs]
+"""A model's outputs for a micro-batch."""
+
+
+@dataclass(frozen=True)
+class LossSizes:
+    """Counts over the whole mini-batch: the denominators that every micro-batch shares."""
+
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One micro-batch's share of the loss, and what to log about it."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    """Exact over any split."""
+    shares: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss: summed over the micro-batches of a mini-batch, averaged over mini-batches."""
+
+
+LossFunction = Callable[[Outputs, TrainBatch, LossSizes], LossTerm]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How often and in which pieces a rollout is learned from."""
+
+    mini_batch_rows: int
+    epochs: int = 1
+    shuffle: bool = False
+    seed: int = 42
+
+    def mini_batches(self, rows: int, step: int, epoch: int) -> Iterator[Tensor]:
+        """Row numbers of each mini-batch; the last may be short. A permutation depends on (seed, step, epoch) alone."""
+        order = torch.arange(rows)
+        if self.shuffle:
+            order = torch.from_numpy(np.random.default_rng([self.seed, step, epoch]).permutation(rows))
+        yield from order.split(self.mini_batch_rows)
+
+
+class TrainingEngine(Protocol[Outputs]):
+    """Runs and updates one model: here, over many ranks, or with its layers split."""
+
+    def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
+        """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
+        ...
+
+    def update(
+        self, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], plan: UpdatePlan, step: int
+    ) -> dict[str, float]:
+        """Learn from a rollout: `plan.epochs` passes of mini-batches, one optimizer step each.
+
+        Args:
+            batch: all rows; rows without a valid token are left out.
+            forward: the model's outputs for a micro-batch.
+            loss: its share of the loss.
+            plan: epochs and mini-batches.
+            step: training step, counted from 0; sets the learning rate and the permutation.
+
+        Returns:
+            Metrics: those of the loss, `grad_norm` (mean over optimizer steps), `lr`, `skipped_steps`.
+        """
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """Write the model as a plain Hugging Face directory."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state beside the weights."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of `state_dict`; the weights came with the model."""
+        ...
