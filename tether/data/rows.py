@@ -24,7 +24,7 @@ from tether.batch import Prompt
 MAX_PROBLEMS = 10
 MEDIA_KEYS = ("images", "videos")
 LAYOUT = (
-    "a row needs `prompt` (a list of {role, content}, or a string), `data_source` and "
+    "A row needs `prompt` (a list of {role, content}, or a string), `data_source` and "
     "`reward_model` {style, ground_truth}; `extra_info` is optional"
 )
 
@@ -85,7 +85,7 @@ class Rows:
         ValueError: rows that break the layout, up to ten of them by file, row number and fix.
     """
 
-    def __init__(self, sources: Sequence[Source], columns: Columns = Columns()) -> None:  # noqa: B008
+    def __init__(self, sources: Sequence[Source], columns: Columns = Columns()) -> None:
         raise_problems([problem for source in sources for problem in _source_problems(source, columns)])
         self.sources = tuple(sources)
         self._columns = columns
@@ -125,10 +125,12 @@ def closest(word: str, known: Sequence[str]) -> str:
 def _source_problems(source: Source, columns: Columns) -> list[str]:
     if not len(source.records):
         return [f"{source.name}: no rows. Name a file with at least one, or take it off the list."]
-    if source.keys and columns.prompt not in source.keys:
+    needed = (columns.prompt, columns.data_source, "reward_model")
+    missing = [f"`{key}`" for key in needed if key not in source.keys]
+    if source.keys and missing:
         return [
-            f"{source.name}: not in the row layout: no `{columns.prompt}`; its keys are {', '.join(source.keys)}. "
-            f"Rewrite it ({LAYOUT}), or say with data.prompt_key which key holds the prompt."
+            f"{source.name}: not in the row layout: no {', '.join(missing)}; its keys are {', '.join(source.keys)}. "
+            f"{LAYOUT}. Rewrite the file, or name the columns with data.prompt_key and data.reward_fn_key."
         ]
     return [
         f"{source.name} row {number}: {problem}"
@@ -143,7 +145,7 @@ def _record_problems(record: Any, columns: Columns) -> Iterator[str]:
             yield "a Prompt without token_ids."
         return
     if not isinstance(record, Mapping):
-        yield f"a {type(record).__name__}, not an object with keys; {LAYOUT}."
+        yield f"a {type(record).__name__}, not an object with keys. {LAYOUT}."
         return
     yield from _prompt_problems(record.get(columns.prompt), columns.prompt)
     if not isinstance(record.get(columns.data_source), str):

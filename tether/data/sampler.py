@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
+
+def keyed_permutation(size: int, seed: int, stream: int) -> NDArray[np.int64]:
+    """Shuffle ``range(size)`` in an order that depends on (seed, stream) alone.
+
+    The numbers are sorted by the raw output of a counter-based generator (Philox) with that key: a stream that numpy
+    promises never to change, unlike its own shuffles.
+    """
+    noise = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(size)
+    return np.argsort(noise, kind="stable")
 
 
 class PromptSampler:
     """Deals out row numbers, epoch after epoch, each row exactly once an epoch; resumable at every batch.
 
-    The order of an epoch depends on (seed, epoch) alone: rows are sorted by the raw output of a counter-based
-    generator (Philox) with that key, a stream that numpy promises not to change. So the whole state is which epoch
-    it is and how many of its rows are out, and the batch size may differ after a resume.
+    The order of an epoch depends on (seed, epoch) alone, so the whole state is which epoch it is and how many of its
+    rows are out. The batch size may differ after a resume.
 
     The last batch of an epoch holds what is left, which may be less than `batch_size`; nothing is dropped, and no
     batch mixes two epochs. A `batch_size` above `num_prompts` gives the whole dataset.
@@ -23,12 +33,14 @@ class PromptSampler:
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
-        assert num_prompts > 0 and batch_size > 0 and seed >= 0, (num_prompts, batch_size, seed)
+        assert min(num_prompts, batch_size) > 0, (num_prompts, batch_size)
         self._num_prompts = num_prompts
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
-        self._move_to(epoch=0, cursor=0)
+        self._epoch = 0
+        self._cursor = 0
+        self._order = self._order_of(0)
 
     @property
     def epoch(self) -> int:
@@ -43,11 +55,11 @@ class PromptSampler:
     def next_batch(self) -> list[int]:
         """Return the row numbers of the next batch: between 1 and `batch_size` of them."""
         batch = self._order[self._cursor : self._cursor + self._batch_size].tolist()
-        cursor = self._cursor + len(batch)
-        if cursor == self._num_prompts:
-            self._move_to(self._epoch + 1, 0)
-        else:
-            self._cursor = cursor
+        self._cursor += len(batch)
+        if self._cursor == self._num_prompts:
+            self._epoch += 1
+            self._cursor = 0
+            self._order = self._order_of(self._epoch)
         return batch
 
     def state_dict(self) -> dict[str, int]:
@@ -65,11 +77,10 @@ class PromptSampler:
                 f"data cursor {state['cursor']} is beyond the dataset's {self._num_prompts} prompts. "
                 "Resume with the data files that the checkpoint was trained on."
             )
-        self._move_to(state["epoch"], state["cursor"])
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._order = self._order_of(self._epoch)
 
-    def _move_to(self, epoch: int, cursor: int) -> None:
-        self._epoch, self._cursor = epoch, cursor
-        self._order = np.arange(self._num_prompts)
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if self._shuffle:
-            noise = np.random.Philox(key=np.array([self._seed, epoch], dtype=np.uint64)).random_raw(self._num_prompts)
-            self._order = np.argsort(noise, kind="stable")
+            return keyed_permutation(self._num_prompts, self._seed, epoch)
+        return np.arange(self._num_prompts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,11 @@ def split_query(spec: str) -> tuple[str, dict[str, str]]:
 
 def missing_file(path: Path) -> str:
     """Say that `path` does not exist, and which existing path is nearest to it."""
-    ancestor = next(parent for parent in path.absolute().parents if parent.is_dir())
-    wanted = path.absolute().relative_to(ancestor).parts[0]
-    siblings = [str(ancestor / entry.name) for entry in ancestor.iterdir()]
-    hint = closest(str(ancestor / wanted), siblings) or f" The nearest folder that exists is {ancestor}."
-    return f"{path}: no such file.{hint}"
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    wanted = path.absolute().relative_to(folder).parts[0]
+    match = get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1)
+    hint = f"Did you mean {folder / match[0]}?" if match else f"The nearest folder that exists is {folder}."
+    return f"{path}: no such file. {hint}"
 
 
 def _read(spec: str, columns: Columns) -> Source:
