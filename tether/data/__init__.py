@@ -1,1 +1,4 @@
-""""""
+"""Prompts: rows of files, hubs and procedural tasks in one layout, templated, and dealt out in a resumable order.
+
+Read in this order: `rows` (the layout), `sources` (where rows come from), `prompts` (rows to token ids), `sampler`.
+"""

@@ -1,0 +1,65 @@
+"""Conversations to token ids: the chat template, applied once, and cutting to a length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.rows import Row
+
+TokenIds = NDArray[np.int32]
+
+TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
+    "left": lambda ids, length: ids[len(ids) - length :],
+    "right": lambda ids, length: ids[:length],
+    "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
+}
+"""How to make `length` tokens of more; each is named by what is cut away. `middle` keeps half from each end."""
+
+
+def render(
+    row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template_kwargs: Mapping[str, Any]
+) -> str:
+    """Write a row's conversation as the text that the policy goes on from.
+
+    Args:
+        row: its messages are rendered, and the opening of the assistant's turn is added.
+        tokenizer: whose chat template is used when `chat_template` is None.
+        chat_template: a Jinja template to use instead.
+        template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
+
+    Raises:
+        ValueError: there is no template, or it has a syntax error or refuses the conversation (some allow no
+            system message).
+    """
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: its tokenizer has no chat template, so conversations can't be written as "
+            "tokens. Take the model's chat (instruct) version, or give a Jinja template with data.chat_template."
+        )
+    arguments = {"add_generation_prompt": True, **template_kwargs}
+    try:
+        text = tokenizer.apply_chat_template(
+            list(row.messages), tokenize=False, chat_template=chat_template, **arguments
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in row.messages)
+        raise ValueError(
+            f"{row.place}: the chat template refuses the conversation (roles: {roles}): {error}. "
+            "Change the row, or the template with data.chat_template."
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
+    """Token ids of rendered texts; no special token is added, since the template writes those that it wants."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [np.array(ids, dtype=np.int32) for ids in encoded]

@@ -1,0 +1,78 @@
+"""What can be wrong with prompts although every step worked.
+
+Each check returns None, or a sentence that names the cause and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.prompts import PromptReport
+
+
+def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str | None:
+    """Find a doubled or missing beginning-of-sequence token.
+
+    Args:
+        tokenizer: the policy's. It is asked whether it begins plain text with the token; only then is one missed.
+        token_ids: a prompt as the policy reads it, not cut on the left.
+    """
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return None
+    if list(token_ids[:2]) == [bos, bos]:
+        return (
+            f"doubled BOS: the prompt begins with {tokenizer.bos_token!r} twice. The chat template or the row's text "
+            "writes it again; remove one, for example with data.chat_template."
+        )
+    if token_ids[0] != bos and tokenizer("a")["input_ids"][0] == bos:
+        return (
+            f"missing BOS: the tokenizer begins every text with {tokenizer.bos_token!r}, this prompt does not. Let the "
+            "chat template begin with {{ bos_token }}, for example with data.chat_template."
+        )
+    return None
+
+
+def template_problem(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Find a prompt that is its messages' bare text: no role, no turn markers.
+
+    Args:
+        tokenizer: the policy's.
+        token_ids: a prompt as the policy reads it.
+        messages: what it was rendered from; empty where a custom dataset doesn't tell.
+    """
+    text = tokenizer.decode(list(token_ids))
+    assert isinstance(text, str)
+    text = _dense(text.removeprefix(tokenizer.bos_token or ""))
+    content = _dense("".join(message["content"] for message in messages))
+    if not content or text not in content:
+        return None
+    return (
+        "chat template not applied: the prompt is the messages' bare text, so a chat model is not asked to reply. "
+        "Give the model's template with data.chat_template, or use a model whose tokenizer has one."
+    )
+
+
+def cut_problem(report: PromptReport) -> str | None:
+    """Find prompts that lost a part to `max_prompt_length`, and say which part."""
+    if not report.num_cut:
+        return None
+    lost = {
+        "left": "their beginning (the system message, perhaps the question)",
+        "right": "their end (the question's end and the opening of the assistant's turn)",
+        "middle": "their middle",
+    }[report.truncation]
+    return (
+        f"prompt cut: {report.num_cut} of {report.num_chosen} prompts lost {lost}, down to "
+        f"data.max_prompt_length={report.max_prompt_length} tokens; the longest had {report.longest}. Raise it, or "
+        "leave such rows out with data.filter_overlong_prompts=True."
+    )
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())

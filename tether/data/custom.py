@@ -1,0 +1,97 @@
+"""Datasets that the user wrote: a class in a Python file, named by `data.custom_cls.path` and `.name`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.rows import Columns, Rows, Source, closest
+from tether.data.sources import missing_file
+
+
+class CustomDataset(Protocol):
+    """What the user's class offers; it needs no base class.
+
+    It is built once for the training files and once for the validation files, and every item is read once, in
+    order. An item is either a row in the layout of `tether.data.rows`, which is then templated and tokenized like
+    any other, or a `tether.batch.Prompt` whose `token_ids` are used as they are (its `index` is set anew).
+    """
+
+    def __init__(
+        self, *, data_files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any]
+    ) -> None:
+        """Take the files, the policy's tokenizer and the `data` part of the run's config as a mapping."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Item `index`, from 0: a row mapping or a `Prompt`."""
+        ...
+
+
+def load_custom_dataset(
+    path: str,
+    name: str,
+    *,
+    files: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Mapping[str, Any],
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+) -> Rows:
+    """Build the user's dataset (see `CustomDataset`) and read all its items.
+
+    Args:
+        path: the Python file.
+        name: the class in it.
+        files: handed to the class, which reads them.
+        tokenizer: handed to the class.
+        config: handed to the class.
+        prompt_key: the key of an item that holds the prompt.
+        reward_fn_key: the key of an item that says which reward scores it.
+
+    Raises:
+        ValueError: no such file or class, a file with a syntax error, a class without the two methods, no items, or
+            items that break the row layout. What the user's own code raises is passed on.
+    """
+    cls = _load_class(path, name)
+    data_files = [files] if isinstance(files, str) else list(files)
+    dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
+    records = [dataset[index] for index in range(len(dataset))]
+    return Rows([Source(f"{path}:{name}", records, ())], Columns(prompt=prompt_key, data_source=reward_fn_key))
+
+
+def _load_class(path: str, name: str) -> type[CustomDataset]:
+    module = _load_module(Path(path).expanduser())
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise ValueError(f"data.custom_cls.name: {path} has no class `{name}`.{closest(name, classes)}")
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(found, method):
+            raise ValueError(f"data.custom_cls: `{name}` of {path} has no {method}; a dataset needs it.")
+    return found
+
+
+def _load_module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"data.custom_cls.path: {missing_file(path)}")
+    spec = importlib.util.spec_from_file_location(f"tether_custom_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"data.custom_cls.path: {path} is not a Python file (.py).")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(f"data.custom_cls.path: {path} line {error.lineno}: syntax error: {error.msg}") from error
+    return module

@@ -1,0 +1,41 @@
+"""Rows of a Hugging Face hub dataset, memory-mapped by `datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import datasets
+
+from tether.data.rows import Records, Source, closest
+
+OPTIONS = ("split", "name", "revision")
+
+
+def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
+    """Download (once) and open one split of a hub dataset.
+
+    Args:
+        spec: what the user wrote, for messages.
+        repository: ``owner/name``.
+        options: `split` (may be left out where there is only one), `name` (the configuration), `revision`.
+
+    Raises:
+        ValueError: an unknown option or split, or a dataset that the hub does not have or cannot be reached for.
+    """
+    for key in options:
+        if key not in OPTIONS:
+            raise ValueError(f"{spec}: unknown option `{key}`; there are {', '.join(OPTIONS)}.{closest(key, OPTIONS)}")
+    try:
+        splits = datasets.load_dataset(repository, options.get("name"), revision=options.get("revision"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{spec}: neither a file here nor a dataset that the hub gave: {error}. "
+            "A local file is named by its path and ends in .parquet, .json or .jsonl."
+        ) from error
+    names = [str(name) for name in splits]
+    split = options.get("split", names[0] if len(names) == 1 else "")
+    if split not in names:
+        raise ValueError(f"{spec}: choose a split, {repository}?split=...; it has {', '.join(names)}.")
+    table = splits[split]
+    return Source(spec, cast(Records, table), tuple(table.column_names))

@@ -1,0 +1,79 @@
+"""Rows made on the spot by a reasoning-gym task: ``reasoning_gym:task?key=value&...``.
+
+Keys are those of the task's own configuration (numbers, true/false and json lists are read as such, all else is
+text), with `seed` 0 where it is not given so that a run can be repeated, and three that are ours:
+
+    system    text of a system message before the question
+    suffix    text that follows the question, as it is: begin it with the space or line break that it needs
+    extract   what of the reply is scored: `last_number`, `answer_tag` (between <answer> and </answer>, else the
+              whole reply; the default) or `full`
+
+Values are url-encoded: %20 for a space, %0A for a line break, %2B for a plus.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from tether.data.rows import Source, closest
+
+EXTRACTS = ("answer_tag", "last_number", "full")
+OWN_OPTIONS = ("system", "suffix", "extract")
+
+
+def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
+    """Generate the rows of a task; row i is the task's entry i.
+
+    Each row's `extra_info` holds what its scorer is rebuilt from, under `reasoning_gym`: the `task`, its `params`,
+    the `entry` (question, answer, metadata; as generated: a trip through json would turn number keys into text and
+    mislead some scorers) and `extract`. The style is `verifier`, since some tasks accept many answers and have no
+    `ground_truth`.
+
+    Raises:
+        ValueError: an unknown task, parameter or extraction, or parameters that the task refuses.
+    """
+    if task not in DATASETS:
+        raise ValueError(f"{spec}: reasoning-gym has no task `{task}`.{closest(task, list(DATASETS))}")
+    extract = options.get("extract", EXTRACTS[0])
+    if extract not in EXTRACTS:
+        raise ValueError(f"{spec}: extract is `{extract}`; it may be {', '.join(EXTRACTS)}.")
+    params = {"seed": 0} | {key: _parse(text) for key, text in options.items() if key not in OWN_OPTIONS}
+    known = [field.name for field in fields(DATASETS[task][1])]
+    for key in params:
+        if key not in known:
+            raise ValueError(
+                f"{spec}: `{task}` has no parameter `{key}`; it has {', '.join(known)}.{closest(key, known)}"
+            )
+    try:
+        entries = list(reasoning_gym.create_dataset(task, **params))
+    except (AssertionError, TypeError, ValueError) as error:  # how the tasks' configurations refuse a value
+        raise ValueError(f"{spec}: `{task}` refuses its parameters: {error}") from error
+    before = [{"role": "system", "content": options["system"]}] if "system" in options else []
+    records = [
+        {
+            "data_source": f"reasoning_gym/{task}",
+            "prompt": [*before, {"role": "user", "content": entry["question"] + options.get("suffix", "")}],
+            "ability": "reasoning",
+            "reward_model": {"style": "verifier", "ground_truth": entry["answer"]},
+            "extra_info": {
+                "split": "generated",
+                "index": index,
+                "reasoning_gym": {"task": task, "params": params, "entry": entry, "extract": extract},
+            },
+        }
+        for index, entry in enumerate(entries)
+    ]
+    return Source(spec, records, ())
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except json.JSONDecodeError:
+        return text

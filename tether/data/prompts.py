@@ -1,0 +1,211 @@
+"""Rows to prompts: templated, tokenized once, held to a length."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
+
+from tether.batch import Prompt
+from tether.data.chat import TRUNCATIONS, TokenIds, render, tokenize
+from tether.data.rows import Row, Rows, closest, raise_problems
+from tether.data.sampler import keyed_permutation
+
+CHUNK = 512
+"""Rows rendered and tokenized at once."""
+QUIET_SECONDS = 2.0
+"""Shorter waits show no progress bar."""
+SUBSET_STREAM = 2**64 - 1
+"""Keeps the pick of `max_samples` apart from the sampler's epochs, which may have the same seed."""
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How rows become prompts."""
+
+    max_prompt_length: int
+    """Tokens, the template's own included."""
+    filter_overlong_prompts: bool = False
+    """Drop longer prompts; the report counts them."""
+    truncation: str = "error"
+    """What happens to longer prompts that are not dropped: `error`, or the side cut off: `left`, `right`, `middle`."""
+    max_samples: int = -1
+    """Use this many rows, before any is dropped as too long; -1 uses all."""
+    shuffle: bool = False
+    """Whether `max_samples` picks rows at random, or takes the first."""
+    seed: int = 0
+    """Of that pick."""
+    chat_template: str | None = None
+    """A Jinja template to use instead of the tokenizer's."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What happened to the rows on the way; lengths are in tokens."""
+
+    num_rows: int
+    """In the files."""
+    num_chosen: int
+    """Left after `max_samples`."""
+    num_dropped: int
+    """Longer than `max_prompt_length`, and left out."""
+    num_cut: int
+    """Longer than `max_prompt_length`, and cut to it."""
+    longest: int
+    """The longest prompt before dropping and cutting."""
+    max_prompt_length: int
+    truncation: str
+
+    def __str__(self) -> str:
+        kept = self.num_chosen - self.num_dropped
+        parts = [f"{kept} prompts of {self.num_rows} rows"]
+        if self.num_dropped:
+            parts.append(f"{self.num_dropped} longer than {self.max_prompt_length} tokens dropped")
+        if self.num_cut:
+            parts.append(f"{self.num_cut} cut to {self.max_prompt_length} tokens ({self.truncation})")
+        return f"{', '.join(parts)}; the longest has {self.longest} tokens"
+
+
+class PromptDataset:
+    """The prompts of a dataset: ``len(dataset)`` of them, ``dataset[i]`` a `Prompt`.
+
+    Token ids are made once, here; the rest of a prompt is read from its row when asked for.
+
+    Args:
+        rows: from `tether.data.sources.load_rows` or `tether.data.custom.load_custom_dataset`.
+        tokenizer: the policy's.
+        options: see `PromptOptions`.
+
+    Raises:
+        ValueError: an unknown truncation, a tokenizer without a chat template, a conversation that the template
+            refuses, prompts that are too long under ``truncation="error"``, or no prompt left.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> None:
+        if options.truncation not in ("error", *TRUNCATIONS):
+            allowed = ("error", *TRUNCATIONS)
+            hint = closest(options.truncation, allowed)
+            raise ValueError(f"data.truncation is {options.truncation!r}; it may be {', '.join(allowed)}.{hint}")
+        limit = options.max_prompt_length
+        chosen = choose_rows(len(rows), options)
+        encoded = _encode(rows, chosen, tokenizer, options)
+        overlong = [at for at, ids in enumerate(encoded) if len(ids) > limit]
+        dropped = set(overlong) if options.filter_overlong_prompts else set()
+        if not dropped and options.truncation == "error":
+            raise_problems([_too_long(rows[chosen[at]], len(encoded[at]), limit) for at in overlong])
+        kept = [at for at in range(len(chosen)) if at not in dropped]
+        self.report = PromptReport(
+            num_rows=len(rows),
+            num_chosen=len(chosen),
+            num_dropped=len(dropped),
+            num_cut=len(overlong) - len(dropped),
+            longest=max(len(ids) for ids in encoded),
+            max_prompt_length=limit,
+            truncation=options.truncation,
+        )
+        if not kept:
+            raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
+        self._rows = rows
+        self._numbers = [chosen[at] for at in kept]
+        self._token_ids = [_cut(encoded[at], limit, options.truncation) for at in kept]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, position: int) -> Prompt:
+        row = self._rows[self._numbers[position]]
+        return Prompt(
+            token_ids=tuple(self._token_ids[position].tolist()),
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            messages=row.messages,
+            extra_info=row.extra_info,
+            index=self._numbers[position],
+        )
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[position] for position in range(len(self)))
+
+    def fingerprint(self) -> str:
+        """Return a hash of all that training sees of the data: token ids, source, ground truth and extra_info.
+
+        Paths don't count, so moved files stay the same data; options and the template count by what they change.
+        """
+        digest = hashlib.sha256()
+        for prompt in self:
+            seen = (prompt.index, prompt.token_ids, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+            digest.update(repr(seen).encode())
+        return digest.hexdigest()
+
+
+def choose_rows(num_rows: int, options: PromptOptions) -> list[int]:
+    """Row numbers that `max_samples` leaves, in ascending order."""
+    if not 0 < options.max_samples < num_rows:
+        return list(range(num_rows))
+    if not options.shuffle:
+        return list(range(options.max_samples))
+    return sorted(keyed_permutation(num_rows, options.seed, SUBSET_STREAM)[: options.max_samples].tolist())
+
+
+def _encode(
+    rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> list[TokenIds]:
+    encoded: list[TokenIds] = []
+    with _Progress("preparing prompts", len(numbers)) as progress:
+        for start in range(0, len(numbers), CHUNK):
+            chunk = [rows[number] for number in numbers[start : start + CHUNK]]
+            encoded += _encode_chunk(chunk, tokenizer, options)
+            progress.show(len(encoded))
+    return encoded
+
+
+def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> list[TokenIds]:
+    texts = [
+        render(row, tokenizer, options.chat_template, options.chat_template_kwargs)
+        for row in rows
+        if row.token_ids is None
+    ]
+    templated = iter(tokenize(texts, tokenizer))
+    return [next(templated) if row.token_ids is None else np.array(row.token_ids, dtype=np.int32) for row in rows]
+
+
+def _cut(ids: TokenIds, limit: int, truncation: str) -> TokenIds:
+    return TRUNCATIONS[truncation](ids, limit) if len(ids) > limit else ids
+
+
+def _too_long(row: Row, length: int, limit: int) -> str:
+    return (
+        f"{row.place}: the prompt has {length} tokens, more than data.max_prompt_length={limit}. Raise it, drop such "
+        "rows with data.filter_overlong_prompts=True, or cut them with data.truncation=left|right|middle."
+    )
+
+
+class _Progress:
+    """A bar that appears only on a terminal and only when the wait is long."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(what, total=total)
+        self._appears_at = time.monotonic() + QUIET_SECONDS
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+    def show(self, completed: int) -> None:
+        """Move the bar to `completed` rows."""
+        self._bar.update(self._task, completed=completed)
+        if self._bar.console.is_terminal and time.monotonic() > self._appears_at:
+            self._bar.start()

@@ -1,0 +1,150 @@
+"""Where rows come from: parquet, json and jsonl files, the Hugging Face hub, procedural tasks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import pyarrow
+import pyarrow.parquet
+
+from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source, closest, raise_problems
+
+PROCEDURAL = "reasoning_gym:"
+
+
+def load_rows(files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source") -> Rows:
+    """Read every source of `files`, in list order, as one dataset.
+
+    Args:
+        files: one source or several, of mixed kinds:
+            a path that ends in .parquet, .json (a list, or one object a line) or .jsonl;
+            ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub;
+            ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`).
+        prompt_key: the column that holds the prompt.
+        reward_fn_key: the column that says which reward scores the row.
+
+    Raises:
+        ValueError: a source that is missing, unreadable, empty or not in the row layout, or rows that break it;
+            all problems found, up to ten.
+    """
+    names = [files] if isinstance(files, str) else list(files)
+    if not names:
+        raise ValueError("data files: the list is empty. Name at least one file.")
+    columns = Columns(prompt=prompt_key, data_source=reward_fn_key)
+    sources: list[Source] = []
+    problems: list[str] = []
+    for name in names:
+        try:
+            sources.append(_read(name, columns))
+        except ValueError as error:  # reported together with the other files' problems
+            problems.append(str(error))
+    raise_problems(problems)
+    return Rows(sources, columns)
+
+
+def split_query(spec: str) -> tuple[str, dict[str, str]]:
+    """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``."""
+    name, _, query = spec.partition("?")
+    return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+
+
+def missing_file(path: Path) -> str:
+    """Say that `path` does not exist, and which existing path is nearest to it."""
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    wanted = path.absolute().relative_to(folder).parts[0]
+    match = get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1)
+    hint = f"Did you mean {folder / match[0]}?" if match else f"The nearest folder that exists is {folder}."
+    return f"{path}: no such file. {hint}"
+
+
+def _read(spec: str, columns: Columns) -> Source:
+    if spec.startswith(PROCEDURAL):
+        task, options = _split(spec, spec.removeprefix(PROCEDURAL))
+        reader = _adapter("tether.data.procedural", "reasoning_gym", "tether[quickstart]")
+        return reader.read_task(spec, task, options)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        found = sorted(child.name for child in path.iterdir() if child.suffix in READERS)
+        raise ValueError(f"{spec}: a folder. Name its files one by one: {', '.join(found) or 'it has none to read'}.")
+    if path.suffix in READERS:
+        if not path.exists():
+            raise ValueError(missing_file(path))
+        return READERS[path.suffix](path, columns)
+    name, options = _split(spec, spec)
+    if path.exists() or name.count("/") != 1 or name.startswith("/"):
+        hint = "" if path.exists() else f" {missing_file(path)}"
+        raise ValueError(f"{spec}: not a {', '.join(READERS)} file, nor `owner/name` on the hub.{hint}")
+    return _adapter("tether.data.hub", "datasets", "datasets").read_hub(spec, name, options)
+
+
+def _split(spec: str, rest: str) -> tuple[str, dict[str, str]]:
+    try:
+        return split_query(rest)
+    except ValueError as error:
+        raise ValueError(f"{spec}: what follows the ? must read key=value&key=value ({error}).") from error
+
+
+def _adapter(module: str, package: str, install: str) -> Any:
+    """Import an adapter when its source is first asked for, so that nobody else pays for its package."""
+    if find_spec(package) is None:
+        raise ValueError(f"this data source needs the package {package}: pip install '{install}'")
+    return importlib.import_module(module)
+
+
+class ArrowRecords:
+    """Rows of an arrow table, turned into Python objects one at a time."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._table.slice(number, 1).to_pylist()[0]
+
+
+def _read_parquet(path: Path, columns: Columns) -> Source:
+    wanted = {columns.prompt, columns.data_source, "reward_model", "extra_info", *MEDIA_KEYS}
+    try:
+        keys = pyarrow.parquet.read_schema(path).names
+        table = pyarrow.parquet.read_table(path, columns=[key for key in keys if key in wanted])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable parquet file: {error}") from error
+    return Source(str(path), ArrowRecords(table), tuple(keys))
+
+
+def _read_json(path: Path, columns: Columns) -> Source:
+    try:
+        text = path.read_text(encoding="utf-8")
+        records = json.loads(text) if text.lstrip().startswith("[") else _json_lines(path, text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a readable json file: {error}") from error
+    keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
+    return Source(str(path), records, tuple(keys))
+
+
+def _json_lines(path: Path, text: str) -> list[Any]:
+    records = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                problem = f"{path} line {number}: not a json object: {error.msg} at column {error.colno}."
+                raise ValueError(f"{problem} The file must be one list, or one object a line.") from error
+    return records
+
+
+READERS: dict[str, Callable[[Path, Columns], Source]] = {
+    ".parquet": _read_parquet,
+    ".json": _read_json,
+    ".jsonl": _read_json,
+}

@@ -1,0 +1,158 @@
+"""Metrics of a batch: rewards, advantages, values, lengths, and how far sampler and trainer disagree.
+
+Legend: B = rows, T = response positions, N = positions where the policy sampled (``response_mask``). Every statistic
+first selects what counts and then reduces it in float64, so that nothing outside the mask can reach it. A statistic
+over nothing has no value: its keys are absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tether.batch import TrainBatch
+
+CONSTANT = 1e-12
+"""Returns whose variance is below this share of their mean square are equal up to float32 rounding."""
+MAX_LOG_RATIO = 20.0
+"""Bounds exp(log ratio), so that a single token cannot overflow the k3 estimate."""
+
+
+def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, float]:
+    """Describe a finished batch; what a field that is still None would say is left out.
+
+    Args:
+        batch: a batch with `token_level_scores` and whatever the step has filled in.
+        max_prompt_length: the limit that `prompt_length/clip_ratio` compares with, in tokens.
+    """
+    mask, scored = batch.response_mask, batch.scored
+    metrics = _spread("critic/score", _row_sums(batch.token_level_scores, mask)[scored])
+    if batch.token_level_rewards is not None:
+        metrics |= _spread("critic/rewards", _row_sums(batch.token_level_rewards, mask)[scored])
+    for name in ("advantages", "returns", "values"):
+        per_token = getattr(batch, name)
+        if per_token is not None:
+            metrics |= _spread(f"critic/{name}", per_token[mask])
+    if batch.values is not None and batch.returns is not None and mask.any():
+        metrics["critic/vf_explained_var"] = explained_variance(batch.values[mask], batch.returns[mask])
+    metrics["reward/excluded_rows"] = float((~scored).sum())
+    return metrics | length_metrics(
+        batch.prompt_length, batch.response_length, batch.truncated, max_prompt_length=max_prompt_length
+    )
+
+
+def length_metrics(
+    prompt_length: Int[Tensor, " B"],
+    response_length: Int[Tensor, " B"],
+    truncated: Bool[Tensor, " B"],
+    *,
+    max_prompt_length: int,
+) -> dict[str, float]:
+    """Lengths in tokens, and the share of rows that a limit cut or filled."""
+    return {
+        **_spread("response_length", response_length),
+        "response_length/clip_ratio": truncated.double().mean().item(),
+        **_spread("prompt_length", prompt_length),
+        "prompt_length/clip_ratio": (prompt_length >= max_prompt_length).double().mean().item(),
+    }
+
+
+def explained_variance(values: Float[Tensor, " N"], returns: Float[Tensor, " N"]) -> float:
+    """Share of the variance of the returns that the values explain: ``1 - Var(returns - values) / Var(returns)``.
+
+    1 is perfect, 0 is no better than a constant, below 0 is worse. Returns that do not vary give 0: there is nothing
+    to explain, and the quotient would only blow up rounding errors.
+    """
+    values, returns = values.double(), returns.double()
+    variance = returns.var(correction=0)
+    if variance <= CONSTANT * returns.square().mean():
+        return 0.0
+    return (1 - (returns - values).var(correction=0) / variance).item()
+
+
+def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: Bool[Tensor, " B"]) -> dict[str, float]:
+    """How much the scores vary among the responses to one prompt; a group counts from two scored responses on.
+
+    Args:
+        scores: [B] score of each response; not read where not `scored`.
+        uid: [B] prompt group.
+        scored: [B] False where the reward abstained or failed.
+    """
+    groups = [scores[scored & (uid == group)].double() for group in uid.unique()]
+    stds = [
+        group.std(correction=0).item() if bool((group != group[0]).any()) else 0.0 for group in groups if len(group) > 1
+    ]
+    if not stds:
+        return {}
+    return {
+        "group/zero_std_fraction": stds.count(0.0) / len(stds),
+        "group/score_std_mean": sum(stds) / len(stds),
+    }
+
+
+def mismatch_metrics(
+    rollout_log_probs: Float[Tensor, "B T"],
+    old_log_probs: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the trainer's, for the same weights and tokens.
+
+    With x = log p_trainer - log p_sampler of a token that the sampler drew, KL(sampler || trainer) is estimated by
+    k1 = -x and by k3 = exp(x) - 1 - x (Schulman, "Approximating KL Divergence", 2020).
+    """
+    sampler, trainer = rollout_log_probs[response_mask].double(), old_log_probs[response_mask].double()
+    if not len(sampler):
+        return {}
+    difference = (sampler.exp() - trainer.exp()).abs()
+    log_ratio = (trainer - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
+        "training/rollout_actor_probs_pearson_corr": _correlation(sampler.exp(), trainer.exp()),
+        "rollout_corr/kl": -log_ratio.mean().item(),
+        "rollout_corr/k3_kl": (log_ratio.expm1() - log_ratio).mean().item(),
+    }
+
+
+def reward_metrics(num_abstained: int, num_errors: int, seconds: Sequence[float]) -> dict[str, float]:
+    """What scoring cost and how often it gave no score.
+
+    Args:
+        num_abstained: responses on which the reward abstained.
+        num_errors: responses on which it failed or ran out of time.
+        seconds: duration of each call.
+    """
+    metrics = {"reward/num_abstained": float(num_abstained), "reward/num_errors": float(num_errors)}
+    if seconds:
+        durations = torch.tensor(seconds, dtype=torch.float64)
+        metrics["reward/seconds_p50"] = durations.quantile(0.50).item()
+        metrics["reward/seconds_p99"] = durations.quantile(0.99).item()
+    return metrics
+
+
+def _row_sums(per_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    return torch.where(mask, per_token, 0.0).double().sum(dim=-1)
+
+
+def _spread(prefix: str, values: Tensor) -> dict[str, float]:
+    if not len(values):
+        return {}
+    values = values.double()
+    return {
+        f"{prefix}/mean": values.mean().item(),
+        f"{prefix}/max": values.max().item(),
+        f"{prefix}/min": values.min().item(),
+    }
+
+
+def _correlation(left: Float[Tensor, " N"], right: Float[Tensor, " N"]) -> float:
+    """Pearson's coefficient; where one side does not vary it is undefined and 1 if both are equal, else 0."""
+    left_centered, right_centered = left - left.mean(), right - right.mean()
+    scale = left_centered.norm() * right_centered.norm()
+    if scale == 0:
+        return float(torch.equal(left, right))
+    return (left_centered @ right_centered / scale).item()

@@ -1,0 +1,170 @@
+"""Every metric key in one place, with its meaning and the range in which a healthy run keeps it.
+
+Names are verl's where verl has the metric. ``<...>`` in a key stands for a part that the run decides, for example the
+phase in ``timing_s/<phase>``. Documentation and plots read this table; a test holds the code to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """What a metric says."""
+
+    meaning: str
+    """One line, with the unit if there is one."""
+    healthy: str | None = None
+    """The range of a healthy run, where one can be named."""
+
+
+def _spread(prefix: str, what: str, healthy_mean: str | None = None) -> dict[str, MetricInfo]:
+    return {
+        f"{prefix}/mean": MetricInfo(f"Mean {what}.", healthy_mean),
+        f"{prefix}/max": MetricInfo(f"Largest {what}."),
+        f"{prefix}/min": MetricInfo(f"Smallest {what}."),
+    }
+
+
+REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
+    **_spread("critic/score", "score of a response as the reward gave it", "rises over the run"),
+    **_spread("critic/rewards", "score of a response after the KL penalty"),
+    **_spread("critic/advantages", "advantage of a token", "near 0 where advantages are whitened"),
+    **_spread("critic/returns", "return of a token: what the critic learns to predict"),
+    **_spread("critic/values", "value that the critic predicts for a token", "near critic/returns/mean"),
+    "critic/vf_explained_var": MetricInfo(
+        "Share of the variance of the returns that the critic explains: 1 - Var(returns - values) / Var(returns); "
+        "0 where the returns do not vary.",
+        "above 0 after warm-up, then rising towards 1; below 0 is worse than a constant",
+    ),
+    "critic/vf_loss": MetricInfo("Value loss of the critic.", "falls, then stays level"),
+    "critic/vf_clipfrac": MetricInfo("Share of tokens whose value update was clipped.", "below 0.2"),
+    "critic/vpred_mean": MetricInfo("Mean value predicted during the critic's update."),
+    "critic/grad_norm": MetricInfo("Norm of the critic's gradient before clipping.", "steady; spikes are clipped"),
+    "critic/lr": MetricInfo("Learning rate of the critic."),
+    "reward/excluded_rows": MetricInfo(
+        "Responses without a score (abstained, failed or empty): left out of all statistics.", "0"
+    ),
+    "reward/num_abstained": MetricInfo("Responses on which the reward abstained."),
+    "reward/num_errors": MetricInfo("Responses on which the reward failed.", "0"),
+    "reward/seconds_p50": MetricInfo("Median time to score a response, in seconds."),
+    "reward/seconds_p99": MetricInfo("Time to score a response that 99 % stay below, in seconds."),
+    "group/zero_std_fraction": MetricInfo(
+        "Share of prompt groups in which all scores are equal: they teach a group baseline nothing.", "below 0.5"
+    ),
+    "group/score_std_mean": MetricInfo("Mean standard deviation of the scores within a prompt group.", "above 0"),
+}
+
+ACTOR: Mapping[str, MetricInfo] = {
+    "actor/entropy": MetricInfo(
+        "Mean entropy of the policy at a token, in nats.", "falls slowly; a drop to 0 within few steps is a collapse"
+    ),
+    "actor/pg_loss": MetricInfo("Policy loss.", "small; its level says little about progress"),
+    "actor/pg_clipfrac": MetricInfo("Share of tokens whose policy update was clipped.", "0 to 0.2"),
+    "actor/pg_clipfrac_lower": MetricInfo(
+        "Share of tokens that the dual clip bounded (negative advantage, large ratio).", "near 0"
+    ),
+    "actor/ppo_kl": MetricInfo(
+        "Estimated KL from the policy before the update to the policy being trained, in nats a token.", "below 0.05"
+    ),
+    "actor/kl_loss": MetricInfo("KL to the reference policy in the loss, in nats a token.", "rises slowly"),
+    "actor/kl_coef": MetricInfo("Weight of the KL loss."),
+    "actor/reward_kl_penalty": MetricInfo(
+        "KL to the reference policy taken off the reward, in nats a token.", "rises slowly; below 1"
+    ),
+    "actor/reward_kl_penalty_coeff": MetricInfo("Weight of the KL penalty in the reward."),
+    "actor/grad_norm": MetricInfo("Norm of the actor's gradient before clipping.", "steady; spikes are clipped"),
+    "actor/lr": MetricInfo("Learning rate of the actor."),
+    **_spread("actor/ratio", "raw importance ratio of a token, before any clipping", "1 in the first update of a step"),
+}
+
+LENGTHS: Mapping[str, MetricInfo] = {
+    **_spread("response_length", "length of a response, in tokens"),
+    "response_length/clip_ratio": MetricInfo("Share of responses cut by the length limit.", "below 0.1"),
+    **_spread("prompt_length", "length of a prompt, in tokens"),
+    "prompt_length/clip_ratio": MetricInfo("Share of prompts that fill the prompt limit.", "near 0"),
+}
+
+MISMATCH: Mapping[str, MetricInfo] = {
+    "training/rollout_probs_diff_mean": MetricInfo(
+        "Mean absolute difference between sampler and trainer in the probability of a sampled token.", "below 0.01"
+    ),
+    "training/rollout_probs_diff_max": MetricInfo("Largest such difference."),
+    "training/rollout_probs_diff_std": MetricInfo("Standard deviation of such differences."),
+    "training/rollout_actor_probs_pearson_corr": MetricInfo(
+        "Correlation of the sampler's and the trainer's token probabilities.", "above 0.99"
+    ),
+    "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats a token.", "below 0.001"),
+    "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats a token.", "below 0.001"),
+}
+
+PROGRESS: Mapping[str, MetricInfo] = {
+    "training/global_step": MetricInfo("Number of the training step, from 1."),
+    "training/epoch": MetricInfo("Pass over the training data."),
+    "training/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
+    "perf/total_num_tokens": MetricInfo("Tokens of the step, prompts and responses."),
+    "perf/time_per_step": MetricInfo("Duration of the step, in seconds."),
+    "perf/throughput": MetricInfo("Tokens a second and device, prompts and responses."),
+    "perf/cpu_memory_peak_gb": MetricInfo("Largest memory that this process ever held, in GiB."),
+    "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB."),
+    "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB."),
+}
+
+TIMING: Mapping[str, MetricInfo] = {
+    "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
+    "timing_s/gen": MetricInfo("Seconds of generating responses."),
+    "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
+    "timing_s/old_log_prob": MetricInfo("Seconds of recomputing the log-probabilities."),
+    "timing_s/ref": MetricInfo("Seconds of the reference policy."),
+    "timing_s/values": MetricInfo("Seconds of the critic's values."),
+    "timing_s/adv": MetricInfo("Seconds of estimating advantages."),
+    "timing_s/update_critic": MetricInfo("Seconds of updating the critic."),
+    "timing_s/update_actor": MetricInfo("Seconds of updating the actor."),
+    "timing_s/update_weights": MetricInfo("Seconds of handing new weights to the sampler."),
+    "timing_s/testing": MetricInfo("Seconds of validation."),
+    "timing_s/save_checkpoint": MetricInfo("Seconds of saving a checkpoint."),
+    "timing_s/<phase>": MetricInfo("Seconds of this phase of the step."),
+    "timing_per_token_ms/gen": MetricInfo("Milliseconds of generation a response token."),
+    "timing_per_token_ms/<phase>": MetricInfo("Milliseconds of this phase a token, prompts and responses."),
+}
+
+VALIDATION: Mapping[str, MetricInfo] = {
+    "val-core/<source>/<variable>/<metric>": MetricInfo(
+        "Validation result to watch: `acc` if the reward gives it, else `reward`, over all samples of a prompt.",
+        "rises over the run",
+    ),
+    "val-aux/<source>/<variable>/mean@<n>": MetricInfo("Mean over the n samples of a prompt."),
+    "val-aux/<source>/<variable>/std@<n>": MetricInfo("Standard deviation over the n samples of a prompt."),
+    "val-aux/<source>/<variable>/best@<n>/<moment>": MetricInfo("Best of n samples: bootstrap mean and std."),
+    "val-aux/<source>/<variable>/worst@<n>/<moment>": MetricInfo("Worst of n samples: bootstrap mean and std."),
+    "val-aux/<source>/<variable>/maj@<n>/<moment>": MetricInfo(
+        "Value of the most frequent answer among n samples: bootstrap mean and std."
+    ),
+    "val-aux/<source>/num_unscored": MetricInfo("Validation responses without a score.", "0"),
+}
+
+METRICS: Mapping[str, MetricInfo] = {
+    **REWARD_AND_CRITIC,
+    **ACTOR,
+    **LENGTHS,
+    **MISMATCH,
+    **PROGRESS,
+    **TIMING,
+    **VALIDATION,
+}
+
+
+def describe(key: str) -> MetricInfo | None:
+    """Look up what a logged key says; an exact entry goes before one with ``<...>``. None: the key is unknown."""
+    if key in METRICS:
+        return METRICS[key]
+    matching = (info for template, info in METRICS.items() if _pattern(template).fullmatch(key))
+    return next(matching, None)
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    literal_parts = re.split(r"<\w+>", template)
+    return re.compile(".+".join(re.escape(part) for part in literal_parts))

@@ -1,0 +1,55 @@
+"""The few numbers that tell how a run goes, picked out of all metrics for a line on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+VALIDATION = "val-core/"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A number on the screen."""
+
+    label: str
+    keys: tuple[str, ...]
+    """The first of these that is logged is shown."""
+    style: str
+    """A format specification."""
+
+
+HEADLINES = (
+    Headline("score", ("critic/score/mean",), ".3f"),
+    Headline("kl", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), ".4f"),
+    Headline("length", ("response_length/mean",), ".1f"),
+    Headline("entropy", ("actor/entropy",), ".3f"),
+    Headline("actor grad", ("actor/grad_norm",), ".3g"),
+    Headline("critic grad", ("critic/grad_norm",), ".3g"),
+    Headline("expl. var", ("critic/vf_explained_var",), ".2f"),
+    Headline("s/step", ("timing_s/step",), ".1f"),
+)
+
+
+def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Give the mean validation score of each data source, by its key."""
+    return {k: v for k, v in metrics.items() if k.startswith(VALIDATION) and k.rpartition("/")[2].startswith("mean@")}
+
+
+def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Give label -> formatted number; "val" is the mean over data sources. What was not logged is absent."""
+    shown = {}
+    for headline in HEADLINES:
+        key = next((key for key in headline.keys if key in metrics), None)
+        if key is not None:
+            shown[headline.label] = format(metrics[key], headline.style)
+    means = validation_means(metrics).values()
+    return shown | ({"val": f"{sum(means) / len(means):.3f}"} if means else {})
+
+
+def headline_keys(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Give key -> formatted number, validation last."""
+    shown: dict[str, str] = {}
+    for headline in HEADLINES:
+        shown |= {key: format(metrics[key], headline.style) for key in headline.keys if key in metrics}
+    return shown | {key: f"{value:.3f}" for key, value in validation_means(metrics).items()}

@@ -1,0 +1,87 @@
+"""MLflow. The tracking server is mlflow's own setting; without one, a SQLite file in the run's folder is used."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mlflow
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from tether.metrics.loggers.protocol import RunInfo, Sample
+
+ID_FILE = "mlflow_run_id.txt"
+MAX_BATCH = 100
+"""Parameters that mlflow takes in one call; of metrics it takes 1000."""
+MAX_VALUE = 6000
+"""Characters of a parameter that mlflow stores."""
+
+
+class MlflowLogger:
+    """Logs to an mlflow run, which a resumed run goes on with; steps that mlflow already has are not logged twice."""
+
+    def __init__(self, run: RunInfo) -> None:
+        run.directory.mkdir(parents=True, exist_ok=True)
+        own_store = not mlflow.is_tracking_uri_set()
+        self._client = MlflowClient(f"sqlite:///{run.directory.resolve()}/mlflow.db" if own_store else None)
+        id_file = run.directory / ID_FILE
+        if run.resumed_step is not None and id_file.exists():
+            self._run_id = id_file.read_text()
+            self._last_step = self._logged_until()
+        else:
+            artifacts = (run.directory.resolve() / "mlflow_artifacts").as_uri() if own_store else None
+            self._run_id = self._create_run(run, artifacts)
+            self._last_step = -1
+            id_file.write_text(self._run_id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log all metrics under this step."""
+        if step <= self._last_step:
+            return
+        now = int(time.time() * 1000)
+        batch = [Metric(_mlflow_name(key), float(value), now, step) for key, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=batch)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Store the samples as the artifact `samples/step_<N>.json`."""
+        rows = [asdict(sample) | {"ground_truth": str(sample.ground_truth)} for sample in samples]
+        self._client.log_dict(self._run_id, {"samples": rows}, f"samples/step_{step:06d}.json")
+
+    def close(self) -> None:
+        """Mark the mlflow run as finished."""
+        self._client.set_terminated(self._run_id)
+
+    def _create_run(self, run: RunInfo, artifacts: str | None) -> str:
+        experiment = self._client.get_experiment_by_name(run.project)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment is not None
+            else self._client.create_experiment(run.project, artifact_location=artifacts)
+        )
+        run_id = self._client.create_run(experiment_id, run_name=run.experiment).info.run_id
+        params = [Param(_mlflow_name(key), str(value)[:MAX_VALUE]) for key, value in _leaves(run.config).items()]
+        for start in range(0, len(params), MAX_BATCH):
+            self._client.log_batch(run_id, params=params[start : start + MAX_BATCH])
+        return run_id
+
+    def _logged_until(self) -> int:
+        keys = self._client.get_run(self._run_id).data.metrics
+        histories = (self._client.get_metric_history(self._run_id, key) for key in keys)
+        return max((metric.step for history in histories for metric in history), default=-1)
+
+
+def _mlflow_name(key: str) -> str:
+    """Spell a key with the characters that mlflow allows: ``mean@4`` becomes ``mean_at_4``."""
+    return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and bool(value)
+        flat |= _leaves(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat

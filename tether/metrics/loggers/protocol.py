@@ -1,0 +1,57 @@
+"""What a logger is: it takes the metrics of a step, and samples to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Which run a logger belongs to."""
+
+    directory: Path
+    """Folder of the run: files of the loggers go here."""
+    project: str
+    experiment: str
+    config: Mapping[str, Any]
+    """The resolved configuration, a tree of plain values."""
+    total_steps: int | None = None
+    """Steps that the run will take, where it is known."""
+    resumed_step: int | None = None
+    """Step of the checkpoint that the run goes on from; None for a fresh run."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response to look at, with what the reward made of it."""
+
+    index: int
+    """Row of the dataset: names the sample in every table and file."""
+    data_source: str
+    prompt: str
+    """As the policy reads it."""
+    response: str
+    reward: float | None
+    """None: the reward abstained or failed."""
+    ground_truth: Any = None
+    note: str = ""
+    """Why there is no reward."""
+
+
+class Logger(Protocol):
+    """Takes the results of a run; built from a `RunInfo`."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step. Steps never go down within a process."""
+        ...
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Record what the policy answered at a validation."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending. Nothing is logged afterwards."""
+        ...

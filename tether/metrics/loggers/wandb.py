@@ -1,0 +1,49 @@
+"""Weights & Biases. Online or offline is wandb's own setting (`wandb offline`, or its environment variable)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from uuid import uuid4
+
+import wandb
+
+from tether.metrics.loggers.protocol import RunInfo, Sample
+
+ID_FILE = "wandb_run_id.txt"
+COLUMNS = ("index", "data_source", "prompt", "response", "reward", "ground_truth", "note")
+
+
+class WandbLogger:
+    """Logs to a wandb run, which a resumed run goes on with.
+
+    wandb cannot take steps back: steps that it already has are dropped by it when they are repeated after a resume. As
+    resuming repeats them exactly, nothing is lost.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        run.directory.mkdir(parents=True, exist_ok=True)
+        id_file = run.directory / ID_FILE
+        if run.resumed_step is None or not id_file.exists():
+            id_file.write_text(uuid4().hex)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            dir=str(run.directory),
+            id=id_file.read_text(),
+            resume="allow",
+            settings=wandb.Settings(console="off"),  # its capture of the terminal garbles a live display
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log all metrics under this step."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log the samples as a table."""
+        rows = [[s.index, s.data_source, s.prompt, s.response, s.reward, str(s.ground_truth), s.note] for s in samples]
+        self._run.log({"samples": wandb.Table(columns=[*COLUMNS], data=rows)}, step=step)
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        self._run.finish()

@@ -1,0 +1,67 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+PER_RESPONSE_TOKEN = ("gen",)
+PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+class Timer:
+    """Adds up the seconds spent in named phases, which may nest: ``with timer("gen"): ...``.
+
+    A phase entered several times counts the sum. Kernels that a GPU still has to finish are counted where the host
+    waits for them.
+
+    Args:
+        on_phase: called with the name of the phase that begins, and with the enclosing one when it ends.
+    """
+
+    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_phase = on_phase
+        self._open: list[str] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the body of the ``with`` as `phase`, also when it raises."""
+        self._enter(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+            self._open.pop()
+            if self._open:
+                self._announce(self._open[-1])
+
+    def _enter(self, phase: str) -> None:
+        self._open.append(phase)
+        self._announce(phase)
+
+    def _announce(self, phase: str) -> None:
+        if self._on_phase is not None:
+            self._on_phase(phase)
+
+    def metrics(self) -> dict[str, float]:
+        """Give the seconds of each phase as ``timing_s/<phase>``."""
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+def timing_per_token_ms(seconds: Mapping[str, float], *, num_response_tokens: int, num_tokens: int) -> dict[str, float]:
+    """Milliseconds a token of the phases that scale with tokens.
+
+    Args:
+        seconds: duration of each phase, as `Timer.seconds`.
+        num_response_tokens: what generation is divided by.
+        num_tokens: prompt and response tokens, what the other phases are divided by.
+    """
+    divisors = dict.fromkeys(PER_RESPONSE_TOKEN, num_response_tokens) | dict.fromkeys(PER_TOKEN, num_tokens)
+    return {
+        f"timing_per_token_ms/{phase}": 1000 * seconds[phase] / divisor
+        for phase, divisor in divisors.items()
+        if phase in seconds and divisor
+    }

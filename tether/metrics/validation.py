@@ -1,0 +1,143 @@
+"""Validation metrics over several samples a prompt: mean, best, worst and majority of n.
+
+Each metric is taken per prompt, then averaged over the prompts of a data source. ``best@n``, ``worst@n`` and ``maj@n``
+(n = 2, 4, 8, ... up to the N samples of a prompt) are bootstrap estimates: 1000 draws of n samples with replacement,
+seed 42. A response without a score is left out and counted; nothing is scored 0 for want of a score.
+
+Worked example: a prompt with rewards [1, 0] gives mean@2 = 0.5, std@2 = 0.5 (population) and best@2/mean near 0.75,
+because one draw in four takes the 0 twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_DRAWS = 1000
+SEED = 42
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ValidationRow:
+    """One sampled response of the validation set."""
+
+    data_source: str
+    uid: Hashable
+    """The prompt: its responses share it."""
+    values: Mapping[str, Any]
+    """``reward``, and what else it returned, for example ``acc``. None, NaN and what is no number are left out."""
+    pred: Hashable | None = None
+    """The answer read out of the response; needed for ``maj@n``."""
+
+
+def validation_metrics(rows: Iterable[ValidationRow]) -> dict[str, float]:
+    """Compute ``val-core/<source>/<variable>/<metric>`` and the ``val-aux/...`` beside it.
+
+    Core is what a run is judged by: mean, best and maj of ``acc`` (or, where no row has it, ``reward``) over all N
+    samples of a prompt. All else is aux.
+    """
+    by_source: dict[str, dict[Hashable, list[ValidationRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_source[row.data_source][row.uid].append(row)
+    metrics: dict[str, float] = {}
+    for source, prompts in by_source.items():
+        metrics |= _source_metrics(source, list(prompts.values()))
+    return metrics
+
+
+def _source_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]]) -> dict[str, float]:
+    collected: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for rows in prompts:
+        for variable in sorted({name for row in rows for name in row.values}):
+            for metric, value in prompt_metrics(rows, variable).items():
+                collected[variable, metric].append(value)
+    core_variable = "acc" if any(variable == "acc" for variable, _ in collected) else "reward"
+    most = max(len(rows) for rows in prompts)
+    core_metrics = {f"{kind}@{most}{moment}" for kind in ("mean", "best", "maj") for moment in ("", "/mean", "/std")}
+    metrics = {}
+    for (variable, metric), values in collected.items():
+        core = variable == core_variable and metric in core_metrics
+        metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{metric}"] = math.fsum(values) / len(values)
+    unscored = sum(_number(row.values.get("reward")) is None for rows in prompts for row in rows)
+    return metrics | {f"val-aux/{source}/num_unscored": float(unscored)}
+
+
+def prompt_metrics(rows: Sequence[ValidationRow], variable: str) -> dict[str, float]:
+    """Compute the metrics of one variable over the N responses to one prompt, ``mean@N`` and so on.
+
+    N counts all responses, so that a name means the same for every prompt; the statistics are over those that have
+    a number. Empty if none has.
+    """
+    scored = [(number, row.pred) for row in rows if (number := _number(row.values.get(variable))) is not None]
+    if not scored:
+        return {}
+    values = np.array([number for number, _ in scored])
+    total = len(rows)
+    metrics = {f"mean@{total}": float(values.mean())}
+    if total == 1:
+        return metrics
+    metrics[f"std@{total}"] = float(values.std())
+    votes = [pred for _, pred in scored]
+    for n in _subset_sizes(total):
+        metrics |= _moments(f"best@{n}", bootstrap(values, n, lambda draws: draws.max(axis=1)))
+        metrics |= _moments(f"worst@{n}", bootstrap(values, n, lambda draws: draws.min(axis=1)))
+        if None not in votes:
+            positions = np.arange(len(values), dtype=np.float64)
+            metrics |= _moments(f"maj@{n}", bootstrap(positions, n, lambda draws: _majority(draws, values, votes)))
+    return metrics
+
+
+def bootstrap(values: Floats, n: int, reduce: Callable[[Floats], Floats]) -> Floats:
+    """Draw n of the values with replacement, 1000 times, and reduce each draw to a number.
+
+    Args:
+        values: [K] what to draw from.
+        n: size of a draw.
+        reduce: [draws, n] -> [draws].
+
+    Raises:
+        ValueError: there is nothing to draw from.
+    """
+    if not len(values):
+        raise ValueError("bootstrap: no values to draw from; pass at least one")
+    # The legacy generator: verl's draws, hence verl's numbers.
+    draws = np.random.RandomState(SEED).choice(values, size=(NUM_DRAWS, n), replace=True)
+    return reduce(draws)
+
+
+def majority_value(values: Sequence[float], votes: Sequence[Hashable]) -> float:
+    """Value of the most frequent vote (that of its first voter); a tie goes to the vote that came first."""
+    counts: dict[Hashable, int] = defaultdict(int)
+    for vote in votes:
+        counts[vote] += 1
+    winner = max(counts, key=lambda vote: counts[vote])
+    return values[list(votes).index(winner)]
+
+
+def _majority(draws: Floats, values: Floats, votes: Sequence[Hashable]) -> Floats:
+    chosen = draws.astype(int)
+    return np.array([majority_value(values[draw].tolist(), [votes[i] for i in draw]) for draw in chosen])
+
+
+def _moments(name: str, results: Floats) -> dict[str, float]:
+    return {f"{name}/mean": float(results.mean()), f"{name}/std": float(results.std())}
+
+
+def _subset_sizes(total: int) -> list[int]:
+    """2, 4, 8, ... below `total`, and `total` itself."""
+    return [2**k for k in range(1, total.bit_length()) if 2**k < total] + [total]
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, Real) or math.isnan(value):
+        return None
+    return float(value)
