@@ -1,0 +1,87 @@
+"""A user's own reward function, loaded from a Python file and checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tether.rewards.router import RewardFunction
+
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_SIGNATURE = f"({', '.join(_ARGUMENTS)}, **reward_kwargs)"
+_KEY = "custom_reward_function"
+
+
+@dataclass(frozen=True)
+class CustomReward:
+    """Where a user's function is: `custom_reward_function.{path,name,reward_kwargs}`."""
+
+    path: str
+    name: str = "compute_score"
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
+    """Import the file and take the function out of it, with `reward_kwargs` bound.
+
+    Raises:
+        ValueError: no such file, the file cannot be imported, no such function in it, it is not callable, or it does
+            not take the arguments it will be called with.
+    """
+    module = _import_file(Path(path))
+    found = vars(module).get(name)
+    if found is None:
+        raise ValueError(_missing(module, Path(path), name))
+    if not callable(found):
+        raise ValueError(f"{_KEY}.name={name}: {path} defines it as {type(found).__name__}, not as a function")
+    _check_signature(found, Path(path), name, reward_kwargs)
+    return functools.partial(found, **reward_kwargs)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{_KEY}.path={path}: no such file (looked for {path.resolve()})")
+    name = f"tether_custom_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{_KEY}.path={path}: not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(f"{_KEY}.path={path}: {error.filename}, line {error.lineno}: {error.msg}") from error
+    except Exception as error:  # whatever a user's module raises while it is imported is one and the same problem
+        tail = traceback.format_exc(limit=-1).strip()
+        raise ValueError(f"{_KEY}.path={path}: importing the file failed:\n{tail}") from error
+    return module
+
+
+def _missing(module: ModuleType, path: Path, name: str) -> str:
+    there = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
+    near = difflib.get_close_matches(name, there, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{_KEY}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
+
+
+def _check_signature(function: RewardFunction, path: Path, name: str, reward_kwargs: Mapping[str, Any]) -> None:
+    if clash := sorted(set(reward_kwargs) & set(_ARGUMENTS)):
+        raise ValueError(f"{_KEY}.reward_kwargs: {', '.join(clash)} is given by the row; choose another name")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(_ARGUMENTS), **reward_kwargs)
+    except TypeError as error:
+        given = f" with reward_kwargs {sorted(reward_kwargs)}" if reward_kwargs else ""
+        raise ValueError(
+            f"{_KEY}.name={name}: {path} defines {name}{signature}, which is called by keyword as "
+            f"{name}{_SIGNATURE}{given}: {error}"
+        ) from error

@@ -1,0 +1,80 @@
+"""Which rule scores which `data_source`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+RewardFunction: TypeAlias = Callable[..., Any]
+"""``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; see `outcome_of` for what it returns."""
+
+_MATH = "tether.rewards.math:boxed"
+_DAPO = "tether.rewards.math:dapo"
+
+# Import paths, not functions: a worker process loads only the rules that its rows need.
+REWARDS: dict[str, str] = {
+    "openai/gsm8k": "tether.rewards.gsm8k:strict",
+    "DigitalLearningGmbH/MATH-lighteval": _MATH,
+    "lighteval/MATH": _MATH,
+    "HuggingFaceH4/MATH-500": _MATH,
+    "math_dapo": _DAPO,
+    "math_dapo_reasoning": _DAPO,
+    "math": _DAPO,
+}
+REWARDS_BY_PREFIX: dict[str, str] = {
+    "aime": _DAPO,
+    "reasoning_gym/": "tether.rewards.reasoning_gym:score",
+}
+
+
+def import_path(data_source: str) -> str | None:
+    """``module:function`` of the rule for `data_source`, or None if there is none."""
+    by_prefix = (path for prefix, path in REWARDS_BY_PREFIX.items() if data_source.startswith(prefix))
+    return REWARDS.get(data_source) or next(by_prefix, None)
+
+
+def check_sources(data_sources: Iterable[str]) -> None:
+    """Refuse data that no rule can score, before anything is loaded.
+
+    Raises:
+        ValueError: sources without a rule (all of them named, with the nearest known names), or a rule whose
+            optional dependency is not installed.
+    """
+    sources = sorted(set(data_sources))
+    unknown = [source for source in sources if import_path(source) is None]
+    if unknown:
+        raise ValueError(_no_rule(unknown))
+    if any(source.startswith("reasoning_gym/") for source in sources) and not importlib.util.find_spec("reasoning_gym"):
+        raise ValueError(
+            "data_source reasoning_gym/* needs the package reasoning-gym: pip install 'tether[quickstart]'"
+        )
+
+
+@lru_cache
+def find_reward(data_source: str) -> RewardFunction:
+    """The rule for `data_source`, imported when first asked for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = import_path(data_source)
+    if path is None:
+        raise ValueError(_no_rule([data_source]))
+    module, name = path.split(":")
+    function: RewardFunction = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _no_rule(sources: list[str]) -> str:
+    known = [*REWARDS, *(f"{prefix}*" for prefix in REWARDS_BY_PREFIX)]
+    near = {match for source in sources for match in difflib.get_close_matches(source, known, n=1)}
+    hint = f" Did you mean {' or '.join(sorted(near))}?" if near else ""
+    return (
+        f"no reward for data_source {', '.join(map(repr, sources))}.{hint} Known: {', '.join(known)}. "
+        "For your own reward set custom_reward_function.path to a Python file and custom_reward_function.name to "
+        "a function fn(data_source, solution_str, ground_truth, extra_info) in it."
+    )
