@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, RolloutBatch
-from tether.rewards import RewardOutcome, RewardPool, RewardReport, RewardRequest
+from tether.rewards.outcome import RewardOutcome, RewardRequest
+from tether.rewards.pool import RewardPool
+from tether.rewards.summary import RewardReport, check_error_rate, summarize
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
 
 
@@ -42,6 +44,8 @@ class Collector:
     engine: RolloutEngine
     rewards: RewardPool
     tokenizer: PreTrainedTokenizerBase
+    max_error_rate: float
+    """Share of failing reward calls above which the run stops."""
 
     def collect(
         self,
@@ -57,23 +61,25 @@ class Collector:
             sampling: how responses are drawn.
             key: names the random draws.
             on_progress: called with (finished responses, all responses).
+
+        Raises:
+            RewardFailure: more calls failed than `max_error_rate` allows.
         """
         total = len(prompts) * sampling.n
-        texts = [""] * total
-        finished = 0
+        requests: dict[int, RewardRequest] = {}
 
         def submit(response: FinishedResponse) -> None:
-            nonlocal finished
-            finished += 1
             text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
             prompt = prompts[response.row // sampling.n]
-            texts[response.row] = text
-            self.rewards.submit(
-                response.row, RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-            )
+            request = RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+            requests[response.row] = request
+            self.rewards.submit(response.row, request)
             if on_progress:
-                on_progress(finished, total)
+                on_progress(len(requests), total)
 
         rollout = self.engine.generate([p.token_ids for p in prompts], sampling, key, on_finished=submit)
         outcomes = self.rewards.collect()
-        return Experience(prompts, rollout, texts, outcomes, RewardReport.of(outcomes))
+        ordered = [requests[row] for row in range(total)]
+        report = summarize(ordered, outcomes, self.rewards.durations)
+        check_error_rate(report, self.max_error_rate)
+        return Experience(prompts, rollout, [r.solution_str for r in ordered], outcomes, report)

@@ -1,0 +1,39 @@
+"""KL to the reference as a penalty in the reward (InstructGPT, arXiv 2203.02155)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tether.algorithms import AdaptiveKLController, FixedKLController, apply_kl_penalty
+from tether.batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class KLReward:
+    """Takes ``coefficient * kl`` off the reward of each token; the controller adapts after each step."""
+
+    controller: FixedKLController | AdaptiveKLController
+    kind: str
+
+    def apply(self, batch: TrainBatch) -> dict[str, float]:
+        """Set `token_level_rewards` from scores, `old_log_probs` and `ref_log_probs`; returns metrics."""
+        coefficient = self.controller.value
+        batch.token_level_rewards, kl = apply_kl_penalty(
+            batch.token_level_scores,
+            batch.old_log_probs,
+            batch.ref_log_probs,
+            batch.response_mask,
+            kl_coef=coefficient,
+            kind=self.kind,
+        )
+        self.controller.update(float(kl), len(batch))
+        return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's state."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the controller's state."""
+        self.controller.load_state_dict(state)

@@ -1,0 +1,39 @@
+"""The metrics of one training step, gathered from its batch."""
+
+from __future__ import annotations
+
+from tether.algorithms import Mean
+from tether.batch import TrainBatch
+from tether.metrics.data import data_metrics, group_metrics, mismatch_metrics
+from tether.metrics.perf import memory_metrics, throughput_metrics
+from tether.metrics.timing import Timer, timing_per_token_ms
+from tether.rewards.summary import RewardReport
+from tether.training.forward import PolicyOutputs
+from tether.training.tokens import sequence_lengths
+
+
+def step_metrics(batch: TrainBatch, policy: PolicyOutputs, report: RewardReport, time: Timer) -> dict[str, float]:
+    """What a finished step measured, beside the losses.
+
+    Args:
+        batch: with advantages.
+        policy: log-probabilities and entropy at the start of the update.
+        report: of the rewards.
+        time: of the phases, with "step" the whole.
+    """
+    tokens = int(sequence_lengths(batch).sum())
+    assert batch.old_log_probs is not None
+    assert policy.entropy is not None
+    return {
+        **data_metrics(batch),
+        **group_metrics(batch.token_level_scores.sum(dim=-1), batch.uid, batch.scored),
+        **mismatch_metrics(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask),
+        **report.metrics,
+        "actor/entropy": float(Mean.of(policy.entropy, batch.response_mask)),
+        **throughput_metrics(tokens, time.seconds["step"]),
+        **memory_metrics(),
+        **time.metrics(),
+        **timing_per_token_ms(
+            time.seconds, num_response_tokens=int(batch.response_length.sum()), num_tokens=tokens
+        ),
+    }

@@ -1,0 +1,161 @@
+"""The training loop.
+
+One step: sample responses to a batch of prompts and score them; ask the policy, the reference and the critic what
+they make of each token; turn rewards into advantages; update the critic and the policy; hand the new weights to the
+sampler. `Trainer.step` is exactly that. Everything optional is an object that may be None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tether.batch import Prompt, TrainBatch
+from tether.data.prompts import PromptDataset
+from tether.data.sampler import PromptSampler
+from tether.metrics.loggers import Loggers
+from tether.metrics.timing import Timer
+from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.trainer.collect import Collector
+from tether.trainer.evaluate import Evaluation
+from tether.trainer.kl_reward import KLReward
+from tether.trainer.measure import step_metrics
+from tether.trainer.persistence import Persistence
+from tether.training.forward import PolicyOutputs, ValueOutputs
+from tether.training.learner import Learner
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When what happens, in training steps; a frequency of 0 or below means never."""
+
+    total_steps: int
+    save_freq: int = -1
+    test_freq: int = -1
+    val_before_train: bool = True
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+
+    def saves_at(self, step: int) -> bool:
+        """Is a checkpoint due after this step; always after the last, if any are saved."""
+        return self.save_freq > 0 and (step % self.save_freq == 0 or step == self.total_steps)
+
+    def tests_at(self, step: int) -> bool:
+        """Is a validation due after this step; always after the last, if there are any."""
+        return self.test_freq > 0 and (step % self.test_freq == 0 or step == self.total_steps)
+
+
+@dataclass
+class Trainer:
+    """All parts of a run; `tether.trainer.build` makes one from a configuration."""
+
+    dataset: PromptDataset
+    sampler: PromptSampler
+    collector: Collector
+    sampling: SamplingParams
+    actor: Learner[PolicyOutputs]
+    critic: Learner[ValueOutputs] | None
+    reference: Callable[[TrainBatch], PolicyOutputs] | None
+    kl_reward: KLReward | None
+    estimate_advantages: Callable[[TrainBatch], TrainBatch]
+    evaluation: Evaluation | None
+    schedule: Schedule
+    persistence: Persistence
+    loggers: Loggers
+    seed: int
+    step_number: int = 0
+    """Training steps done."""
+
+    def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Do one training step on these prompts; returns its metrics."""
+        number = self.step_number + 1
+        time = Timer(on_phase=self.loggers.phase)
+        metrics: dict[str, float] = {}
+        with time("step"):
+            with time("gen"):
+                key = NoiseKey(self.seed, number)
+                experience = self.collector.collect(prompts, self.sampling, key, self._show_progress)
+            batch = TrainBatch.assemble(experience.rollout, experience.scores)
+            with time("old_log_prob"):
+                policy = self.actor.infer(batch)
+                batch.old_log_probs = policy.log_probs
+            if self.reference:
+                with time("ref"):
+                    batch.ref_log_probs = self.reference(batch).log_probs
+            if self.critic:
+                with time("values"):
+                    batch.values = self.critic.infer(batch).values
+            with time("adv"):
+                batch.token_level_rewards = batch.token_level_scores
+                if self.kl_reward:
+                    metrics |= self.kl_reward.apply(batch)
+                batch = self.estimate_advantages(batch)
+            if self.critic:
+                with time("update_critic"):
+                    metrics |= _prefixed("critic", self.critic.update(batch, number - 1))
+            if number > self.schedule.critic_warmup:
+                with time("update_actor"):
+                    metrics |= _prefixed("actor", self.actor.update(batch, number - 1))
+                with time("update_weights"):
+                    self.collector.engine.sync_weights()
+        self.step_number = number
+        return step_metrics(batch, policy, experience.report, time) | metrics | self._position()
+
+    def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
+        if self.step_number == 0 and self.evaluation and self.schedule.val_before_train:
+            self.loggers.log(0, self.evaluate())
+        while self.step_number < self.schedule.total_steps:
+            rows = self.sampler.next_batch()
+            metrics = self.step([self.dataset[row] for row in rows])
+            done = self.step_number
+            stopping = interrupted()
+            if self.evaluation and self.schedule.tests_at(done) and not stopping:
+                metrics |= self.evaluate()
+            if self.schedule.saves_at(done) or stopping:
+                metrics |= self.save()
+            self.loggers.log(done, metrics)
+            if stopping:
+                return
+
+    def evaluate(self) -> dict[str, float]:
+        """Validate the current policy; returns its metrics and logs samples."""
+        assert self.evaluation
+        time = Timer(on_phase=self.loggers.phase)
+        with time("testing"):
+            result = self.evaluation.run(self.collector, NoiseKey(self.seed, self.step_number), self._show_progress)
+        self.loggers.log_samples(self.step_number, result.samples)
+        return result.metrics | time.metrics()
+
+    def save(self) -> dict[str, float]:
+        """Write a checkpoint of the current step."""
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            self.persistence.save(self.step_number, self.actor.engine, self.critic and self.critic.engine, self.state())
+        return time.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """All state that is not in an engine."""
+        return {
+            "step": self.step_number,
+            "sampler": self.sampler.state_dict(),
+            "kl_reward": self.kl_reward.state_dict() if self.kl_reward else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        self.step_number = state["step"]
+        self.sampler.load_state_dict(state["sampler"])
+        if self.kl_reward:
+            self.kl_reward.load_state_dict(state["kl_reward"])
+
+    def _show_progress(self, done: int, total: int) -> None:
+        self.loggers.phase("gen", done, total)
+
+    def _position(self) -> dict[str, float]:
+        return {"training/global_step": float(self.step_number), "training/epoch": float(self.sampler.epoch)}
+
+
+def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
