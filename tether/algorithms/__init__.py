@@ -1,1 +1,83 @@
-""""""
+"""The mathematics of PPO and its relatives, as pure functions of tensors.
+
+Usable in any training loop: no function here sees a config, a model or a process group. Nothing outside a
+``response_mask`` is ever read, whatever stands there. A loss returns one number for each token, and `aggregate_loss`
+makes the loss of the mini-batch out of it. Shapes: `tether.algorithms.shapes`.
+"""
+
+from tether.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from tether.algorithms.advantages.gae import length_adaptive_lambda
+from tether.algorithms.advantages.groups import informative_rows
+from tether.algorithms.advantages.result import Advantages
+from tether.algorithms.aggregation import AGGREGATIONS, aggregate_loss, masked_mean_ratio
+from tether.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_penalty
+from tether.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
+from tether.algorithms.logits import entropy_from_logits, full_kl, sum_pi_squared
+from tether.algorithms.masking import count_valid, masked_mean, masked_sum, masked_var, masked_whiten, select
+from tether.algorithms.pf_ppo import pf_ppo_indices
+from tether.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    REQUIRED_AGGREGATION,
+    TOKEN_SELECTIONS,
+    interpolate_proximal,
+)
+from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
+from tether.algorithms.rollout_correction import (
+    importance_metrics,
+    importance_weights,
+    off_policy_metrics,
+    parse_rejection,
+    rejection_mask,
+    rejection_metrics,
+)
+from tether.algorithms.token_loss import Max, Mean, Metric, Min, TokenLoss, merge_metrics
+from tether.algorithms.uniform import needs
+from tether.algorithms.value import explained_variance, value_loss
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "AGGREGATIONS",
+    "KL_ESTIMATORS",
+    "POLICY_LOSSES",
+    "REQUIRED_AGGREGATION",
+    "TOKEN_SELECTIONS",
+    "AdaptiveKLController",
+    "Advantages",
+    "FixedKLController",
+    "KLController",
+    "Max",
+    "Mean",
+    "Metric",
+    "Min",
+    "RunningRewardNormalizer",
+    "TokenLoss",
+    "aggregate_loss",
+    "apply_kl_penalty",
+    "count_valid",
+    "entropy_from_logits",
+    "explained_variance",
+    "full_kl",
+    "importance_metrics",
+    "importance_weights",
+    "informative_rows",
+    "interpolate_proximal",
+    "kl_penalty",
+    "length_adaptive_lambda",
+    "masked_mean",
+    "masked_mean_ratio",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "merge_metrics",
+    "needs",
+    "normalize_rewards_per_batch",
+    "off_policy_metrics",
+    "overlong_penalty",
+    "parse_rejection",
+    "pf_ppo_indices",
+    "rejection_mask",
+    "rejection_metrics",
+    "select",
+    "sum_pi_squared",
+    "value_loss",
+]

@@ -100,7 +100,7 @@ class PromptDataset:
         encoded = _encode(rows, chosen, tokenizer, options)
         overlong = [at for at, ids in enumerate(encoded) if len(ids) > limit]
         dropped = set(overlong) if options.filter_overlong_prompts else set()
-        if not dropped and options.truncation == "error":
+        if options.truncation == "error" and not options.filter_overlong_prompts:
             raise_problems([_too_long(rows[chosen[at]], len(encoded[at]), limit) for at in overlong])
         kept = [at for at in range(len(chosen)) if at not in dropped]
         self.report = PromptReport(

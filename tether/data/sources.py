@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import pyarrow
 import pyarrow.parquet
 
-from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source, closest, raise_problems
+from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source, raise_problems
 
 PROCEDURAL = "reasoning_gym:"
 

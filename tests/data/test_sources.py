@@ -1,0 +1,196 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.data.conftest import record, write_jsonl
+from tether.data.rows import Rows
+from tether.data.sources import load_rows, split_query
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]]) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return str(path)
+
+
+def contents(rows: Rows) -> list[str]:
+    return [row.messages[-1]["content"] for row in rows]
+
+
+def refusal(files: str | list[str], **keys: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_rows(files, **keys)
+    return str(caught.value)
+
+
+def test_kinds_mix_and_keep_list_order(tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", [record("a0"), record("a1")])
+    table = write_parquet(tmp_path / "b.parquet", [record("b0"), record("b1")])
+    listed = tmp_path / "c.json"
+    listed.write_text(json.dumps([record("c0")], indent=2))
+    rows = load_rows([table, str(listed), lines])
+    assert contents(rows) == ["b0", "b1", "c0", "a0", "a1"]
+    assert [row.place for row in rows] == [
+        f"{table} row 0",
+        f"{table} row 1",
+        f"{listed} row 0",
+        f"{lines} row 0",
+        f"{lines} row 1",
+    ]
+    assert rows[4] == list(rows)[4]
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_a_row_is_read_whole(tmp_path: Path) -> None:
+    for file in (
+        write_jsonl(tmp_path / "a.jsonl", [record("q", level="5")]),
+        write_parquet(tmp_path / "a.parquet", [record("q", level="5")]),
+    ):
+        row = load_rows(file)[0]
+        assert row.messages == ({"role": "user", "content": "q"},)
+        assert (row.data_source, row.ground_truth, row.extra_info) == ("toy", "2", {"split": "train", "index": 0})
+
+
+def test_json_keeps_types_and_skips_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    truths: list[Any] = ["2", 2, {"inputs": ["1"], "outputs": ["2"]}, [1.5]]
+    lines = [json.dumps(record(reward_model={"style": "rule", "ground_truth": truth})) for truth in truths]
+    path.write_text("\n\n".join(lines))
+    assert [row.ground_truth for row in load_rows(str(path))] == truths
+
+
+def test_a_plain_string_is_one_user_message(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [record(prompt="hello")])
+    assert load_rows(file)[0].messages == ({"role": "user", "content": "hello"},)
+
+
+def test_columns_can_be_called_otherwise(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", [record(prompt=None, data_source=None, chat="hi", origin="mine")])
+    row = load_rows(file, prompt_key="chat", reward_fn_key="origin")[0]
+    assert (row.messages[0]["content"], row.data_source) == ("hi", "mine")
+
+
+def test_nulls_that_parquet_adds_to_messages_are_dropped(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a", "name": "bob"}, {"role": "user", "content": "b"}]
+    row = load_rows(write_parquet(tmp_path / "a.parquet", [record(prompt=messages)]))[0]
+    assert row.messages == tuple(messages)
+
+
+def test_rows_of_style_model_need_no_ground_truth(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [record(reward_model={"style": "model"})])
+    assert load_rows(file)[0].ground_truth is None
+
+
+def test_real_parquet_files(test_data: Path) -> None:
+    rows = load_rows([str(test_data / "gsm8k/test.parquet"), str(test_data / "math/test.parquet")])
+    assert len(rows) == 1319 + 5000
+    assert (rows[0].data_source, rows[0].ground_truth) == ("openai/gsm8k", "18")
+    assert rows[0].messages[0]["content"].endswith('output the final answer after "####".')
+    assert (rows[1319].data_source, rows[1319].ground_truth) == ("DigitalLearningGmbH/MATH-lighteval", "2")
+    assert rows[1319].place.endswith("math/test.parquet row 0")
+
+
+def test_real_jsonl_without_the_layout_is_refused(test_data: Path) -> None:
+    message = refusal(str(test_data / "gsm8k/train.jsonl"))
+    assert "not in the row layout: no `prompt`, `data_source`, `reward_model`" in message
+    assert "its keys are question, answer. A row needs `prompt`" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (record(prompt=None), "no `prompt`. Give a list of {role, content}"),
+        (record(prompt=[]), "no `prompt`"),
+        (record(prompt=7), "`prompt` is a int"),
+        (record(prompt=[{"role": "user"}]), "`prompt`[0] is {'role': 'user'}. A message is {role, content}"),
+        (record(prompt=[{"role": "user", "content": None}]), "`prompt`[0] is"),
+        (record(prompt=["hello"]), "`prompt`[0] is 'hello'. A message is"),
+        (record(data_source=None), "no `data_source`. It names the reward"),
+        (record(reward_model=None), "no `reward_model`, so no ground truth"),
+        (record(reward_model={"style": "rule"}), "no `reward_model.ground_truth`"),
+        (record(extra_info="x"), "`extra_info` is 'x'"),
+        (record(images=["cat.png"]), "`images` is not empty, but only text prompts are read"),
+        ("text", "a str, not an object with keys"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file(tmp_path: Path, bad: Any, says: str) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [record(), bad])
+    assert refusal(file).startswith(f"{file} row 1: {says}")
+
+
+def test_a_null_in_parquet_is_a_missing_value(tmp_path: Path) -> None:
+    gone = record(reward_model={"style": "rule", "ground_truth": None})
+    file = write_parquet(tmp_path / "a.parquet", [record(), gone])
+    assert refusal(file).startswith(f"{file} row 1: no `reward_model.ground_truth`")
+
+
+def test_all_problems_come_at_once_up_to_ten(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [record(), record(prompt=None, data_source=None)])
+    second = write_jsonl(tmp_path / "b.jsonl", [record(), *[record(prompt=None)] * 13])
+    lines = refusal([first, second]).splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == [f"{first} row 1", f"{first} row 1", f"{second} row 1"]
+    assert len(lines) == 11
+    assert lines[-1] == "... and 5 more"
+
+
+def test_missing_files_are_all_named_with_the_nearest(tmp_path: Path) -> None:
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [record()])
+    typo, wrong_folder = folder / "trian.jsonl", tmp_path / "gsm8" / "train.jsonl"
+    first, second = refusal([str(typo), str(wrong_folder)]).splitlines()
+    assert first == f"{typo}: no such file. Did you mean {folder / 'train.jsonl'}?"
+    assert second == f"{wrong_folder}: no such file. Did you mean {folder}?"
+    assert f"The nearest folder that exists is {folder}." in refusal(str(folder / "zzz.parquet"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("text", ["", "\n \n", "[]"])
+def test_an_empty_file(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert refusal(str(path)).startswith(f"{path}: no rows.")
+
+
+def test_an_empty_parquet_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([record()])
+    pyarrow.parquet.write_table(table.slice(0, 0), path)
+    assert refusal(str(path)).startswith(f"{path}: no rows.")
+
+
+def test_no_file_at_all() -> None:
+    assert "the list is empty" in refusal([])
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    parquet, lines, binary = tmp_path / "a.parquet", tmp_path / "a.jsonl", tmp_path / "b.json"
+    parquet.write_text("not parquet")
+    lines.write_text(json.dumps(record()) + "\n{'prompt': 1}\n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    problems = refusal([str(parquet), str(lines), str(binary)]).splitlines()
+    assert problems[0].startswith(f"{parquet}: not a readable parquet file:")
+    assert problems[1].startswith(f"{lines} line 2: not a json object:")
+    assert problems[2].startswith(f"{binary}: not a readable json file:")
+
+
+def test_other_kinds_of_path(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [record()])
+    table = tmp_path / "a.csv"
+    table.write_text("prompt\nhello\n")
+    assert refusal(str(tmp_path)).startswith(f"{tmp_path}: a folder. Name its files one by one: a.jsonl")
+    assert refusal(str(table)).startswith(f"{table}: not a .parquet, .json, .jsonl file")
+    assert refusal("nothing").startswith("nothing: not a .parquet, .json, .jsonl file, nor `owner/name` on the hub.")
+
+
+def test_queries() -> None:
+    assert split_query("chain_sum?size=20&suffix=%20a%0Ab&empty=") == (
+        "chain_sum",
+        {"size": "20", "suffix": " a\nb", "empty": ""},
+    )
+    assert "what follows the ? must read key=value" in refusal("reasoning_gym:chain_sum?size")

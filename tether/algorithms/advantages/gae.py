@@ -1,0 +1,106 @@
+"""Generalised advantage estimation, and the other estimators that look at rewards token by token."""
+
+import torch
+
+from tether.algorithms.advantages.result import Advantages, spread
+from tether.algorithms.masking import masked_sum, masked_whiten, select
+from tether.algorithms.shapes import Mask, Rows, Tokens
+
+
+def gae(
+    token_level_rewards: Tokens,
+    response_mask: Mask,
+    *,
+    values: Tokens,
+    gamma: float = 1.0,
+    lam: float | Rows = 1.0,
+    critic_lam: float | None = None,
+    bootstrap_values: Rows | None = None,
+    normalize_advantages: bool = True,
+) -> Advantages:
+    """Exponentially weighted sum of temporal differences (Schulman et al. 2016, arXiv 1506.02438).
+
+    d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lam A_{t+1}, where t + 1 is the row's next *policy* token:
+    what stands between two of them (a tool's output, padding) is skipped, whatever its reward, and costs no discount.
+    Returns are A + V; the advantages are whitened over the whole batch afterwards.
+
+    Args:
+        token_level_rewards: reward of each token.
+        response_mask: the policy's tokens.
+        values: V_t, the critic's estimate before token t.
+        gamma: discount for each policy token.
+        lam: lambda, also one for each row (`length_adaptive_lambda`).
+        critic_lam: another lambda for the returns (VAPO's decoupled GAE); None: the same.
+        bootstrap_values: value of the state after the last token: the critic's where a row was truncated, 0 where it
+            ended by itself. None: 0 everywhere, as in verl.
+        normalize_advantages: whiten (`masked_whiten`).
+    """
+    advantages = _scan(token_level_rewards, values, response_mask, gamma, lam, bootstrap_values)
+    towards_returns = advantages
+    if critic_lam is not None:
+        towards_returns = _scan(token_level_rewards, values, response_mask, gamma, critic_lam, bootstrap_values)
+    returns = towards_returns + select(values, response_mask)
+    return Advantages(masked_whiten(advantages, response_mask) if normalize_advantages else advantages, returns)
+
+
+def length_adaptive_lambda(response_mask: Mask, alpha: float) -> Rows:
+    """Choose a lambda by length: 1 - 1 / (alpha n) for a row of n tokens, not below 0 (VAPO, arXiv 2504.05118).
+
+    Temporal differences of the end then reach back over a constant share of the row. VAPO takes alpha = 0.05.
+    """
+    length = response_mask.bool().sum(dim=-1).clamp(min=1)
+    return (1 - 1 / (alpha * length)).clamp(min=0.0)
+
+
+def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gamma: float = 1.0) -> Advantages:
+    """Whitened discounted return of each token (REINFORCE++, Hu 2025, arXiv 2501.03262); needs no critic, no groups.
+
+    G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. verl restarts G at a masked
+    token between two policy tokens, so that what comes after a tool call is not credited before it; here it carries.
+    """
+    returns = discounted_returns(token_level_rewards, response_mask, gamma)
+    return Advantages(masked_whiten(returns, response_mask), returns)
+
+
+def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines: Rows) -> Advantages:
+    """Return of each token minus the score of a greedy answer (ReMax, Li et al. 2024, arXiv 2310.10505).
+
+    A_t = sum_{s >= t} r_s - b, where b is the score of the prompt's greedily decoded response (temperature 0).
+    """
+    returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
+    return Advantages(returns - spread(reward_baselines, response_mask), returns)
+
+
+def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantages: bool = False) -> Advantages:
+    """Take the score of a row as the advantage of its tokens: REINFORCE without a baseline (RLinf's ``raw``).
+
+    With normalize_advantages the tokens are whitened over the batch.
+    """
+    scores = spread(masked_sum(token_level_rewards, response_mask, dim=-1), response_mask)
+    return Advantages(masked_whiten(scores, response_mask) if normalize_advantages else scores, scores)
+
+
+def discounted_returns(token_level_rewards: Tokens, response_mask: Mask, gamma: float) -> Tokens:
+    """Sum the rewards from each policy token on, discounted by gamma for each policy token; 0 outside the mask."""
+    no_values = torch.zeros_like(token_level_rewards)
+    return _scan(token_level_rewards, no_values, response_mask, gamma, lam=1.0, bootstrap_values=None)
+
+
+def _scan(
+    rewards: Tokens, values: Tokens, response_mask: Mask, gamma: float, lam: float | Rows, bootstrap_values: Rows | None
+) -> Tokens:
+    """Run the recursion of `gae` from the end; a masked position hands on what it was given."""
+    mask = response_mask.bool()
+    rewards, values = select(rewards, mask), select(values, mask)
+    advantage = torch.zeros_like(rewards[:, 0])
+    next_value = advantage
+    if bootstrap_values is not None:
+        next_value = select(bootstrap_values, mask.any(dim=-1))
+    advantages = torch.zeros_like(rewards)
+    for t in reversed(range(mask.shape[1])):
+        here = mask[:, t]
+        difference = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(here, difference + gamma * lam * advantage, advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = advantage
+    return select(advantages, mask)

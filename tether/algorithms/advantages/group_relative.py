@@ -1,0 +1,143 @@
+"""Estimators that compare the score of a row with the other answers to its prompt; none needs a critic.
+
+The score s of a row is the sum of its rewards, its group the rows with the same ``uid``, k their number. Rows without
+a valid token are in no statistic. All tokens of a row get the same advantage, and the returns are the advantages.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tether.algorithms.advantages.groups import score_groups
+from tether.algorithms.advantages.result import Advantages, outcome, spread
+from tether.algorithms.masking import masked_whiten
+from tether.algorithms.shapes import Mask, RowIds, Tokens
+
+EPSILON = 1e-6
+"""Added to a standard deviation before dividing, as in verl."""
+
+
+def grpo(
+    token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
+) -> Advantages:
+    """Score in standard deviations above the group's mean (GRPO, Shao et al. 2024, arXiv 2402.03300).
+
+    A = (s - mean) / (std + 1e-6), with the unbiased std. norm_adv_by_std_in_grpo=False: A = s - mean (Dr. GRPO, Liu et
+    al. 2025, arXiv 2503.20783). A group of one has mean 0 and std 1: it keeps its score.
+    """
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    advantages = groups.over_mean(scores)
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.std(scores) + EPSILON)
+    return outcome(advantages, response_mask)
+
+
+def grpo_vectorized(
+    token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
+) -> Advantages:
+    """`grpo` with a floor of 1e-3 under the std, which is all that verl's function of this name does differently."""
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    advantages = groups.over_mean(scores)
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.std(scores).clamp(min=1e-3) + EPSILON)
+    return outcome(advantages, response_mask)
+
+
+def grpo_passk(
+    token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
+) -> Advantages:
+    """Only the best answer of a group learns: its lead over the second best (Pass@k training, arXiv 2503.19595).
+
+    A = (max - second max) / (std + 1e-6) at the best row and 0 at the others; without the division if
+    norm_adv_by_std_in_grpo is False. A tie for the best, and a group of one, which has no second, give 0.
+    """
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    is_best = groups.valid & (scores == groups.max(scores))
+    second = groups.max(torch.where(is_best, -torch.inf, scores))
+    sole = is_best & (groups.sum(is_best.to(scores.dtype)) == 1) & (groups.size() > 1)
+    lead = torch.where(sole, scores - second, 0.0)
+    if norm_adv_by_std_in_grpo:
+        lead = lead / (groups.std(scores) + EPSILON)
+    return outcome(lead, response_mask)
+
+
+def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+    """Score minus the mean of the group's *other* scores (RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
+
+    A = s - mean of the others = k / (k - 1) (s - mean). A group of one keeps its score.
+    """
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    size = groups.size()
+    return outcome(groups.over_mean(scores) * torch.where(size > 1, size / (size - 1), 1.0), response_mask)
+
+
+def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+    """`rloo`, but a group of one gets 0, as in verl's function of this name."""
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    size = groups.size()
+    return outcome(groups.centre(scores) * size / (size - 1).clamp(min=1), response_mask)
+
+
+def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+    """Score minus the group's mean, whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262, baseline).
+
+    A group of one keeps its score, before the whitening.
+    """
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    whitened = masked_whiten(spread(groups.over_mean(scores), response_mask), response_mask)
+    return Advantages(whitened, whitened)
+
+
+def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+    """Score minus the group's length-weighted mean (OPO, Hao et al. 2025, arXiv 2505.23585).
+
+    A = s - sum_i n_i s_i / sum_i n_i with n_i the tokens of row i: the baseline of least variance if the gradient of
+    a token has the same size everywhere. A group of one keeps its score.
+    """
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    length = response_mask.bool().sum(dim=-1).to(scores.dtype)
+    shifted = torch.where(groups.valid, scores - groups.max(scores), 0.0)  # equal scores: exactly 0, see Groups.centre
+    advantages = shifted - groups.sum(length * shifted) / groups.sum(length).clamp(min=1)
+    return outcome(torch.where(groups.size() > 1, advantages, scores), response_mask)
+
+
+def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, f_norm: float = 1.0) -> Advantages:
+    """Score minus the group's mean, scaled up where many scores are 0 (GPG, Chu et al. 2025, arXiv 2504.02546).
+
+    A = alpha (s - mean) / f_norm with alpha = rows / rows with a score other than 0, both over the whole batch, not
+    counting rows without a token. A group of one keeps its score (times alpha / f_norm).
+    """
+    scores, groups = score_groups(token_level_rewards, response_mask, uid)
+    alpha = groups.valid.sum() / (groups.valid & (scores != 0)).sum().clamp(min=1)
+    return outcome(alpha * groups.over_mean(scores) / f_norm, response_mask)
+
+
+def gdpo(
+    token_level_rewards: Tokens,
+    response_mask: Mask,
+    *,
+    uid: RowIds,
+    reward_components: Float[Tensor, "B R"],
+    component_weights: Float[Tensor, " R"] | None = None,
+) -> Advantages:
+    """Normalise each component of the reward in its group, add them up, whiten (GDPO, Liu et al. 2026, 2601.05242).
+
+    A = whiten(sum_r w_r (s_r - mean_r) / (std_r + 1e-6)), whitened over the tokens of the batch. Summed first, rewards
+    of different size and rarity collapse onto a few advantages; normalised first, each keeps its say. In a group of
+    one each component keeps its score. The components are the whole reward: token_level_rewards is not read.
+
+    Args:
+        token_level_rewards: not read.
+        response_mask: the policy's tokens.
+        uid: prompt group of each row.
+        reward_components: one score for each row and component.
+        component_weights: w_r; None: all 1.
+    """
+    _, groups = score_groups(token_level_rewards, response_mask, uid)
+    if component_weights is None:
+        component_weights = torch.ones_like(reward_components[0])
+    total = torch.zeros_like(reward_components[:, 0])
+    for scores, weight in zip(reward_components.unbind(dim=1), component_weights, strict=True):
+        total = total + weight * groups.over_mean(scores) / (groups.std(scores) + EPSILON)
+    whitened = masked_whiten(spread(total, response_mask), response_mask)
+    return Advantages(whitened, whitened)

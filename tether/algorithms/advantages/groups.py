@@ -1,0 +1,73 @@
+"""Statistics of the rows that answer the same prompt."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tether.algorithms.masking import masked_sum
+from tether.algorithms.shapes import Mask, RowIds, Rows, Tokens
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows belong together. Every statistic is of the row's own group and stands at each of its rows.
+
+    A row without a valid token (its reward failed, or nothing was sampled) is in no statistic.
+    """
+
+    member: RowIds
+    """The number of the row's group, from 0 to ``count - 1``."""
+    valid: Bool[Tensor, " B"]
+    count: int
+
+    @classmethod
+    def of(cls, uid: RowIds, response_mask: Mask) -> "Groups":
+        """Group by equal uid: any integers, in any order, any number of rows each."""
+        labels, member = torch.unique(uid, return_inverse=True)
+        return cls(member, response_mask.bool().any(dim=-1), labels.numel())
+
+    def sum(self, values: Float[Tensor, " B *rest"]) -> Float[Tensor, " B *rest"]:
+        """Sum over the valid rows of the group."""
+        values = torch.where(self.valid.view(-1, *[1] * (values.ndim - 1)), values, 0.0)
+        total = values.new_zeros(self.count, *values.shape[1:])
+        return total.index_add(0, self.member, values)[self.member]
+
+    def max(self, values: Rows) -> Rows:
+        """Maximum over the valid rows of the group."""
+        lowest = values.new_full((self.count,), -torch.inf)
+        kept = torch.where(self.valid, values, -torch.inf)
+        return lowest.scatter_reduce(0, self.member, kept, "amax")[self.member]
+
+    def size(self) -> Int[Tensor, " B"]:
+        """Count the valid rows of the group."""
+        return self.sum(self.valid.to(torch.float32)).long()
+
+    def centre(self, scores: Rows) -> Rows:
+        """Subtract the group's mean; a group of equal scores gives exactly 0, and so does a group of one."""
+        # Relative to the group's best, equal scores have no rounding error left that a small std could blow up.
+        shifted = torch.where(self.valid, scores - self.max(scores), 0.0)
+        return torch.where(self.valid, shifted - self.sum(shifted) / self.size().clamp(min=1), 0.0)
+
+    def over_mean(self, scores: Rows) -> Rows:
+        """Subtract the group's mean, as `centre`; but a group of one, with nothing to compare to, keeps its score."""
+        return torch.where(self.size() > 1, self.centre(scores), scores)
+
+    def std(self, scores: Rows) -> Rows:
+        """Take the unbiased standard deviation of the group; 1 for a group of one."""
+        size = self.size()
+        variance = self.sum(self.centre(scores).square()) / (size - 1).clamp(min=1)
+        return torch.where(size > 1, variance.sqrt(), 1.0)
+
+
+def score_groups(token_level_rewards: Tokens, response_mask: Mask, uid: RowIds) -> tuple[Rows, Groups]:
+    """Sum the rewards over the tokens of each row, and group the rows."""
+    return masked_sum(token_level_rewards, response_mask, dim=-1), Groups.of(uid, response_mask)
+
+
+def informative_rows(scores: Rows, response_mask: Mask, uid: RowIds) -> Bool[Tensor, " B"]:
+    """Find the valid rows whose group has two different scores: the others have no advantage (dynamic sampling)."""
+    groups = Groups.of(uid, response_mask)
+    scores = torch.where(groups.valid, scores, 0.0)
+    return groups.valid & (groups.max(scores) > -groups.max(-scores))

@@ -1,0 +1,25 @@
+"""What an advantage estimator returns, and the two ways to fill it."""
+
+from dataclasses import dataclass
+
+from tether.algorithms.masking import select
+from tether.algorithms.shapes import Mask, Rows, Tokens
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """The weight of each token in the policy loss, and the target of the critic; both 0 outside the mask."""
+
+    advantages: Tokens
+    returns: Tokens
+
+
+def spread(per_row: Rows, response_mask: Mask) -> Tokens:
+    """Give every token of a row the number of the row."""
+    return select(per_row[:, None].expand(response_mask.shape), response_mask)
+
+
+def outcome(per_row: Rows, response_mask: Mask) -> Advantages:
+    """Give every token of a row the advantage of the row; without a critic, the returns are the advantages."""
+    tokens = spread(per_row, response_mask)
+    return Advantages(tokens, tokens)

@@ -1,0 +1,86 @@
+"""Optimal token baselines: a baseline of least variance for each position of a group.
+
+The idea: the variance that a token adds to the gradient grows with the squared size of the score function of the row
+so far. Measured on logits, a token's score function has the squared size 1 - 2 p_t + sum_v p_v^2, where p_t is the
+probability of the sampled token and the sum runs over the vocabulary. Its running sum weighs the rows of a group.
+"""
+
+import torch
+
+from tether.algorithms.advantages.gae import discounted_returns
+from tether.algorithms.advantages.groups import Groups
+from tether.algorithms.advantages.result import Advantages
+from tether.algorithms.masking import select
+from tether.algorithms.shapes import Mask, RowIds, Tokens
+
+
+def optimal_token_baseline(
+    token_level_rewards: Tokens,
+    response_mask: Mask,
+    *,
+    uid: RowIds,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None = None,
+    handle_zero_tail: bool = False,
+) -> Advantages:
+    """Return of each token minus the weighted mean return of the group at the same position (verl's OTB).
+
+    With G the undiscounted return and W the running sum of w = (1 - 2 p + sum_v p_v^2) rho^2 over the row's tokens,
+    A_t = G_t - sum_i G_it W_it / (sum_i W_it + 1e-8), over the rows i of the group that have a token at t. A group of
+    one has baseline 0.
+
+    Args:
+        token_level_rewards: reward of each token.
+        response_mask: the policy's tokens.
+        uid: prompt group of each row.
+        old_log_probs: log p of each sampled token.
+        sum_pi_squared: sum_v p_v^2 at each position (`sum_pi_squared`).
+        rollout_is_weights: rho, if the rollout is corrected by importance weights.
+        handle_zero_tail: where a row is the only one of its group that has a token, use baseline 0; otherwise its
+            advantage there is 0, since it is its own baseline.
+    """
+    groups = Groups.of(uid, response_mask)
+    returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
+    size = 1 - 2 * select(old_log_probs, response_mask).exp() + select(sum_pi_squared, response_mask)
+    if rollout_is_weights is not None:
+        size = size * select(rollout_is_weights, response_mask).square()
+    weight = select(select(size, response_mask).cumsum(dim=-1), response_mask)
+    baseline = groups.sum(returns * weight) / (groups.sum(weight) + 1e-8)
+    rows_here = groups.sum(select(torch.ones_like(returns), response_mask))
+    has_baseline = rows_here > 1 if handle_zero_tail else (groups.size() > 1)[:, None]
+    return Advantages(select(returns - torch.where(has_baseline, baseline, 0.0), response_mask), returns)
+
+
+def tir_optimal_token_baseline(
+    token_level_rewards: Tokens,
+    response_mask: Mask,
+    *,
+    uid: RowIds,
+    old_log_probs: Tokens,
+    sum_pi_squared: Tokens,
+    rollout_is_weights: Tokens | None = None,
+    handle_zero_tail: bool = True,
+) -> Advantages:
+    """`optimal_token_baseline` that compares the n-th policy tokens of the rows, not those at the same position.
+
+    Made for tool-integrated reasoning: observations between the actions are taken out first, so that they shift
+    nothing. Arguments as there, but handle_zero_tail is on by default.
+    """
+    mask = response_mask.bool()
+    order = torch.argsort((~mask).int(), dim=-1, stable=True)
+
+    def compact(tokens: Tokens) -> Tokens:
+        return tokens.gather(-1, order)
+
+    compacted = optimal_token_baseline(
+        compact(token_level_rewards),
+        mask.gather(-1, order),
+        uid=uid,
+        old_log_probs=compact(old_log_probs),
+        sum_pi_squared=compact(sum_pi_squared),
+        rollout_is_weights=None if rollout_is_weights is None else compact(rollout_is_weights),
+        handle_zero_tail=handle_zero_tail,
+    )
+    advantages = torch.zeros_like(compacted.advantages).scatter(-1, order, compacted.advantages)
+    return Advantages(advantages, torch.zeros_like(compacted.returns).scatter(-1, order, compacted.returns))

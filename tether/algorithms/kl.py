@@ -1,0 +1,130 @@
+"""How far the policy is from the reference: per-token estimators from log-probabilities, and KL in the reward.
+
+With l and q the log-probabilities that policy and reference give a token sampled from the policy, d = l - q. In
+expectation over samples from the policy, as a *value* and as the *gradient* of a loss term:
+
+=====================  ====================  ==================  ================================================
+kind                   formula               expected value      expected gradient
+=====================  ====================  ==================  ================================================
+``k1``, ``kl``         d                     KL(policy || ref)   zero: in a loss it does nothing
+``abs``                |d|                   E|d|                that of the total variation distance, times 2
+``k2``, ``mse``        d^2 / 2               E d^2 / 2           KL(policy || ref)
+``k3``, ``low_var_kl`` exp(-d) - 1 + d       KL(policy || ref)   KL(ref || policy)
+each with ``+``        as without            as without          KL(policy || ref), taken from k2
+``full``               from logits           exact, each token   KL(policy || ref)
+=====================  ====================  ==================  ================================================
+
+See Schulman, "Approximating KL divergence" (2020). k3 clamps d to +-20 and itself to 10, as verl does: beyond, its
+gradient is 0.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tether.algorithms.logits import full_kl
+from tether.algorithms.masking import count_valid, masked_mean, select
+from tether.algorithms.shapes import Mask, Scalar, Tokens
+
+
+def k1(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
+    """d: unbiased, of high variance, negative at times. Its expected gradient is zero."""
+    return log_probs - ref_log_probs
+
+
+def absolute(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
+    """|d|."""
+    return (log_probs - ref_log_probs).abs()
+
+
+def k2(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
+    """d^2 / 2: biased as a value, but its gradient is that of the KL."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
+    """exp(-d) - 1 + d: unbiased, never negative, of low variance."""
+    minus_d = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
+    return (torch.expm1(minus_d) - minus_d).clamp(max=10.0)
+
+
+Estimator = Callable[[Tokens, Tokens], Tokens]
+
+
+def straight_through(estimator: Estimator) -> Estimator:
+    """Keep the value of an estimator and give it the gradient of k2."""
+
+    def estimate(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
+        carrier = k2(log_probs, ref_log_probs)
+        return estimator(log_probs, ref_log_probs).detach() + (carrier - carrier.detach())
+
+    return estimate
+
+
+_FROM_LOG_PROBS: dict[str, Estimator] = {
+    "k1": k1,
+    "kl": k1,
+    "abs": absolute,
+    "k2": k2,
+    "mse": k2,
+    "k3": k3,
+    "low_var_kl": k3,
+}
+_FROM_LOG_PROBS |= {f"{kind}+": straight_through(estimator) for kind, estimator in _FROM_LOG_PROBS.items()}
+
+KL_ESTIMATORS: dict[str, Callable[..., Float[Tensor, "..."]]] = {**_FROM_LOG_PROBS, "full": full_kl}
+"""By name: (log_probs, ref_log_probs) -> [B, T], but ``full``: (logits, ref_logits, chunk_size) -> [B, T]."""
+
+
+def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mask: Mask | None = None) -> Tokens:
+    """Estimate the KL of each token; see the module for the kinds.
+
+    Args:
+        log_probs: of the policy.
+        ref_log_probs: of the reference.
+        kind: a name in `KL_ESTIMATORS` other than ``full``.
+        response_mask: give it where masked positions may hold anything: they become 0 before the estimate, so that
+            not even a NaN there reaches a gradient.
+
+    Raises:
+        ValueError: an unknown kind, or ``full``, which needs logits.
+    """
+    if kind == "full":
+        raise ValueError(
+            "kl_penalty sees log-probabilities of the sampled tokens only; 'full' needs logits: call full_kl"
+        )
+    if kind not in _FROM_LOG_PROBS:
+        raise ValueError(f"unknown KL estimator {kind!r}. Use one of: {', '.join(_FROM_LOG_PROBS)}")
+    if response_mask is not None:
+        log_probs, ref_log_probs = select(log_probs, response_mask), select(ref_log_probs, response_mask)
+    return _FROM_LOG_PROBS[kind](log_probs, ref_log_probs)
+
+
+class PenalizedRewards(NamedTuple):
+    """What `apply_kl_penalty` returns."""
+
+    token_level_rewards: Tokens
+    kl: Scalar
+    """Mean over rows of the row's mean KL: log it, and give it to the controller."""
+
+
+def apply_kl_penalty(
+    token_level_scores: Tokens,
+    old_log_probs: Tokens,
+    ref_log_probs: Tokens,
+    response_mask: Mask,
+    *,
+    kl_coef: float,
+    kind: str = "kl",
+) -> PenalizedRewards:
+    """Subtract the KL of each token from its reward: r_t = score_t - kl_coef * kl_t; 0 outside the mask.
+
+    Update the controller with the returned KL only afterwards: this step's coefficient does not depend on it.
+    """
+    kl = kl_penalty(old_log_probs, ref_log_probs, kind, response_mask)
+    rewards = select(token_level_scores, response_mask) - kl_coef * select(kl, response_mask)
+    row_means = masked_mean(kl, response_mask, dim=-1)
+    return PenalizedRewards(rewards, row_means.sum() / count_valid(response_mask).num_sequences.clamp(min=1))

@@ -1,0 +1,62 @@
+"""How strong the KL penalty in the reward is, from step to step."""
+
+from typing import Protocol
+
+
+class KLController(Protocol):
+    """Holds the coefficient; the trainer updates it once a step and keeps its state in the checkpoint."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Adapt to the KL that was measured over n_steps rows."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what `load_state_dict` restores exactly."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a saved state."""
+
+
+class FixedKLController:
+    """Keeps the coefficient as it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return nothing: the coefficient belongs to the config, and a changed config wins over a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Do nothing."""
+
+
+class AdaptiveKLController:
+    """Raises the coefficient while the KL is over its target, and lowers it below (Ziegler et al. 2019, 1909.08593).
+
+    value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon, with n the rows of the step.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(f"kl_ctrl: target_kl and horizon must be positive, not {target_kl} and {horizon}")
+        self.value = init_kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Adapt to the KL that was measured over n_steps rows."""
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient reached so far."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a saved coefficient."""
+        self.value = state["value"]

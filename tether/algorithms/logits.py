@@ -1,0 +1,53 @@
+"""Exact quantities of the whole next-token distribution, a chunk of positions at a time.
+
+Only one chunk is ever held in float32 at full vocabulary width: the backward pass computes it again.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: int = 1024) -> Float[Tensor, "*shape"]:
+    """Entropy of each position in nats: logsumexp(z) - sum_v p_v z_v. Divide logits by the temperature first."""
+    return _chunked(_entropy, chunk_size, logits)
+
+
+def sum_pi_squared(logits: Float[Tensor, "*shape V"], chunk_size: int = 1024) -> Float[Tensor, "*shape"]:
+    """Probability that two draws agree, sum_v p_v^2, which `optimal_token_baseline` needs."""
+    return _chunked(_collision, chunk_size, logits)
+
+
+def full_kl(
+    logits: Float[Tensor, "*shape V"], ref_logits: Float[Tensor, "*shape V"], chunk_size: int = 1024
+) -> Float[Tensor, "*shape"]:
+    """Exact KL(policy || reference) of each position, with its exact gradient: sum_v p_v (log p_v - log q_v)."""
+    return _chunked(_kl, chunk_size, logits, ref_logits)
+
+
+def _entropy(logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+    log_probs = _log_softmax(logits)
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+def _collision(logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+    return _log_softmax(logits).exp().square().sum(dim=-1)
+
+
+def _kl(logits: Float[Tensor, "N V"], ref_logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+    log_probs = _log_softmax(logits)
+    return (log_probs.exp() * (log_probs - _log_softmax(ref_logits))).sum(dim=-1)
+
+
+def _log_softmax(logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    return logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _chunked(function: Callable[..., Tensor], chunk_size: int, *logits: Tensor) -> Tensor:
+    shape = logits[0].shape
+    chunks = zip(*(x.reshape(-1, shape[-1]).split(chunk_size) for x in logits), strict=True)
+    parts = [checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return torch.cat(parts).view(shape[:-1])

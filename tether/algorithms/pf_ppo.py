@@ -1,0 +1,49 @@
+"""Policy-filtration PPO: train on the answers whose reward can be trusted (Shen and Zhang 2024, arXiv 2409.06957)."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tether.algorithms.shapes import Rows
+
+REWEIGHT_METHODS = ("pow", "max_min", "max_random")
+
+
+def pf_ppo_indices(
+    scores: Rows,
+    valid: Bool[Tensor, " B"],
+    *,
+    reweight_method: str,
+    weight_pow: float = 2.0,
+    generator: torch.Generator,
+) -> Int[Tensor, " B"]:
+    """Draw B rows with replacement, those of extreme reward more often.
+
+    Args:
+        scores: score of each row, before any KL penalty.
+        valid: rows that may be drawn: those that were scored. At least one.
+        reweight_method: ``pow``: weight |score|^weight_pow. ``max_min``: 1 for rows with the batch's best or worst
+            score, else 0. ``max_random``: 0.4 for the best, 0.1 for the others. Every weight gets 1e-8 on top.
+        weight_pow: the exponent of ``pow``.
+        generator: the draw, on the CPU.
+
+    Returns:
+        The row numbers, to index every tensor of the batch with, after the advantages were computed.
+
+    Raises:
+        ValueError: an unknown reweight_method.
+    """
+    best, worst = scores[valid].max(), scores[valid].min()
+    weights: Float[Tensor, " B"]
+    match reweight_method:
+        case "pow":
+            weights = scores.abs().pow(weight_pow)
+        case "max_min":
+            weights = ((scores == best) | (scores == worst)).to(scores.dtype)
+        case "max_random":
+            weights = torch.where(scores == best, 0.4, 0.1).to(scores.dtype)
+        case _:
+            known = ", ".join(REWEIGHT_METHODS)
+            raise ValueError(f"pf_ppo.reweight_method: unknown {reweight_method!r}. Use one of: {known}")
+    weights = torch.where(valid, weights + 1e-8, 0.0).cpu()
+    return torch.multinomial(weights, scores.numel(), replacement=True, generator=generator).to(scores.device)

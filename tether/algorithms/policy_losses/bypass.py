@@ -1,0 +1,59 @@
+"""The loss that takes the sampler itself as the old policy and corrects for it on the fly."""
+
+from tether.algorithms.masking import select
+from tether.algorithms.policy_losses.clipped import vanilla
+from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.rollout_correction import RejectionBounds, importance_weights, rejection_mask
+from tether.algorithms.shapes import Mask, Tokens
+from tether.algorithms.token_loss import Mean, TokenLoss
+
+
+def bypass_mode(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    loss_type: str = "ppo_clip",
+    rollout_is: str | None = None,
+    rollout_is_threshold: float = 2.0,
+    rollout_rs: RejectionBounds | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = 3.0,
+) -> TokenLoss:
+    """Skip the recomputed log-probabilities: old_log_probs are the sampler's own (verl's bypass mode).
+
+    ``ppo_clip``: `vanilla` around the sampler; its ratio already is the importance weight, so none is multiplied in.
+    ``reinforce``: L = -w A log p with w the truncated importance weight of the current policy (`importance_weights`),
+    1 if rollout_is is None. Tokens or rows that rollout_rs rejects (`rejection_mask`, current policy against sampler)
+    have loss 0 but stay in the denominators of the aggregation, which are fixed before the split.
+
+    Raises:
+        ValueError: an unknown loss_type.
+    """
+    kept = response_mask.bool()
+    if rollout_rs is not None:
+        kept = rejection_mask(log_probs.detach(), old_log_probs, response_mask, rollout_rs)
+    rejected = {"actor/rejected": Mean.of(~kept, response_mask)}
+    if loss_type == "ppo_clip":
+        clipped = vanilla(
+            log_probs,
+            old_log_probs,
+            advantages,
+            kept,
+            clip_ratio_low=clip_ratio_low,
+            clip_ratio_high=clip_ratio_high,
+            clip_ratio_c=clip_ratio_c,
+        )
+        return TokenLoss(clipped.loss, clipped.metrics | rejected)
+    if loss_type == "reinforce":
+        weights = None
+        if rollout_is is not None:
+            weights = importance_weights(
+                log_probs.detach(), old_log_probs, kept, level=rollout_is, threshold=rollout_is_threshold
+            )
+        loss = -select(advantages, kept) * select(log_probs, kept)
+        metrics = ratio_metrics(bounded_log_ratio(log_probs, old_log_probs, kept), kept)
+        return weighted(loss, kept, weights, metrics | rejected)
+    raise ValueError(f"bypass_mode: unknown loss_type {loss_type!r}. Use ppo_clip or reinforce")

@@ -1,0 +1,116 @@
+"""Losses that clip the importance ratio of each token."""
+
+import torch
+
+from tether.algorithms.masking import select
+from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.shapes import Mask, RowIds, Tokens
+from tether.algorithms.token_loss import Mean, TokenLoss
+
+
+def vanilla(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = 3.0,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """PPO's clipped loss (Schulman et al. 2017, arXiv 1707.06347) with dual clip (Ye et al. 2019, arXiv 1912.09729).
+
+    With r = p / p_old: L = max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 not above -A c, so that one
+    token whose ratio exploded can't dominate. A higher ``high`` than ``low`` is DAPO's clip-higher; c=None: no dual
+    clip.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    loss = torch.maximum(unclipped, clipped)
+    capped = torch.zeros_like(loss, dtype=torch.bool)
+    if clip_ratio_c is not None:
+        cap = -advantages * clip_ratio_c
+        capped = (advantages < 0) & (loss > cap)
+        loss = torch.where(capped, cap, loss)
+    metrics = ratio_metrics(log_ratio, response_mask) | {
+        "actor/pg_clipfrac": Mean.of(clipped > unclipped, response_mask),
+        "actor/pg_clipfrac_lower": Mean.of(capped, response_mask),
+    }
+    return weighted(loss, response_mask, rollout_is_weights, metrics)
+
+
+def cispo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """REINFORCE with a clipped ratio as a constant weight (CISPO, MiniMax 2025, arXiv 2506.13585).
+
+    L = -sg(clip(r, 1 - low, 1 + high)) A log p, with sg stopping the gradient: no token loses its gradient, which
+    `vanilla` takes away from the clipped ones.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    ratio = log_ratio.detach().exp()
+    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    loss = -clipped * select(advantages, response_mask) * select(log_probs, response_mask)
+    metrics = ratio_metrics(log_ratio, response_mask) | {"actor/pg_clipfrac": Mean.of(clipped != ratio, response_mask)}
+    return weighted(loss, response_mask, rollout_is_weights, metrics)
+
+
+def decoupled(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    rollout_log_probs: Tokens,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = 3.0,
+    behave_weight_threshold: float | None = None,
+) -> TokenLoss:
+    """PPO for stale rollouts: clip around a proximal policy, weigh by the behaviour policy (Hilton et al. 2110.00641).
+
+    L = w * `vanilla`, where old_log_probs are those of the proximal policy (recomputed, or `interpolate_proximal`)
+    and w = p_old / p_rollout. Tokens with w over behave_weight_threshold are dropped: their loss is 0, but they stay
+    in the denominators of the aggregation. RLinf's ``decoupled_actor_critic`` without its value loss.
+    """
+    clipped = vanilla(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+    )
+    weight = bounded_log_ratio(old_log_probs, rollout_log_probs, response_mask).exp().detach()
+    kept = torch.ones_like(weight, dtype=torch.bool)
+    if behave_weight_threshold is not None:
+        kept = weight <= behave_weight_threshold
+    metrics = clipped.metrics | {
+        "actor/behave_weight_mean": Mean.of(weight, response_mask),
+        "actor/behave_dropped": Mean.of(~kept, response_mask),
+    }
+    return TokenLoss(clipped.loss * select(weight, kept), metrics)
+
+
+def interpolate_proximal(
+    log_probs: Tokens, rollout_log_probs: Tokens, *, sample_version: RowIds, current_version: int
+) -> Tokens:
+    """Guess the proximal policy between the sampler and the current one, which saves a forward pass (RLinf).
+
+    log p_old = log p_rollout + alpha (log p - log p_rollout), without gradient, with alpha = (v - 1 - u) / (v - u) in
+    [0, 1] for rows that were sampled by version u when the trainer is at version v; alpha = 0 where u >= v.
+    """
+    age = (current_version - sample_version).to(rollout_log_probs.dtype)
+    alpha = torch.where(age > 0, (age - 1) / age.clamp(min=1), 0.0)
+    return rollout_log_probs + alpha[:, None] * (log_probs.detach() - rollout_log_probs)

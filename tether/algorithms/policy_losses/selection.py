@@ -1,0 +1,78 @@
+"""Which tokens `clip_cov` and `kl_cov` treat apart: chosen once over a whole mini-batch, before it is split.
+
+Both rank tokens by how much they move the entropy: the product of the deviations of advantage and log-probability
+from their means over the mini-batch.
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from tether.algorithms.masking import masked_mean, select
+from tether.algorithms.policy_losses.common import bounded_log_ratio
+from tether.algorithms.shapes import Mask, Tokens
+
+
+@torch.no_grad()
+def select_clip_cov(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    generator: torch.Generator,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> Bool[Tensor, "B T"]:
+    """Draw tokens whose covariance lies strictly between the bounds, among those that PPO does not clip anyway.
+
+    Args:
+        log_probs: of the current policy, over the whole mini-batch.
+        old_log_probs: of the policy before the update.
+        advantages: of each token.
+        response_mask: the policy's tokens.
+        generator: the draw, on the CPU; the same generator state and row order give the same tokens.
+        clip_cov_ratio: fraction of the mini-batch's tokens to draw (at least one token, at most the candidates).
+        clip_cov_lb: lower bound of the covariance.
+        clip_cov_ub: upper bound of the covariance.
+        clip_ratio_low: the clip of the loss.
+        clip_ratio_high: the clip of the loss.
+    """
+    mask = response_mask.bool()
+    covariance = _covariance(log_probs, advantages, mask)
+    ratio = bounded_log_ratio(log_probs, old_log_probs, mask).exp()
+    advantages = select(advantages, mask)
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) > -advantages * ratio
+    candidates = (mask & ~clipped & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)).flatten().nonzero()[:, 0]
+    count = max(int(clip_cov_ratio * int(mask.sum())), 1)
+    drawn = torch.randperm(candidates.numel(), generator=generator)[:count].to(candidates.device)
+    return _mask_of(candidates[drawn], mask)
+
+
+@torch.no_grad()
+def select_kl_cov(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    kl_cov_ratio: float = 2e-4,
+) -> Bool[Tensor, "B T"]:
+    """Take the tokens of the largest covariance: the fraction kl_cov_ratio of the mini-batch's, at least one."""
+    mask = response_mask.bool()
+    tokens = int(mask.sum())
+    covariance = torch.where(mask, _covariance(log_probs, advantages, mask), -torch.inf).flatten()
+    count = min(max(int(kl_cov_ratio * tokens), 1), tokens)
+    return _mask_of(covariance.topk(count).indices, mask)
+
+
+def _covariance(log_probs: Tokens, advantages: Tokens, mask: Bool[Tensor, "B T"]) -> Tokens:
+    deviations = (select(x, mask) - masked_mean(x, mask) for x in (advantages, log_probs))
+    return next(deviations) * next(deviations)
+
+
+def _mask_of(chosen: Tensor, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    return torch.zeros_like(mask.flatten()).index_fill(0, chosen, True).view(mask.shape)

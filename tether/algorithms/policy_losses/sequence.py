@@ -1,0 +1,67 @@
+"""Losses whose ratio belongs to the whole sequence; aggregate both with ``seq-mean-token-mean``."""
+
+import torch
+
+from tether.algorithms.masking import masked_mean, select
+from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.shapes import Mask, Tokens
+from tether.algorithms.token_loss import Mean, TokenLoss
+
+
+def gspo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """PPO with the geometric mean of a row's ratios (GSPO-token, Zheng et al. 2025, arXiv 2507.18071).
+
+    s_t = exp(sg(mean_t log r_t) + log p_t - sg(log p_t)): the same value for all tokens of the row, the gradient of
+    each its own. L = max(-A s, -A clip(s, 1 - low, 1 + high)). The paper clips at 3e-4 and 4e-4, far tighter than
+    token ratios, since the mean of many log ratios hardly moves. log s is bounded by 10.
+    """
+    token_log_probs = select(log_probs, response_mask)
+    log_ratio = token_log_probs - select(old_log_probs, response_mask)
+    row_log_ratio = masked_mean(log_ratio, response_mask, dim=-1)[:, None]
+    ratio = (token_log_probs - token_log_probs.detach() + row_log_ratio.detach()).clamp(max=10.0).exp()
+    advantages = select(advantages, response_mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    bounded = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    metrics = ratio_metrics(bounded, response_mask) | {"actor/pg_clipfrac": Mean.of(clipped > unclipped, response_mask)}
+    return weighted(torch.maximum(unclipped, clipped), response_mask, rollout_is_weights, metrics)
+
+
+def geo_mean(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """The geometric mean of a row's clipped ratios (GMPO, Zhao et al. 2025, arXiv 2507.20673).
+
+    e_t = sgn(A_t) min(sgn(A_t) d_t, sgn(A_t) clip(d_t, -low, high)) with d = log r: the clip acts on the *log* ratio.
+    L = -mean_t(A_t) exp(mean_t e_t), the same for all tokens of the row, so that ``seq-mean-token-mean`` gives the
+    mean over rows.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    advantages = select(advantages, response_mask)
+    clipped = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    sign = advantages.sign()
+    bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    ratio = masked_mean(bounded, response_mask, dim=-1).exp()
+    row_loss = -masked_mean(advantages, response_mask, dim=-1) * ratio
+    outside = clipped != log_ratio
+    metrics = ratio_metrics(log_ratio, response_mask) | {
+        "actor/pg_clipfrac": Mean.of(outside & (advantages > 0), response_mask),
+        "actor/pg_clipfrac_lower": Mean.of(outside & (advantages < 0), response_mask),
+    }
+    return weighted(row_loss[:, None].expand_as(log_ratio), response_mask, rollout_is_weights, metrics)

@@ -1,0 +1,94 @@
+"""Losses that bound the update in another way than by clipping, or not at all."""
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from tether.algorithms.masking import select
+from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.shapes import Mask, Tokens
+from tether.algorithms.token_loss import Mean, TokenLoss
+
+
+def gpg(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """The plain policy gradient, L = -A log p (GPG, Chu et al. 2025, arXiv 2504.02546).
+
+    Right for one update per rollout; old_log_probs only serve the metrics.
+    """
+    loss = -select(advantages, response_mask) * select(log_probs, response_mask)
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    return weighted(loss, response_mask, rollout_is_weights, ratio_metrics(log_ratio, response_mask))
+
+
+def sapo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """A soft gate instead of the clip (SAPO, Gao et al. 2025, arXiv 2511.20347).
+
+    L = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere: slope A at r = 1, fading
+    smoothly on both sides. Aggregate with ``seq-mean-token-mean``.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    advantages = select(advantages, response_mask)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    return weighted(-advantages * gate, response_mask, rollout_is_weights, ratio_metrics(log_ratio, response_mask))
+
+
+def clip_cov(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    selected: Shaped[Tensor, "B T"],
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """PPO without the few tokens that make the entropy collapse (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
+
+    L = max(-A r, -A clip(r, 1 - low, 1 + high)), and 0 for the tokens ``selected`` by `select_clip_cov`. These stay in
+    the denominators of the aggregation. actor/pg_clipfrac is the fraction that was selected.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
+    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    loss = torch.where(selected.bool(), 0.0, torch.maximum(-advantages * ratio, -advantages * clipped))
+    metrics = ratio_metrics(log_ratio, response_mask) | {"actor/pg_clipfrac": Mean.of(selected, response_mask)}
+    return weighted(loss, response_mask, rollout_is_weights, metrics)
+
+
+def kl_cov(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    selected: Shaped[Tensor, "B T"],
+    ppo_kl_coef: float = 0.1,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """Policy gradient with a penalty on the tokens that make the entropy collapse (KL-Cov, arXiv 2505.22617).
+
+    L = -A r, and + ppo_kl_coef |log r| for the tokens ``selected`` by `select_kl_cov`.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    penalty = torch.where(selected.bool(), ppo_kl_coef * log_ratio.abs(), 0.0)
+    loss = -select(advantages, response_mask) * log_ratio.exp() + penalty
+    metrics = ratio_metrics(log_ratio, response_mask) | {"actor/ppo_kl_abs": Mean.of(log_ratio.abs(), response_mask)}
+    return weighted(loss, response_mask, rollout_is_weights, metrics)

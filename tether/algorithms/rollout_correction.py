@@ -1,0 +1,251 @@
+"""Correct for a sampler whose probabilities are not those of the policy that is trained.
+
+Written for the ratio rho = p / p_rollout of each token, where p is the recomputed policy (``old_log_probs``) and
+p_rollout the sampler. Importance weights multiply a token's loss; rejection takes tokens or rows out of the mask, and
+is done before advantages and denominators, so that nothing sees them any more.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tether.algorithms.masking import masked_mean, masked_sum, select
+from tether.algorithms.shapes import Mask, Rows, Tokens
+
+BOUND = 20.0
+"""Log ratios are held within +-20, where exp() is finite in float32."""
+
+RejectionBounds = Mapping[str, tuple[float, float]]
+"""Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
+
+
+def importance_weights(
+    log_probs: Tokens,
+    rollout_log_probs: Tokens,
+    response_mask: Mask,
+    *,
+    level: str,
+    threshold: float = 2.0,
+    batch_normalize: bool = False,
+) -> Tokens:
+    """Truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
+
+    Args:
+        log_probs: log p of each token.
+        rollout_log_probs: log p_rollout of each token.
+        response_mask: the policy's tokens.
+        level: ``token``: min(rho_t, threshold), biased, of low variance. ``sequence``: min(prod_t rho_t, threshold) at
+            each token of the row, which is unbiased but for the threshold.
+        threshold: upper bound of a weight; there is no lower one.
+        batch_normalize: divide by the mean over the batch (``token``: of tokens; ``sequence``: of rows), which needs
+            the whole batch, before any split.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    weights = _ratio(log_probs, rollout_log_probs, response_mask, level).clamp(max=threshold)
+    if batch_normalize:
+        weights = weights / _batch_mean(weights, response_mask, level)
+    return weights
+
+
+def importance_metrics(
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: float = 2.0
+) -> dict[str, float]:
+    """Describe the weights of `importance_weights` over the whole batch, before truncation.
+
+    Standard deviation and effective sample size, 1 / mean((w / mean w)^2), are of weights held in [1 / threshold,
+    threshold], since one outlier would be all they show.
+    """
+    mask = response_mask.bool()
+    weights = _ratio(log_probs, rollout_log_probs, response_mask, level)
+    bounded = weights.clamp(1 / threshold, threshold)
+    mean = masked_mean(bounded, mask)
+    row_mean, rows = masked_mean(weights, mask, dim=-1), mask.any(dim=-1)
+    normalized = bounded / mean.clamp(min=1e-8)
+    return {
+        "rollout_corr/rollout_is_mean": float(masked_mean(weights, mask)),
+        "rollout_corr/rollout_is_max": _largest(weights, mask),
+        "rollout_corr/rollout_is_min": -_largest(-weights, mask),
+        "rollout_corr/rollout_is_std": float(masked_mean((bounded - mean).square(), mask).sqrt()),
+        "rollout_corr/rollout_is_eff_sample_size": float(1 / masked_mean(normalized.square(), mask).clamp(min=1e-8)),
+        "rollout_corr/rollout_is_ratio_fraction_high": _fraction(weights > threshold, mask),
+        "rollout_corr/rollout_is_ratio_fraction_low": _fraction(weights < 1 / threshold, mask),
+        "rollout_corr/rollout_is_seq_mean": float(masked_mean(row_mean, rows)),
+        "rollout_corr/rollout_is_seq_max": _largest(row_mean, rows),
+        "rollout_corr/rollout_is_seq_min": -_largest(-row_mean, rows),
+        "rollout_corr/rollout_is_batch_norm_factor": float(
+            _batch_mean(weights.clamp(max=threshold), response_mask, level)
+        ),
+    }
+
+
+_TOKEN_DIVERGENCES: dict[str, Callable[[Tokens], Tokens]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+}
+
+REJECTION_MODES = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+
+
+def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[str, tuple[float, float]]:
+    """Read verl's ``rollout_rs`` and ``rollout_rs_threshold`` into bounds for `rejection_mask`.
+
+    Modes and thresholds are comma lists of the same length, or one threshold serves all modes. A threshold is an upper
+    bound; for k1 it is one of the ratio, ``lower_upper``, where a single u means 1/u to u.
+
+    Raises:
+        ValueError: an unknown mode, a threshold that is no positive number, or a wrong number of thresholds.
+    """
+    modes = [mode.strip() for mode in rollout_rs.split(",")]
+    thresholds = [part.strip() for part in str(rollout_rs_threshold).split(",")]
+    if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
+        raise ValueError(f"rollout_rs: unknown mode {unknown[0]!r}. Use any of: {', '.join(REJECTION_MODES)}")
+    if len(thresholds) == 1:
+        thresholds *= len(modes)
+    if len(thresholds) != len(modes):
+        raise ValueError(
+            f"rollout_rs_threshold: {len(thresholds)} thresholds for {len(modes)} modes. Give 1 or as many"
+        )
+    return {mode: _bounds(mode, threshold) for mode, threshold in zip(modes, thresholds, strict=True)}
+
+
+def rejection_mask(
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
+) -> Bool[Tensor, "B T"]:
+    """Return the mask without the tokens and rows that are too far from the sampler.
+
+    With x = log rho, held within +-20, a token's divergence is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x. A mode
+    keeps a token (``token_*``), or all tokens of a row (``seq_sum_*``, ``seq_mean_*``, ``seq_max_*``: its sum, mean,
+    largest), whose divergence is within its bounds; all modes have to. Bounds of k1 are bounds of a ratio: its
+    logarithms are compared with k1.
+    """
+    mask = response_mask.bool()
+    kept = mask
+    for mode, (lower, upper) in bounds.items():
+        divergence = _divergence(mode, log_probs, rollout_log_probs, mask)
+        if mode.endswith("k1"):
+            lower, upper = math.log(lower), math.log(upper)
+        kept = kept & (divergence >= lower) & (divergence <= upper)
+    return kept
+
+
+def rejection_metrics(
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
+) -> dict[str, float]:
+    """Describe what `rejection_mask` rejects: fractions of tokens, of rows with a rejected token, and each mode."""
+    mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
+    metrics: dict[str, float] = {}
+    for mode, bound in bounds.items():
+        divergence = _divergence(mode, log_probs, rollout_log_probs, mask).expand(mask.shape)
+        kept = rejection_mask(log_probs, rollout_log_probs, mask, {mode: bound})
+        prefix = f"rollout_corr/rollout_rs_{mode}"
+        metrics[f"{prefix}_mean"] = float(masked_mean(divergence, mask))
+        metrics[f"{prefix}_max"] = _largest(divergence, mask)
+        metrics[f"{prefix}_masked_fraction"] = _fraction(~kept, mask)
+        metrics[f"{prefix}_seq_masked_fraction"] = _fraction((mask & ~kept).any(dim=-1), rows)
+    kept = rejection_mask(log_probs, rollout_log_probs, mask, bounds)
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = _fraction(~kept, mask)
+    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _fraction((mask & ~kept).any(dim=-1), rows)
+    return metrics
+
+
+def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> dict[str, float]:
+    """Measure how far trainer and sampler are apart, under verl's names.
+
+    ``ppl`` is the perplexity of a row's own tokens, averaged over rows; ``log_ppl_diff`` that of the trainer minus that
+    of the sampler, in logs; ``kl`` and ``k3_kl`` estimate KL(sampler || trainer) per token; ``chi2`` is mean(rho^2) - 1
+    over tokens, or over rows with rho the product over the row.
+    """
+    mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    trainer = -masked_mean(log_probs, mask, dim=-1)
+    sampler = -masked_mean(rollout_log_probs, mask, dim=-1)
+    difference = trainer - sampler
+    row_log_ratio = log_ratio.sum(dim=-1).clamp(-BOUND, BOUND)
+    metrics: dict[str, Tensor | float] = {
+        "training_ppl": masked_mean(trainer.exp(), rows),
+        "training_log_ppl": masked_mean(trainer, rows),
+        "rollout_ppl": masked_mean(sampler.exp(), rows),
+        "rollout_log_ppl": masked_mean(sampler, rows),
+        "kl": masked_mean(-log_ratio, mask),
+        "k3_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
+        "log_ppl_diff": masked_mean(difference, rows),
+        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
+        "log_ppl_diff_max": _largest(difference, rows),
+        "log_ppl_diff_min": -_largest(-difference, rows),
+        "ppl_ratio": masked_mean(difference.exp(), rows),
+        "chi2_token": masked_mean((2 * log_ratio).exp() - 1, mask),
+        "chi2_seq": masked_mean((2 * row_log_ratio).exp() - 1, rows),
+    }
+    return {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+
+
+def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
+    difference = select(log_probs, response_mask) - select(rollout_log_probs, response_mask)
+    return difference.detach().clamp(-BOUND, BOUND)
+
+
+def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, level: str) -> Tokens:
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, response_mask)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-BOUND, BOUND).expand_as(log_ratio)
+    elif level != "token":
+        raise ValueError(f"rollout_is: unknown level {level!r}. Use token or sequence")
+    return select(log_ratio.exp(), response_mask)
+
+
+def _batch_mean(weights: Tokens, response_mask: Mask, level: str) -> Float[Tensor, ""]:
+    if level == "token":
+        return masked_mean(weights, response_mask).clamp(min=1e-8)
+    rows = response_mask.bool().any(dim=-1)
+    return masked_mean(masked_mean(weights, response_mask, dim=-1), rows).clamp(min=1e-8)
+
+
+def _bounds(mode: str, threshold: str) -> tuple[float, float]:
+    problem = f"rollout_rs_threshold: {threshold!r} for {mode}"
+    lower, _, upper = threshold.rpartition("_")
+    if lower and not mode.endswith("k1"):
+        raise ValueError(f"{problem}, which has no lower bound. Give one number")
+    try:
+        numbers = [float(part) for part in (lower, upper) if part]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise ValueError(f"{problem}. Give a positive number, for k1 also lower_upper")
+    if not mode.endswith("k1"):
+        return -math.inf, numbers[0]
+    low, high = numbers if lower else (1 / numbers[0], numbers[0])
+    if low > high:
+        raise ValueError(f"{problem}: the lower bound {low:g} is above the upper one {high:g}. Give a ratio over 1")
+    return low, high
+
+
+def _divergence(
+    mode: str, log_probs: Tokens, rollout_log_probs: Tokens, mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, " B #T"]:
+    level, _, kind = mode.rpartition("_")
+    tokens = select(_TOKEN_DIVERGENCES[kind](_log_ratio(log_probs, rollout_log_probs, mask)), mask)
+    reductions: dict[str, Callable[[], Rows]] = {
+        "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
+        "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),
+        "seq_max": lambda: tokens.amax(dim=-1),  # k2 and k3 are never below the 0 of a masked token
+    }
+    return tokens if level == "token" else reductions[level]()[:, None]
+
+
+def _largest(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> float:
+    return float(torch.where(mask, values, -torch.inf).amax())
+
+
+def _fraction(hit: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> float:
+    return float(masked_mean(hit.float(), mask))

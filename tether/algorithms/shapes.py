@@ -1,0 +1,17 @@
+"""Shapes of the tensors in this package.
+
+Legend: B = rows (one response or one episode each), T = response positions, V = vocabulary, R = reward components.
+"""
+
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+Tokens = Float[Tensor, "B T"]
+"""One number for each response position."""
+Mask = Shaped[Tensor, "B T"]
+"""True (or non-zero, in any dtype) where the policy itself sampled the token."""
+Rows = Float[Tensor, " B"]
+"""One number for each row."""
+RowIds = Int[Tensor, " B"]
+"""One integer for each row, for example the prompt group."""
+Scalar = Float[Tensor, ""]

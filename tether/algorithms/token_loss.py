@@ -1,0 +1,90 @@
+"""What a loss returns: one number for each token, and metrics that add up exactly over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Shaped
+
+from tether.algorithms.masking import masked_sum
+from tether.algorithms.shapes import Mask, Scalar, Tokens
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that is not divided yet: ``a + b`` is the mean over both pieces. Over ranks, sum both fields."""
+
+    total: Scalar
+    count: Scalar
+
+    @classmethod
+    def of(cls, values: Shaped[torch.Tensor, "*shape"], mask: Shaped[torch.Tensor, "*shape"]) -> Mean:
+        """Collect a value for each valid position; booleans count as 0 and 1."""
+        wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+        return cls(masked_sum(wide, mask), mask.bool().sum().to(wide.dtype))
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def __float__(self) -> float:
+        """Divide; the mean of nothing is 0."""
+        return float(self.total / self.count.clamp(min=1))
+
+
+@dataclass(frozen=True)
+class Max:
+    """A maximum: ``a + b`` is the larger one. Over ranks, reduce with max. The maximum of nothing is -inf."""
+
+    value: Scalar
+
+    @classmethod
+    def of(cls, values: Tokens, mask: Mask) -> Max:
+        """Take the largest valid value."""
+        return cls(torch.where(mask.bool(), values.detach(), -torch.inf).amax())
+
+    def __add__(self, other: Max) -> Max:
+        return Max(torch.maximum(self.value, other.value))
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Min:
+    """A minimum: ``a + b`` is the smaller one. Over ranks, reduce with min. The minimum of nothing is inf."""
+
+    value: Scalar
+
+    @classmethod
+    def of(cls, values: Tokens, mask: Mask) -> Min:
+        """Take the smallest valid value."""
+        return cls(torch.where(mask.bool(), values.detach(), torch.inf).amin())
+
+    def __add__(self, other: Min) -> Min:
+        return Min(torch.minimum(self.value, other.value))
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+Metric = Mean | Max | Min
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of each token, 0 outside the mask, still to be aggregated; and what to log about it."""
+
+    loss: Tokens
+    metrics: dict[str, Metric]
+    """By name, as verl names them; ``float(metric)`` is the number to log."""
+
+
+def merge_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Add the metrics of micro-batches: the result is that of the whole mini-batch."""
+    merged: dict[str, Metric] = {}
+    for piece in pieces:
+        for name, metric in piece.items():
+            merged[name] = merged[name] + metric if name in merged else metric  # type: ignore[operator]
+    return merged

@@ -1,0 +1,52 @@
+"""One keyword vocabulary for all functions of a registry, though each function names only what it uses."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def needs(function: Callable[..., Any]) -> frozenset[str]:
+    """Name the keyword arguments that a function cannot do without, for example ``{"values"}`` for `gae`."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
+
+
+def uniform(
+    functions: Mapping[str, Callable[..., Result]], meaning: Mapping[str, str]
+) -> dict[str, Callable[..., Result]]:
+    """Let every function of a registry be called with the keywords of all of them.
+
+    A keyword that a function does not declare is ignored if another one of the registry declares it, and refused with
+    a TypeError if none does.
+
+    Args:
+        functions: the registry, by name.
+        meaning: for each required keyword, its shape and meaning, to explain its absence: a function that needs a
+            keyword that is not given, or is None, raises a ValueError that names both.
+    """
+    declared = {name: frozenset(inspect.signature(function).parameters) for name, function in functions.items()}
+    vocabulary = frozenset().union(*declared.values())
+    return {name: _accept(name, function, declared[name], vocabulary, meaning) for name, function in functions.items()}
+
+
+def _accept(
+    name: str,
+    function: Callable[..., Result],
+    declared: frozenset[str],
+    vocabulary: frozenset[str],
+    meaning: Mapping[str, str],
+) -> Callable[..., Result]:
+    required = sorted(needs(function))
+
+    @functools.wraps(function)
+    def call(*tensors: Any, **keywords: Any) -> Result:
+        if unknown := sorted(keywords.keys() - vocabulary):
+            raise TypeError(f"{name}: unknown keyword {', '.join(unknown)}. Known: {', '.join(sorted(vocabulary))}")
+        if missing := [f"{key}={meaning[key]}" for key in required if keywords.get(key) is None]:
+            raise ValueError(f"{name} needs {' and '.join(missing)}")
+        return function(*tensors, **{key: value for key, value in keywords.items() if key in declared})
+
+    return call

@@ -1,0 +1,53 @@
+"""The critic's loss, and how much of the returns it explains."""
+
+import torch
+
+from tether.algorithms.masking import masked_var, select
+from tether.algorithms.shapes import Mask, Scalar, Tokens
+from tether.algorithms.token_loss import Mean, Metric, TokenLoss
+
+
+def value_loss(
+    values: Tokens,
+    old_values: Tokens,
+    returns: Tokens,
+    response_mask: Mask,
+    *,
+    cliprange_value: float | None,
+    huber_delta: float | None = None,
+) -> TokenLoss:
+    """PPO's clipped value loss: max(h(V - R), h(clip(V, V_old - c, V_old + c) - R)), not aggregated.
+
+    h(e) = e^2 / 2, with the half in it; or, with huber_delta, e^2 / 2 up to |e| = delta and delta (|e| - delta / 2)
+    beyond (RLinf's ``value_clip`` and ``huber_delta``). cliprange_value=None: no clip.
+    """
+    values, old_values = select(values, response_mask), select(old_values, response_mask)
+    returns = select(returns, response_mask)
+    unclipped = _penalty(values - returns, huber_delta)
+    clipped = unclipped
+    if cliprange_value is not None:
+        near_old = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+        clipped = _penalty(near_old - returns, huber_delta)
+    loss = torch.maximum(unclipped, clipped)
+    metrics: dict[str, Metric] = {
+        "critic/vf_loss": Mean.of(loss, response_mask),
+        "critic/vf_clipfrac": Mean.of(clipped > unclipped, response_mask),
+        "critic/vpred_mean": Mean.of(values, response_mask),
+    }
+    return TokenLoss(loss, metrics)
+
+
+def explained_variance(values: Tokens, returns: Tokens, response_mask: Mask) -> Scalar:
+    """1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
+
+    0 if all returns are equal, since then there is nothing to explain.
+    """
+    total = masked_var(returns, response_mask)
+    residual = masked_var(select(returns, response_mask) - select(values, response_mask), response_mask)
+    return torch.where(total > 0, 1 - residual / total, 0.0)
+
+
+def _penalty(error: Tokens, huber_delta: float | None) -> Tokens:
+    if huber_delta is None:
+        return 0.5 * error.square()
+    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
