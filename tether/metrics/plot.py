@@ -1,0 +1,239 @@
+"""Draws the curves of one or several runs, out of their `metrics.jsonl`, as a page of small charts.
+
+One run: its values thin, their running mean bold. Several runs, for example seeds: each run thin, their mean bold over
+the steps that all of them reached.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from tether.metrics.keys import describe
+from tether.metrics.loggers.headline import validation_means
+from tether.metrics.loggers.jsonl import read_metrics
+
+Run = dict[int, dict[str, float]]
+"""Step -> key -> value."""
+Floats = NDArray[np.float64]
+
+COLORS = ("#2a6fbb", "#d1622b", "#2e8b57", "#8e5ea2", "#b8860b", "#4f9da6", "#c0504d", "#7f7f7f", "#a6761d")
+INK, FAINT = "#222222", "#8a8a8a"
+STYLE: Any = {
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#b5b5b5",
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#ececec",
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+OUTSIDE_STEP = {"timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
+"""Timings that are not a part of `timing_s/step`."""
+SHORTEST_SHARE = 0.005
+"""Share of the time of a step below which a phase is not drawn."""
+SMOOTHED_FROM = 30
+"""Steps from which on a single run gets a running mean."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: the keys that share a scale."""
+
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    labels: tuple[str, ...] = ("",)
+    log: bool = False
+    floor: float | None = None
+    """Values below are cut off at this line: early outliers would hide the rest."""
+    stacked: bool = False
+
+
+PANELS = (
+    Panel("Training score", "mean reward of a response", ("critic/score/mean",)),
+    Panel("KL to the reference", "nats a token", ("actor/reward_kl_penalty", "actor/kl_loss"), ("reward", "loss")),
+    Panel("KL of one step's update", "nats a token", ("actor/ppo_kl",)),
+    Panel("Entropy of the policy", "nats a token", ("actor/entropy",)),
+    Panel("Response length", "tokens, mean", ("response_length/mean",)),
+    Panel("Explained variance of the critic", "1 is perfect", ("critic/vf_explained_var",), floor=-1.0),
+    Panel("Policy loss", "clipped surrogate", ("actor/pg_loss",)),
+    Panel("Value loss", "log scale", ("critic/vf_loss",), log=True),
+    Panel(
+        "Gradient norm",
+        "before clipping, log scale",
+        ("actor/grad_norm", "critic/grad_norm"),
+        ("actor", "critic"),
+        log=True,
+    ),
+)
+
+
+def plot_run(run_dirs: Path | Sequence[Path], out_png: Path, keys: Sequence[str] | None = None) -> Path:
+    """Draw the curves of one or several runs.
+
+    Args:
+        run_dirs: folders with a `metrics.jsonl`.
+        out_png: file to write; another suffix that matplotlib knows (.svg, .pdf) works too.
+        keys: metrics to draw, a chart each; None: those that tell how a run goes.
+
+    Returns:
+        `out_png`.
+
+    Raises:
+        ValueError: a folder without metrics, or a key that no run has.
+    """
+    folders = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
+    runs = [read_metrics(folder) for folder in folders]
+    known = {key for run in runs for record in run.values() for key in record}
+    if not known:
+        raise ValueError(f"{', '.join(map(str, folders))}: no step was logged yet; plot again later")
+    panels = _default_panels(runs, known) if keys is None else [_panel_of(key, known) for key in keys]
+    with mpl.rc_context(STYLE):
+        figure = _draw(panels, runs, title=", ".join(folder.resolve().name for folder in folders))
+        figure.savefig(out_png, dpi=150, facecolor="white")
+    return out_png
+
+
+def _default_panels(runs: Sequence[Run], known: set[str]) -> list[Panel]:
+    validation = sorted({key for run in runs for record in run.values() for key in validation_means(record)})
+    names = tuple(key.removeprefix("val-core/") for key in validation)
+    timings = _phases(runs, known)
+    score, *others = PANELS
+    panels = [
+        score,
+        Panel("Validation score", names[0] if len(names) == 1 else "", tuple(validation), names),
+        *others,
+        Panel("Time of a step", "seconds", tuple(timings), tuple(k.split("/")[1] for k in timings), stacked=True),
+    ]
+    return [panel for panel in panels if known & set(panel.keys)]
+
+
+def _phases(runs: Sequence[Run], known: set[str]) -> list[str]:
+    """Keys of the phases of a step, the longest first, without those too short to be seen."""
+    phases = {key for key in known if key.startswith("timing_s/") and key.count("/") == 1} - OUTSIDE_STEP
+    seconds = {key: sum(record.get(key, 0.0) for run in runs for record in run.values()) for key in phases}
+    visible = [key for key in phases if seconds[key] >= SHORTEST_SHARE * sum(seconds.values())]
+    return sorted(visible, key=lambda key: -seconds[key])
+
+
+def _panel_of(key: str, known: set[str]) -> Panel:
+    if key not in known:
+        close = difflib.get_close_matches(key, known, n=1)
+        raise ValueError(f"no run has the metric {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    info = describe(key)
+    return Panel(key, textwrap.shorten(info.meaning, 70, placeholder=" …") if info else "", (key,))
+
+
+def _draw(panels: Sequence[Panel], runs: Sequence[Run], title: str) -> Figure:
+    num_cells = len(panels) + sum(panel.stacked for panel in panels)  # a stack takes a second cell for its legend
+    columns = num_cells if num_cells < 3 else 2 if num_cells == 4 else 3
+    rows = math.ceil(num_cells / columns)
+    figure = Figure(figsize=(4.3 * columns, 2.75 * rows + 0.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
+    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold")
+    figure.text(0.012, 1 - 0.38 / figure.get_figheight(), _caption(runs), color=FAINT, va="top", fontsize=8.5)
+    cells = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for index, panel in enumerate(panels):
+        _draw_panel(cells[index], panel, runs)
+        if index + columns >= len(panels):
+            cells[index].set_xlabel("step")
+    if panels[-1].stacked:
+        handles, labels = cells[len(panels) - 1].get_legend_handles_labels()
+        cells[len(panels)].legend(
+            handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(-0.12, 0.5), handlelength=0.9
+        )
+    for cell in cells[len(panels) :]:
+        cell.axis("off")
+    return figure
+
+
+def _caption(runs: Sequence[Run]) -> str:
+    steps = max(max(run) for run in runs)
+    if len(runs) > 1:
+        return f"{len(runs)} runs, {steps} steps. Thin: each run. Bold: their mean."
+    window = _window(len(runs[0]))
+    return f"{steps} steps." + (f" Thin: every step. Bold: mean over {window} steps." if window > 1 else "")
+
+
+def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=10, pad=16 if panel.unit else 6)
+    axis.text(0, 1.03, panel.unit, transform=axis.transAxes, color=FAINT, fontsize=8.5)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axis.margins(x=0.01)
+    if panel.stacked:
+        _draw_stack(axis, panel, runs)
+        return
+    present = [
+        (k, label) for k, label in zip(panel.keys, panel.labels, strict=True) if any(_series(r, k) for r in runs)
+    ]
+    for (key, label), color in zip(present, COLORS * len(present), strict=False):
+        _draw_curves(axis, [_series(run, key) for run in runs], color, label)
+    if panel.log and all(value > 0 for run in runs for key in panel.keys for value in _series(run, key).values()):
+        axis.set_yscale("log")
+    if panel.floor is not None:
+        axis.set_ylim(bottom=max(panel.floor, axis.get_ylim()[0]))
+        axis.axhline(0, color="#bbbbbb", linewidth=0.8)
+    if len(present) > 1:
+        axis.legend(loc="best", handlelength=1.2)
+
+
+def _draw_curves(axis: Axes, series: Sequence[dict[int, float]], color: str, label: str) -> None:
+    curves = [(np.array(list(one)), np.array(list(one.values()))) for one in series if one]
+    marker = "o" if max(len(steps) for steps, _ in curves) <= SMOOTHED_FROM else None
+    if len(curves) > 1:
+        bold_steps, bold = _mean_curve(series)
+    else:
+        bold_steps, bold = curves[0][0], _running_mean(curves[0][1])
+    thin = curves if len(curves) > 1 or _window(len(bold)) > 1 else []
+    for steps, values in thin:
+        axis.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+    axis.plot(bold_steps, bold, color=color, linewidth=1.9, label=label, marker=marker, markersize=3)
+
+
+def _draw_stack(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    means = [dict(zip(*_mean_curve([_series(run, key) for run in runs]), strict=True)) for key in panel.keys]
+    steps = sorted({step for mean in means for step in mean})
+    layers = [_running_mean(np.array([mean.get(step, 0.0) for step in steps])) for mean in means]
+    axis.stackplot(steps, layers, labels=panel.labels, colors=COLORS, alpha=0.8, linewidth=0)
+    axis.set_ylim(bottom=0)
+
+
+def _series(run: Run, key: str) -> dict[int, float]:
+    return {step: record[key] for step, record in run.items() if math.isfinite(record.get(key, math.nan))}
+
+
+def _mean_curve(series: Sequence[dict[int, float]]) -> tuple[Floats, Floats]:
+    """Mean over the runs at the steps that all runs with this metric have."""
+    logged = [one for one in series if one]
+    shared = sorted(set.intersection(*(set(one) for one in logged))) if logged else []
+    return np.array(shared), np.array([np.mean([one[step] for one in logged]) for step in shared])
+
+
+def _window(length: int) -> int:
+    """Steps in a running mean: 1 for short runs, else a twentieth of the run, an odd number."""
+    return 1 if length < SMOOTHED_FROM else 2 * (length // 40) + 3
+
+
+def _running_mean(values: Floats) -> Floats:
+    """Centred mean over `_window` values, over fewer at the ends."""
+    kernel = np.ones(_window(len(values)))
+    return np.convolve(values, kernel, mode="same") / np.convolve(np.ones(len(values)), kernel, mode="same")
