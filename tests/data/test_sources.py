@@ -132,10 +132,12 @@ def test_a_null_in_parquet_is_a_missing_value(tmp_path: Path) -> None:
 def test_all_problems_come_at_once_up_to_ten(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [record(), record(prompt=None, data_source=None)])
     second = write_jsonl(tmp_path / "b.jsonl", [record(), *[record(prompt=None)] * 13])
-    lines = refusal([first, second]).splitlines()
-    assert [line.split(":")[0] for line in lines[:3]] == [f"{first} row 1", f"{first} row 1", f"{second} row 1"]
+    missing = str(tmp_path / "c.jsonl")
+    lines = refusal([first, missing, second]).splitlines()
+    places = [missing, f"{first} row 1", f"{first} row 1", f"{second} row 1"]
+    assert [line.split(":")[0] for line in lines[:4]] == places
     assert len(lines) == 11
-    assert lines[-1] == "... and 5 more"
+    assert lines[-1] == "... and 6 more"
 
 
 def test_missing_files_are_all_named_with_the_nearest(tmp_path: Path) -> None:

@@ -81,12 +81,18 @@ class Row:
 class Rows:
     """The rows of all sources, end to end, parsed when asked for.
 
+    Args:
+        sources: at least one.
+        columns: names of the two columns that can be called otherwise.
+        problems: what is known to be wrong already, to be reported together with what is found here.
+
     Raises:
         ValueError: rows that break the layout, up to ten of them by file, row number and fix.
     """
 
-    def __init__(self, sources: Sequence[Source], columns: Columns = Columns()) -> None:
-        raise_problems([problem for source in sources for problem in _source_problems(source, columns)])
+    def __init__(self, sources: Sequence[Source], columns: Columns = Columns(), problems: Sequence[str] = ()) -> None:
+        found = [problem for source in sources for problem in _source_problems(source, columns)]
+        raise_problems([*problems, *found])
         self.sources = tuple(sources)
         self._columns = columns
         self._ends = list(accumulate(len(source.records) for source in sources))
@@ -181,22 +187,22 @@ def _reward_problems(reward_model: Any) -> Iterator[str]:
 def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
     if isinstance(record, Prompt):
         return Row(
-            record.messages,
-            record.data_source,
-            record.ground_truth,
-            file,
-            number,
-            record.extra_info,
-            record.token_ids,
+            messages=record.messages,
+            data_source=record.data_source,
+            ground_truth=record.ground_truth,
+            file=file,
+            number=number,
+            extra_info=record.extra_info,
+            token_ids=record.token_ids,
         )
     prompt = record[columns.prompt]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return Row(
         # A parquet struct holds null for the keys that other messages have; templates ask whether a key is there.
-        tuple({key: value for key, value in message.items() if value is not None} for message in messages),
-        record[columns.data_source],
-        record["reward_model"].get("ground_truth"),
-        file,
-        number,
-        dict(record.get("extra_info") or {}),
+        messages=tuple({key: value for key, value in message.items() if value is not None} for message in messages),
+        data_source=record[columns.data_source],
+        ground_truth=record["reward_model"].get("ground_truth"),
+        file=file,
+        number=number,
+        extra_info=dict(record.get("extra_info") or {}),
     )

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import pyarrow
 import pyarrow.parquet
 
-from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source, raise_problems
+from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source
 
 PROCEDURAL = "reasoning_gym:"
 
@@ -45,8 +45,7 @@ def load_rows(files: str | Sequence[str], *, prompt_key: str = "prompt", reward_
             sources.append(_read(name, columns))
         except ValueError as error:  # reported together with the other files' problems
             problems.append(str(error))
-    raise_problems(problems)
-    return Rows(sources, columns)
+    return Rows(sources, columns, problems)
 
 
 def split_query(spec: str) -> tuple[str, dict[str, str]]:

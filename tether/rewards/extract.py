@@ -8,7 +8,7 @@ from typing import Any
 # A sign counts only where it does not follow a digit: "7-3" holds 7 and 3, "= -3" holds -3.
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\f?boxed\s*\{")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def last_number(text: str) -> str | None:

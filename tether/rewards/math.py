@@ -20,17 +20,23 @@ _DAPO_WINDOW = 300
 
 
 def equal(answer: str, ground_truth: str) -> bool:
-    r"""Are two LaTeX answers the same value: ``\frac12`` and 0.5, ``(1, 2)`` and ``(1,2)``, ``x = 3`` and 3.
+    r"""Do two LaTeX answers have the same value, as ``\frac12`` and 0.5, ``x = 3`` and 3, or ``10\%`` and 10 do?
 
     An answer that cannot be parsed is a wrong answer.
 
     Raises:
         Exception: the comparison itself failed, so neither "equal" nor "different" is known.
     """
-    if "".join(answer.split()) == "".join(ground_truth.split()):
+    answer, ground_truth = _normalised(answer), _normalised(ground_truth)
+    if answer == ground_truth:
         return True
     gold, given = (parse(rf"\boxed{{{text}}}", _LATEX, parsing_timeout=None) for text in (ground_truth, answer))
     return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+
+
+def _normalised(answer: str) -> str:
+    r"""Without percent signs, which math-verify does not parse (so ``10\%`` is 10), and without outer blanks."""
+    return answer.replace("\\%", "").replace("%", "").strip()
 
 
 def boxed(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; see `outcome_of` for what it returns."""
+"""``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; see `outcome_of` for the result."""
 
 _MATH = "tether.rewards.math:boxed"
 _DAPO = "tether.rewards.math:dapo"

@@ -1,0 +1,173 @@
+"""A reward function that does what the response tells it to, however bad."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return globals()[solution_str](ground_truth, extra_info) if solution_str in globals() else float(ground_truth) + bonus
+
+
+def raises(*_):
+    raise KeyError("no such answer")
+
+
+def raises_unprintable(*_):
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    raise Unprintable
+
+
+def exits_politely(*_):
+    sys.exit(3)
+
+
+def exits_hard(*_):
+    os._exit(7)
+
+
+def segfaults(*_):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hangs(*_):
+    while True:
+        time.sleep(60)
+
+
+def hangs_holding_the_interpreter(*_):
+    sum(range(10**12))
+
+
+def ignores_sigterm(*_):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    hangs()
+
+
+def stops_itself(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _note(extra_info, pid):
+    with Path(extra_info["pids"]).open("a") as file:
+        file.write(f"{pid}\n")
+
+
+def forks_and_hangs(_, extra_info):
+    for _ in range(5):
+        if os.fork() == 0:
+            hangs()
+    hangs()
+
+
+def leaves_daemon(_, extra_info):
+    """A child in a session of its own, whose parent is gone."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        daemon = os.fork()
+        if daemon == 0:
+            ignores_sigterm()
+        _note(extra_info, daemon)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def leaves_daemon_and_hangs(_, extra_info):
+    leaves_daemon(_, extra_info)
+    hangs()
+
+
+def leaves_daemon_and_exits(_, extra_info):
+    leaves_daemon(_, extra_info)
+    os._exit(1)
+
+
+def returns_twice(*_):
+    """The forked copy comes back from the call as well, and must not answer."""
+    return 1.0 if os.fork() else 2.0
+
+
+def kills_its_group(*_):
+    os.killpg(0, signal.SIGTERM)
+    hangs()
+
+
+def kills_its_guard(*_):
+    os.kill(os.getppid(), signal.SIGKILL)
+    hangs()
+
+
+def closes_its_files(*_):
+    os.closerange(3, 1000)
+    return 1.0
+
+
+def prints(*_):
+    print("x" * 100_000)
+    sys.stdout.flush()
+    os.write(1, b"to the descriptor\n")
+    subprocess.run(["echo", "from a child"], check=True)
+    return 1.0
+
+
+def reads_stdin(*_):
+    return float(len(sys.stdin.read()))
+
+
+def huge_output(*_):
+    return {"score": 1.0, "log": "y" * 5_000_000}
+
+
+def returns_none(*_):
+    return None
+
+
+def returns_nan(*_):
+    return float("nan")
+
+
+def returns_text(*_):
+    return "0.5"
+
+
+def returns_list(*_):
+    return [0.0, 1.0]
+
+
+def returns_object(*_):
+    return compute_score
+
+
+def returns_extra(*_):
+    return {"score": np.float32(0.5), "acc": np.bool_(True), "pred": "12", "function": hangs}
+
+
+async def is_a_coroutine(*_):
+    await asyncio.sleep(0)
+    return 0.25
+
+
+def draws(*_):
+    return random.random()
+
+
+def orders_a_set(*_):
+    return float(sum(i * ord(c) for i, c in enumerate({"p", "q", "r", "s", "t", "u"})))
+
+
+def sleeps(seconds, _):
+    time.sleep(float(seconds))
+    return 1.0

@@ -1,0 +1,239 @@
+"""The pool against functions that misbehave, and its promises of order, speed and leaving nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tether.rewards.custom import CustomReward
+from tether.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
+from tether.rewards.pool import RewardPool
+
+HOSTILE = Path(__file__).with_name("hostile.py")
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 0.5
+
+
+def ask(what, ground_truth="0.5", **extra_info):
+    return RewardRequest("test", what, ground_truth, extra_info)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=DEADLINE) as pool:
+        yield pool
+
+
+def running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raises", "KeyError: 'no such answer'"),
+        ("raises_unprintable", "Unprintable"),
+        ("exits_politely", "SystemExit: 3"),
+        ("exits_hard", "exit code 7"),
+        ("segfaults", "SIGSEGV"),
+        ("hangs", "deadline of 0.5 s"),
+        ("hangs_holding_the_interpreter", "deadline of 0.5 s"),
+        ("ignores_sigterm", "deadline of 0.5 s"),
+        ("stops_itself", "deadline of 0.5 s"),
+        ("forks_and_hangs", "deadline of 0.5 s"),
+        ("kills_its_group", "SIGTERM"),
+        ("kills_its_guard", "its guard were killed"),
+        ("closes_its_files", "ended its process"),
+        ("returns_nan", "returned nan"),
+        ("returns_text", "str '0.5'"),
+        ("returns_list", "list [0.0, 1.0]"),
+        ("returns_object", "function"),
+    ],
+)
+def test_a_bad_call_costs_only_its_own_row(pool, what, message):
+    started = time.monotonic()
+    before, bad, after = pool.score([ask("right"), ask(what), ask("right", "0.75")])
+    assert before == Score(0.5)
+    assert after == Score(0.75)
+    assert isinstance(bad, RewardError)
+    assert message in bad.message
+    assert time.monotonic() - started < DEADLINE + 2.5
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("returns_none", Abstention()),
+        ("prints", Score(1.0)),
+        ("reads_stdin", Score(0.0)),
+        ("returns_twice", Score(1.0)),
+        ("is_a_coroutine", Score(0.25)),
+        ("huge_output", Score(1.0, {"log": "y" * 5_000_000})),
+    ],
+)
+def test_an_odd_call_is_read_rightly(pool, what, expected):
+    assert pool.score([ask(what), ask("right"), ask(what)]) == [expected, Score(0.5), expected]
+
+
+def test_extra_keys_arrive_as_plain_values(pool):
+    (outcome,) = pool.score([ask("returns_extra")])
+    assert outcome.value == 0.5
+    assert outcome.extra.pop("function").startswith("<function hangs")
+    assert outcome.extra == {"acc": True, "pred": "12"}
+    assert type(outcome.extra["acc"]) is bool
+
+
+def test_a_traceback_points_into_the_users_file(pool):
+    (outcome,) = pool.score([ask("raises")])
+    assert "hostile.py" in outcome.traceback
+    assert outcome.traceback.rstrip().endswith("KeyError: 'no such answer'")
+
+
+def test_many_bad_calls_at_once(pool):
+    requests = [ask("right", str(i)) for i in range(40)]
+    bad = {3: "hangs", 4: "exits_hard", 17: "forks_and_hangs", 18: "ignores_sigterm", 39: "raises"}
+    for index, what in bad.items():
+        requests[index] = ask(what)
+    outcomes = pool.score(requests)
+    assert {index for index, o in enumerate(outcomes) if isinstance(o, RewardError)} == set(bad)
+    assert all(o == Score(float(index)) for index, o in enumerate(outcomes) if index not in bad)
+
+
+def test_nothing_is_left_of_a_killed_or_finished_call(tmp_path):
+    pids = tmp_path / "pids"
+    names = ["leaves_daemon", "leaves_daemon_and_hangs", "leaves_daemon_and_exits"]
+    others = set(psutil.Process().children(recursive=True))
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=DEADLINE) as pool:
+        outcomes = pool.score([ask(name, pids=str(pids)) for name in names])
+        assert [type(o) for o in outcomes] == [Score, RewardError, RewardError]
+        mine = set(psutil.Process().children(recursive=True)) - others
+    assert len(mine) >= 4
+    assert len(pids.read_text().split()) == 3
+    assert not [pid for pid in map(int, pids.read_text().split()) if running(pid)]
+    assert not [process for process in mine if running(process.pid)]
+
+
+@pytest.mark.parametrize("calls", [["right"], ["forks_and_hangs", "leaves_daemon_and_hangs"]])
+def test_nothing_is_left_when_the_trainer_is_killed(tmp_path, calls):
+    code = f"""
+import time
+from tether.rewards.custom import CustomReward
+from tether.rewards.outcome import RewardRequest
+from tether.rewards.pool import RewardPool
+pool = RewardPool(CustomReward({str(HOSTILE)!r}), num_workers=2, timeout=60)
+for index, what in enumerate({calls!r}):
+    pool.submit(index, RewardRequest("test", what, "1", {{"pids": {str(tmp_path / "pids")!r}}}))
+time.sleep(60)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    expected = 4 if calls == ["right"] else 10  # two guards, two workers, five forks and a daemon
+    try:
+        until(lambda: len(psutil.Process(trainer.pid).children(recursive=True)) >= expected, 20)
+        below = psutil.Process(trainer.pid).children(recursive=True)
+    finally:
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+    until(lambda: not [process for process in below if running(process.pid)])
+
+
+def test_two_workers_halve_the_time():
+    requests = [ask("sleeps", "0.1") for _ in range(16)]
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=5) as pool:
+        started = time.monotonic()
+        pool.score(requests)
+        assert 0.8 <= time.monotonic() - started < 1.3
+        assert len(pool.durations) == 16
+        assert all(0.1 <= seconds < 0.3 for seconds in pool.durations)
+
+
+def test_cheap_calls_are_cheap():
+    requests = [RewardRequest("openai/gsm8k", f"so #### {i}", "7", {}) for i in range(500)]
+    with RewardPool(num_workers=2, timeout=5) as pool:
+        pool.score(requests)
+        started = time.monotonic()
+        outcomes = pool.score(requests)
+        assert (time.monotonic() - started) / len(requests) < 1e-3
+    assert [index for index, outcome in enumerate(outcomes) if outcome == Score(1.0)] == [7]
+
+
+def test_scoring_overlaps_and_collect_orders_by_index(pool):
+    started = time.monotonic()
+    pool.submit(5, ask("sleeps", "0.3"))
+    pool.submit(2, ask("right", "2"))
+    pool.submit(9, ask("returns_none"))
+    time.sleep(0.3)  # generation goes on
+    assert pool.collect() == [Score(2.0), Score(1.0), Abstention()]
+    assert time.monotonic() - started < 0.55
+    assert pool.collect() == []
+
+
+@pytest.mark.parametrize("what", ["draws", "orders_a_set"])
+def test_results_do_not_depend_on_the_number_of_workers(what):
+    requests = [ask(what, str(i)) for i in range(12)]
+    results = []
+    for num_workers in (1, 3):
+        with RewardPool(CustomReward(str(HOSTILE)), num_workers=num_workers, timeout=5) as pool:
+            results.append(pool.score(requests))
+    assert results[0] == results[1]
+    assert all(isinstance(outcome, Score) for outcome in results[0])
+
+
+def test_reward_kwargs_reach_the_function():
+    with RewardPool(CustomReward(str(HOSTILE), reward_kwargs={"bonus": 2}), num_workers=1, timeout=5) as pool:
+        assert pool.score([ask("right")]) == [Score(2.5)]
+
+
+def test_an_unknown_source_is_an_error_of_its_row():
+    with RewardPool(num_workers=1, timeout=5) as pool:
+        bad, good = pool.score([ask("right"), RewardRequest("openai/gsm8k", "#### 1", "1", {})])
+    assert "data_source 'test'" in bad.message
+    assert good == Score(1.0)
+
+
+def test_a_function_that_cannot_be_loaded_stops_the_start(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(:\n    pass\n")
+    with pytest.raises(ValueError, match=r"reward.py, line 1: "):
+        RewardPool(CustomReward(str(path)), num_workers=2, timeout=5)
+    path.write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(ValueError, match="longer than 0.7 s"):
+        RewardPool(CustomReward(str(path)), num_workers=1, timeout=5, startup_timeout=0.7)
+    path.write_text("import os\nos._exit(4)\n")
+    with pytest.raises(ValueError, match="exit code 4"):
+        RewardPool(CustomReward(str(path)), num_workers=1, timeout=5)
+
+
+def test_a_worker_that_cannot_start_again_ends_the_run(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    os._exit(1)\n")
+    with RewardPool(CustomReward(str(path)), num_workers=1, timeout=5) as pool:
+        path.write_text("nonsense nonsense")
+        with pytest.raises(RewardFailure, match=r"reward.py, line 1"):
+            pool.score([ask("anything")])
+
+
+def test_close_ends_a_running_call_at_once():
+    pool = RewardPool(CustomReward(str(HOSTILE)), num_workers=1, timeout=60)
+    pool.submit(0, ask("hangs"))
+    time.sleep(0.3)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 2
+
+
+def test_workers_load_no_torch():
+    code = "import sys, tether.rewards.worker, tether.rewards.pool, tether.rewards.summary; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
