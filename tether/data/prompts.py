@@ -135,6 +135,10 @@ class PromptDataset:
     def __iter__(self) -> Iterator[Prompt]:
         return (self[position] for position in range(len(self)))
 
+    def data_sources(self) -> set[str]:
+        """Every `data_source` among the prompts."""
+        return {self._rows[number].data_source for number in self._numbers}
+
     def fingerprint(self) -> str:
         """Return a hash of all that training sees of the data: token ids, source, ground truth and extra_info.
 

@@ -33,7 +33,5 @@ def step_metrics(batch: TrainBatch, policy: PolicyOutputs, report: RewardReport,
         **throughput_metrics(tokens, time.seconds["step"]),
         **memory_metrics(),
         **time.metrics(),
-        **timing_per_token_ms(
-            time.seconds, num_response_tokens=int(batch.response_length.sum()), num_tokens=tokens
-        ),
+        **timing_per_token_ms(time.seconds, num_response_tokens=int(batch.response_length.sum()), num_tokens=tokens),
     }

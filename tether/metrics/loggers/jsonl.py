@@ -31,12 +31,11 @@ class JsonlLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line with all metrics."""
         finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
-        _append(self._metrics, {"step": step, **finite})
+        _append(self._metrics, [{"step": step, **finite}])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append a line for each sample."""
-        for sample in samples:
-            _append(self._samples, {"step": step, **asdict(sample)})
+        _append(self._samples, [{"step": step, **asdict(sample)} for sample in samples])
 
     def close(self) -> None:
         """Close both files."""
@@ -60,8 +59,17 @@ def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(steps.items()))
 
 
-def _append(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(record, default=str, ensure_ascii=False) + "\n")
+def read_samples(run_directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """Read the validation samples of a run, step -> samples as written; empty if it has none."""
+    path = run_directory / SAMPLES_FILE
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for _, record in _records(path) if path.is_file() else ():
+        steps.setdefault(record.pop("step"), []).append(record)
+    return steps
+
+
+def _append(file: TextIO, records: Sequence[Mapping[str, Any]]) -> None:
+    file.writelines(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
     file.flush()
     os.fsync(file.fileno())
 
