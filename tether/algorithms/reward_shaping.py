@@ -40,7 +40,7 @@ class RunningRewardNormalizer:
 
     def update(self, scores: Rows, valid: Bool[Tensor, " B"]) -> None:
         """Take the valid scores in."""
-        new = scores[valid].double()
+        new = scores[valid].cpu().double()
         if new.numel() == 0:
             return
         total = self.count + new.numel()
