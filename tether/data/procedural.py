@@ -1,18 +1,23 @@
 """Rows made on the spot by a reasoning-gym task: ``reasoning_gym:task?key=value&...``.
 
 Keys are those of the task's own configuration (numbers, true/false and json lists are read as such, all else is
-text), with `seed` 0 where it is not given so that a run can be repeated, and three that are ours:
+text), with `seed` 0 where it is not given so that a run can be repeated, and four that are ours:
 
     system    text of a system message before the question
     suffix    text that follows the question, as it is: begin it with the space or line break that it needs
     extract   what of the reply is scored: `last_number`, `answer_tag` (between <answer> and </answer>, else the
               whole reply; the default) or `full`
+    part      `train` or `test`: a fifth of all possible questions, chosen by their hash, is test and never train,
+              whatever the seeds. Without it, two seeds of a small task share questions. `size` then counts what is
+              left of a part
 
 Values are url-encoded: %20 for a space, %0A for a line break, %2B for a plus.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -24,7 +29,9 @@ from reasoning_gym.factory import DATASETS
 from tether.data.rows import Source, closest
 
 EXTRACTS = ("answer_tag", "last_number", "full")
-OWN_OPTIONS = ("system", "suffix", "extract")
+PARTS = ("train", "test")
+TEST_SHARE = 5  # one question in so many is test
+OWN_OPTIONS = ("system", "suffix", "extract", "part")
 
 
 def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
@@ -43,6 +50,9 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
     extract = options.get("extract", EXTRACTS[0])
     if extract not in EXTRACTS:
         raise ValueError(f"{spec}: extract is `{extract}`; it may be {', '.join(EXTRACTS)}.")
+    part = options.get("part")
+    if part not in (None, *PARTS):
+        raise ValueError(f"{spec}: part is `{part}`; it may be {', '.join(PARTS)}.")
     params = {"seed": 0} | {key: _parse(text) for key, text in options.items() if key not in OWN_OPTIONS}
     known = [field.name for field in fields(DATASETS[task][1])]
     for key in params:
@@ -51,7 +61,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
                 f"{spec}: `{task}` has no parameter `{key}`; it has {', '.join(known)}.{closest(key, known)}"
             )
     try:
-        entries = list(reasoning_gym.create_dataset(task, **params))
+        entries = _entries(task, params, part)
     except (AssertionError, TypeError, ValueError) as error:  # how the tasks' configurations refuse a value
         raise ValueError(f"{spec}: `{task}` refuses its parameters: {error}") from error
     before = [{"role": "system", "content": options["system"]}] if "system" in options else []
@@ -62,7 +72,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
             "ability": "reasoning",
             "reward_model": {"style": "verifier", "ground_truth": entry["answer"]},
             "extra_info": {
-                "split": "generated",
+                "split": part or "generated",
                 "index": index,
                 "reasoning_gym": {"task": task, "params": params, "entry": entry, "extract": extract},
             },
@@ -70,6 +80,20 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
         for index, entry in enumerate(entries)
     ]
     return Source(spec, records, ())
+
+
+def _entries(task: str, params: dict[str, Any], part: str | None) -> list[dict[str, Any]]:
+    """As many entries of the part as `size` asks for; a task too small to have them gives what it has."""
+    dataset = reasoning_gym.create_dataset(task, **params)
+    if part is None:
+        return list(dataset)
+    drawn = (dataset[number] for number in range(4 * TEST_SHARE * len(dataset)))
+    return list(itertools.islice((e for e in drawn if _part_of(e["question"]) == part), len(dataset)))
+
+
+def _part_of(question: str) -> str:
+    is_test = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8]) % TEST_SHARE == 0
+    return PARTS[is_test]
 
 
 def _parse(text: str) -> Any:

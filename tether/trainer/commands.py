@@ -1,0 +1,113 @@
+"""What the command line does: train, evaluate, generate, pull."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tether.config import LoadedConfig, load_config
+from tether.execution.interrupt import graceful_interrupt
+from tether.execution.machine import cache_dir
+from tether.models.pull import KNOWN_MODELS, pull_model
+from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.trainer.build import build_evaluator, build_generator, build_run
+from tether.trainer.evaluate import EvaluationResult
+from tether.trainer.preflight import preflight
+from tether.trainer.report import show_report
+from tether.training.checkpoint import CheckpointStore, step_of
+
+
+def train(loaded: LoadedConfig, command: str) -> None:
+    """Run to the end, or to a signal; then show what came of it.
+
+    Args:
+        loaded: the configuration.
+        command: what the user typed: typed again, the run goes on.
+
+    Raises:
+        ValueError: unusable inputs, or a preflight that refuses.
+    """
+    console = Console(highlight=False)
+    for note in loaded.notes:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
+    run = build_run(loaded)
+    try:
+        trainer = run.trainer
+        console.print(f"training prompts: {trainer.dataset.report}", soft_wrap=True)
+        if run.resumed_from:
+            console.print(f"going on from {run.resumed_from}, step {trainer.step_number} of {trainer.schedule.total_steps}")
+        elif loaded.config.trainer.preflight:
+            checked = preflight(trainer, trainer.actor.plan.mini_batch_rows, trainer.actor.plan.epochs)
+            checked.show(console)
+            if checked.refused:
+                raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it all the same.")
+        with graceful_interrupt() as interrupted:
+            if loaded.config.trainer.val_only:
+                trainer.loggers.log(trainer.step_number, trainer.evaluate())
+            else:
+                trainer.fit(interrupted)
+    finally:
+        run.close()
+    show_report(run.directory, console, command)
+
+
+def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
+    """Score a checkpoint on held-out prompts; prints the metrics and writes them beside it."""
+    checkpoint = _checkpoint(checkpoint)
+    loaded = load_config(checkpoint / "run.yaml", overrides)
+    console = Console(highlight=False)
+    with build_evaluator(loaded, checkpoint / "actor") as (evaluation, collector):
+        with console.status("sampling") as status:
+            result = evaluation.run(
+                collector,
+                NoiseKey(loaded.config.trainer.seed, step_of(checkpoint)),
+                lambda done, total: status.update(f"sampling: {done} of {total} responses"),
+            )
+    for name, value in result.metrics.items():
+        console.print(f"{name:60} {value:.4f}")
+    console.print(f"written to {_write(checkpoint, result)}")
+
+
+def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:
+    """Print the replies of a model."""
+    folder = Path(model)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        model = str(_checkpoint(folder) / "actor")
+    engine, tokenizer, encode = build_generator(model)
+    ids = [encode(prompt, system) for prompt in prompts]
+    batch = engine.generate(ids, sampling, NoiseKey(seed, step=0))
+    for row, (response, length) in enumerate(zip(batch.response_ids, batch.response_length.tolist(), strict=True)):
+        if len(prompts) * sampling.n > 1:
+            print(f"--- {prompts[row // sampling.n]}")
+        print(tokenizer.decode(response[:length], skip_special_tokens=True))
+
+
+def pull(name: str) -> Path:
+    """Fetch a known model into the cache."""
+    return pull_model(name, cache_dir(), progress=True)
+
+
+def list_models() -> None:
+    """Print the known models, and whether they are in the cache."""
+    for name, model in KNOWN_MODELS.items():
+        here = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
+        print(f"{name:20} {here:16} {model.description}")
+
+
+def _checkpoint(path: Path) -> Path:
+    if (path / "run.yaml").exists():
+        return path
+    latest = CheckpointStore(path).latest() if path.is_dir() else None
+    if latest is None:
+        raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
+    return latest
+
+
+def _write(checkpoint: Path, result: EvaluationResult) -> Path:
+    # Beside the checkpoint, not in it: its manifest lists every file.
+    path = checkpoint.parent / f"eval_{checkpoint.name}.json"
+    path.write_text(json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str))
+    return path
