@@ -13,7 +13,9 @@ import numpy as np
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
-    return globals()[solution_str](ground_truth, extra_info) if solution_str in globals() else float(ground_truth) + bonus
+    return (
+        globals()[solution_str](ground_truth, extra_info) if solution_str in globals() else float(ground_truth) + bonus
+    )
 
 
 def raises(*_):

@@ -16,7 +16,7 @@ from tether.rewards.pool import RewardPool
 
 HOSTILE = Path(__file__).with_name("hostile.py")
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 0.5
+DEADLINE = 1.0
 
 
 def ask(what, ground_truth="0.5", **extra_info):
@@ -48,11 +48,11 @@ def until(condition, seconds=5.0):
         ("exits_politely", "SystemExit: 3"),
         ("exits_hard", "exit code 7"),
         ("segfaults", "SIGSEGV"),
-        ("hangs", "deadline of 0.5 s"),
-        ("hangs_holding_the_interpreter", "deadline of 0.5 s"),
-        ("ignores_sigterm", "deadline of 0.5 s"),
-        ("stops_itself", "deadline of 0.5 s"),
-        ("forks_and_hangs", "deadline of 0.5 s"),
+        ("hangs", "deadline of 1 s"),
+        ("hangs_holding_the_interpreter", "deadline of 1 s"),
+        ("ignores_sigterm", "deadline of 1 s"),
+        ("stops_itself", "deadline of 1 s"),
+        ("forks_and_hangs", "deadline of 1 s"),
         ("kills_its_group", "SIGTERM"),
         ("kills_its_guard", "its guard were killed"),
         ("closes_its_files", "ended its process"),
@@ -69,7 +69,7 @@ def test_a_bad_call_costs_only_its_own_row(pool, what, message):
     assert after == Score(0.75)
     assert isinstance(bad, RewardError)
     assert message in bad.message
-    assert time.monotonic() - started < DEADLINE + 2.5
+    assert time.monotonic() - started < DEADLINE + 4
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_two_workers_halve_the_time():
     with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=5) as pool:
         started = time.monotonic()
         pool.score(requests)
-        assert 0.8 <= time.monotonic() - started < 1.3
+        assert 0.8 <= time.monotonic() - started < 1.5
         assert len(pool.durations) == 16
-        assert all(0.1 <= seconds < 0.3 for seconds in pool.durations)
+        assert all(0.1 <= seconds < 0.5 for seconds in pool.durations)
 
 
 def test_cheap_calls_are_cheap():
@@ -170,12 +170,12 @@ def test_cheap_calls_are_cheap():
 
 def test_scoring_overlaps_and_collect_orders_by_index(pool):
     started = time.monotonic()
-    pool.submit(5, ask("sleeps", "0.3"))
+    pool.submit(5, ask("sleeps", "0.5"))
     pool.submit(2, ask("right", "2"))
     pool.submit(9, ask("returns_none"))
-    time.sleep(0.3)  # generation goes on
+    time.sleep(0.5)  # generation goes on
     assert pool.collect() == [Score(2.0), Score(1.0), Abstention()]
-    assert time.monotonic() - started < 0.55
+    assert time.monotonic() - started < 0.9
     assert pool.collect() == []
 
 
@@ -208,7 +208,7 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"reward.py, line 1: "):
         RewardPool(CustomReward(str(path)), num_workers=2, timeout=5)
     path.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(ValueError, match="longer than 0.7 s"):
+    with pytest.raises(ValueError, match=r"longer than 0\.7 s"):
         RewardPool(CustomReward(str(path)), num_workers=1, timeout=5, startup_timeout=0.7)
     path.write_text("import os\nos._exit(4)\n")
     with pytest.raises(ValueError, match="exit code 4"):
@@ -217,7 +217,9 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(tmp_path):
 
 def test_a_worker_that_cannot_start_again_ends_the_run(tmp_path):
     path = tmp_path / "reward.py"
-    path.write_text("import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    os._exit(1)\n")
+    path.write_text(
+        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    os._exit(1)\n"
+    )
     with RewardPool(CustomReward(str(path)), num_workers=1, timeout=5) as pool:
         path.write_text("nonsense nonsense")
         with pytest.raises(RewardFailure, match=r"reward.py, line 1"):
@@ -234,6 +236,8 @@ def test_close_ends_a_running_call_at_once():
 
 
 def test_workers_load_no_torch():
-    code = "import sys, tether.rewards.worker, tether.rewards.pool, tether.rewards.summary; print('torch' in sys.modules)"
+    code = (
+        "import sys, tether.rewards.worker, tether.rewards.pool, tether.rewards.summary; print('torch' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -1,1 +1,26 @@
-""""""
+"""The configuration of a run: verl's key names, checked as a whole before anything heavy is loaded.
+
+::
+
+    loaded = load_config(Path("run.yaml"), ["trainer.total_epochs=2", "critic.optim.lr=1e-5"])
+    loaded.config.trainer.total_epochs  # 2
+    loaded.sources["trainer.total_epochs"]  # "command line"
+"""
+
+from tether.config.explain import explain, format_inheritance, format_tree
+from tether.config.live import live_keys
+from tether.config.load import LoadedConfig, load_config
+from tether.config.problems import ConfigError, Problem
+from tether.config.schema.root import RunConfig
+
+__all__ = [
+    "ConfigError",
+    "LoadedConfig",
+    "Problem",
+    "RunConfig",
+    "explain",
+    "format_inheritance",
+    "format_tree",
+    "live_keys",
+    "load_config",
+]

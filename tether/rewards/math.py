@@ -35,8 +35,8 @@ def equal(answer: str, ground_truth: str) -> bool:
 
 
 def _normalised(answer: str) -> str:
-    r"""Without percent signs, which math-verify does not parse (so ``10\%`` is 10), and without outer blanks."""
-    return answer.replace("\\%", "").replace("%", "").strip()
+    r"""Without what math-verify does not parse: percent signs (so ``10\%`` is 10) and a full stop at the end."""
+    return answer.replace("\\%", "").replace("%", "").strip().removesuffix(".")
 
 
 def boxed(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -53,6 +53,6 @@ def dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     """
     expected = required(ground_truth)
     lines = _ANSWER_LINE.findall(solution_str[-_DAPO_WINDOW:])
-    answer = lines[-1].strip().strip("$").rstrip(".") if lines else last_boxed(solution_str)
+    answer = lines[-1].strip().rstrip(".").strip("$") if lines else last_boxed(solution_str)
     right = answer is not None and equal(last_boxed(answer) or answer, expected)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}

@@ -30,8 +30,8 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
     `extra_info["reasoning_gym"]` holds "task", "params" (of the dataset), "entry" (question, answer, metadata) and
     "extract" (a key of `EXTRACTORS`).
 
-    Tasks without a scorer of their own share one that gives part of the points to a text that contains the answer.
-    A number is no such text (13 is not half of 3), so a last number is right or wrong there.
+    Most scorers give part of the points to a text that contains the answer. A number is no such text (13 would earn
+    half the points of 3), so a last number is right, 1.0, or wrong, 0.0.
 
     Raises:
         ValueError: an unknown "extract" or task.
@@ -44,10 +44,8 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
     if answer is None:
         return 0.0
     dataset = _dataset(row["task"], json.dumps(row["params"], sort_keys=True))
-    own_scorer = type(dataset).score_answer is not ProceduralDataset.score_answer
-    if row["extract"] == "last_number" and not own_scorer:
-        return float(answer == row["entry"]["answer"])
-    return float(dataset.score_answer(answer, row["entry"]))
+    points = float(dataset.score_answer(answer, row["entry"]))
+    return float(points >= 1.0) if row["extract"] == "last_number" else points
 
 
 @lru_cache(maxsize=256)

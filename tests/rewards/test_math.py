@@ -1,0 +1,146 @@
+import threading
+
+import pyarrow.parquet as pq
+import pytest
+
+from tether.rewards.math import boxed, dapo, equal
+
+SAME = [
+    ("\\frac12", "0.5"),
+    ("\\dfrac{1}{2}", "\\frac{1}{2}"),
+    ("1/2", "\\frac12"),
+    ("0.333333", "\\frac13"),
+    ("-\\frac{1}{2}", "\\frac{-1}{2}"),
+    ("2\\frac12", "2.5"),
+    ("(1,2)", "(1, 2)"),
+    ("\\{1,2\\}", "\\{2,1\\}"),
+    ("1,2", "2,1"),
+    ("1\\pm\\sqrt2", "1+\\sqrt2,1-\\sqrt2"),
+    ("x=3", "3"),
+    ("3", "x=3"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("y=2x+1", "y=1+2x"),
+    ("\\sqrt{8}", "2\\sqrt2"),
+    ("\\pi/2", "\\frac{\\pi}{2}"),
+    ("3+4i", "4i+3"),
+    ("10\\%", "10"),
+    ("\\$10", "10"),
+    ("1000", "1,\\!000"),
+    ("12", "12.0"),
+    ("60", "60^\\circ"),
+    ("5\\text{ cm}", "5"),
+    ("Evelyn", "\\text{Evelyn}"),
+    ("(A)", "\\text{(A)}"),
+    ("(-\\infty,3]", "(-\\infty, 3]"),
+    ("x \\leq 3", "x\\le3"),
+    ("2^{10}", "1024"),
+    ("\\log_2 8", "3"),
+    ("\\binom{5}{2}", "10"),
+    ("11_2", "11_2"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+]
+DIFFERENT = [
+    ("0.333", "\\frac13"),
+    ("3.14", "\\pi"),
+    ("(2,1)", "(1,2)"),
+    ("[1,2)", "(1,2)"),
+    ("12\\%", "10\\%"),
+    ("x", "4"),
+    ("4x", "4"),
+    ("B", "A"),
+    ("\\text{even}", "\\text{odd}"),
+    ("\\begin{pmatrix}1\\\\3\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    ("", "3"),
+    ("\\frac{", "3"),
+    ("lorem ipsum", "3"),
+    # several answers at once, one of them right
+    ("3,4", "4"),
+    ("3 or 4", "4"),
+    ("3\\text{ or }4", "4"),
+    ("\\{3,4\\}", "4"),
+    ("4 is not 5", "4"),
+    ("4=3", "4"),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME)
+def test_same_value(answer, truth):
+    assert equal(answer, truth)
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different_value(answer, truth):
+    assert not equal(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("so \\boxed{4}.", 1.0),
+        ("\\boxed{3}, no, \\boxed{4}", 1.0),
+        ("\\boxed{4}, no, \\boxed{3}", 0.0),
+        ("4", 0.0),
+        ("the answer is $4$", 0.0),
+        ("\\boxed{}", 0.0),
+        ("\\boxed{4", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_the_last_box_counts(reply, score):
+    assert boxed("lighteval/MATH", reply, "4", {}) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "score", "pred"),
+    [
+        ("Answer: 4", 1.0, "4"),
+        ("Answer: $4$.", 1.0, "4"),
+        ("answer: \\boxed{4}", 1.0, "\\boxed{4}"),
+        ("\\boxed{4}", 1.0, "4"),
+        ("Answer: 4\nAnswer: 5", -1.0, "5"),
+        ("Answer: 4" + " and so on" * 30, -1.0, None),
+        ("4", -1.0, None),
+    ],
+)
+def test_dapo(reply, score, pred):
+    assert dapo("math_dapo", reply, "4", {}) == {"score": score, "acc": score > 0, "pred": pred}
+
+
+def test_it_works_outside_the_main_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(boxed("lighteval/MATH", "\\boxed{\\frac{2}{4}}", "0.5", {})))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+@pytest.mark.parametrize("rule", [boxed, dapo])
+def test_an_empty_ground_truth_has_no_verdict(rule):
+    with pytest.raises(ValueError, match="ground_truth is ''"):
+        rule("lighteval/MATH", "\\boxed{}", "", {})
+
+
+def test_every_ground_truth_equals_itself(test_data):
+    rows = pq.read_table(test_data / "math" / "test.parquet", columns=["reward_model"]).to_pylist()
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert len(truths) == 5000
+    assert all(boxed("lighteval/MATH", f"so \\boxed{{{truth}}}.", truth, {}) == 1.0 for truth in truths)
+
+
+@pytest.mark.parametrize("spelling", ["\\displaystyle %s", "$%s$", "%s\\!", "%s."])
+def test_ground_truths_written_another_way_are_recognised(test_data, spelling):
+    """Other spellings of an answer take the way through math-verify."""
+    truths = every_25th_truth(test_data)
+    found = [boxed("lighteval/MATH", f"\\boxed{{{spelling % truth}}}", truth, {}) for truth in truths]
+    assert sum(found) / len(truths) >= 0.99
+
+
+def test_other_values_are_not(test_data):
+    truths = every_25th_truth(test_data)
+    found = [boxed("lighteval/MATH", f"\\boxed{{{truth} + 1}}", truth, {}) for truth in truths]
+    assert sum(found) / len(truths) <= 0.01  # math-verify reads "(a, b, c) + 1" as the set {a, b, c}
+
+
+def every_25th_truth(test_data):
+    rows = pq.read_table(test_data / "math" / "test.parquet", columns=["reward_model"]).to_pylist()
+    return [row["reward_model"]["ground_truth"] for row in rows[::25]]

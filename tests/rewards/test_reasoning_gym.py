@@ -1,0 +1,73 @@
+import pytest
+import reasoning_gym
+
+from tether.rewards.outcome import RewardRequest, Score
+from tether.rewards.pool import RewardPool
+from tether.rewards.reasoning_gym import score
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def row(task, answer, extract="last_number", params=None, metadata=None):
+    entry = {"question": "?", "answer": answer, "metadata": metadata or {}}
+    return {"split": "train", "index": 0, "reasoning_gym": {
+        "task": task, "params": params or {}, "entry": entry, "extract": extract,
+    }}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("3", 1.0),
+        ("4 - 1 = 3.", 1.0),
+        ("+3", 1.0),
+        ("3, no, 4", 0.0),
+        ("13", 0.0),  # contains the answer, but is another number
+        ("-3", 0.0),
+        ("3.0", 1.0),
+        ("three", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_is_right_or_wrong(reply, expected):
+    assert score("reasoning_gym/chain_sum", reply, None, row("chain_sum", "3", params=SUMS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("<answer>94*4 - 61 - 6</answer>", 1.0),
+        ("<answer>309</answer>", 0.05),  # the task's own scorer: parses, but does not use the numbers
+        ("94*4 - 61 - 6", 0.0),
+    ],
+)
+def test_a_task_with_its_own_scorer(reply, expected):
+    metadata = {"numbers": [6, 61, 94, 4], "target": 309}
+    extra_info = row("countdown", "94*4 - 61 - 6", "answer_tag", metadata=metadata)
+    assert score("reasoning_gym/countdown", reply, None, extra_info) == expected
+
+
+def test_the_whole_reply_may_earn_a_part():
+    extra_info = row("chain_sum", "3", "full", SUMS)
+    assert score("reasoning_gym/chain_sum", " 3\n", None, extra_info) == 1.0
+    assert score("reasoning_gym/chain_sum", "it: 3", None, extra_info) == pytest.approx(1 / 5)
+
+
+def test_unknown_names_are_named():
+    with pytest.raises(ValueError, match=r"first_number.*last_number, answer_tag, full"):
+        score("reasoning_gym/chain_sum", "3", None, row("chain_sum", "3", "first_number"))
+    with pytest.raises(ValueError, match="no_such_task"):
+        score("reasoning_gym/no_such_task", "3", None, row("no_such_task", "3"))
+
+
+def test_the_tasks_own_answers_score_one_in_the_pool():
+    extract = {"chain_sum": "last_number", "gcd": "last_number", "leg_counting": "last_number", "countdown": "full"}
+    requests = [
+        RewardRequest(
+            f"reasoning_gym/{task}", entry["answer"], None, row(task, entry["answer"], how, metadata=entry["metadata"])
+        )
+        for task, how in extract.items()
+        for entry in reasoning_gym.create_dataset(task, size=5, seed=1)
+    ]
+    with RewardPool(num_workers=1, timeout=20) as pool:
+        assert pool.score(requests) == [Score(1.0)] * 20

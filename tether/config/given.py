@@ -1,0 +1,130 @@
+"""What the user gave: the YAML file and the overrides, as one flat table of the schema's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tether.config.keys import keys, sections
+from tether.config.overrides import Override, parse_overrides
+from tether.config.problems import Problem
+from tether.config.suggest import unknown_key
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that the user gave."""
+
+    value: Any
+    """As written: interpolations stand as `${...}`."""
+    source: str
+    """The YAML file's name, or "command line"."""
+    position: int
+    """0 for the file, then 1, 2, ... along the command line: the later one counts."""
+
+
+Given = dict[str, Setting]
+
+
+def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list[Problem]]:
+    """Read the file, then the overrides over it. Unknown keys become problems and are left out."""
+    given: Given = {}
+    problems: list[Problem] = []
+    if path is not None:
+        tree = _read_yaml(path)
+        items = [tree] if isinstance(tree, Problem) else list(_flatten("", tree))
+        problems += _store(given, items, path.name, 0)
+    parsed, unreadable = parse_overrides(overrides)
+    problems += unreadable
+    for position, override in enumerate(parsed, start=1):
+        problems += _apply(given, override, position)
+    return given, problems
+
+
+def _read_yaml(path: Path) -> dict[Any, Any] | Problem:
+    try:
+        config = OmegaConf.load(path)
+    except OSError as error:
+        return Problem(str(path), f"cannot be read ({error.strerror})", "give an existing YAML file")
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        return Problem(str(path), f"cannot be read as YAML ({' '.join(str(error).split())})", "correct that line")
+    if not isinstance(config, DictConfig):
+        return Problem(str(path), "holds a list, not keys", "write key: value lines")
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any] | Problem]:
+    """Split a nested value along the schema; what lies below a mapping key stays one value."""
+    if path in keys():
+        yield _grammar_problem(path, value) or (path, None if value == "???" else value)
+    elif isinstance(value, dict) and (value or path in sections()):
+        for name, inner in value.items():
+            # Hydra's class marker, which verl's printed configs are full of; it sets nothing.
+            if name != "_target_":
+                yield from _flatten(f"{path}.{name}" if path else str(name), inner)
+    elif path not in sections():
+        yield unknown_key(path)
+    elif value is not None:
+        yield Problem(path, f"is a section, not a value ({value!r})", "give one of its keys")
+
+
+def _grammar_problem(path: str, value: Any) -> Problem | None:
+    try:
+        OmegaConf.create([value])
+    except OmegaConfBaseException as error:
+        what = f"{value!r} cannot be read ({str(error).splitlines()[0]})"
+        return Problem(path, what, r"close the ${...}, or write \${ for the characters themselves")
+    return None
+
+
+def _store(given: Given, items: Sequence[tuple[str, Any] | Problem], source: str, position: int) -> list[Problem]:
+    """Enter items into `given`; returns the problems among them."""
+    given.update({item[0]: Setting(item[1], source, position) for item in items if not isinstance(item, Problem)})
+    return [item for item in items if isinstance(item, Problem)]
+
+
+def _apply(given: Given, override: Override, position: int) -> list[Problem]:
+    owner = _mapping_key(override.path)
+    if owner is not None:
+        inner = override.path.removeprefix(owner + ".").split(".")
+        old = given[owner].value if owner in given else {}
+        changed = _drop(old, inner) if override.delete else _put(old, inner, override.value)
+        return _store(given, [(owner, changed)], COMMAND_LINE, position)
+    if not override.delete:
+        return _store(given, list(_flatten(override.path, override.value)), COMMAND_LINE, position)
+    if override.path not in keys() and override.path not in sections():
+        return [unknown_key(override.path)]
+    for key in [key for key in given if key == override.path or key.startswith(override.path + ".")]:
+        del given[key]
+    return []
+
+
+def _mapping_key(path: str) -> str | None:
+    """The free mapping that `path` points into, for example `data.apply_chat_template_kwargs`."""
+    parts = path.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if prefix in keys() and keys()[prefix].is_mapping), None)
+
+
+def _put(mapping: Any, path: list[str], value: Any) -> dict[str, Any]:
+    old = mapping if isinstance(mapping, dict) else {}
+    first, *rest = path
+    return {**old, first: _put(old.get(first), rest, value) if rest else value}
+
+
+def _drop(mapping: Any, path: list[str]) -> dict[str, Any]:
+    old = mapping if isinstance(mapping, dict) else {}
+    first, *rest = path
+    if rest:
+        return {**old, first: _drop(old.get(first), rest)}
+    return {name: value for name, value in old.items() if name != first}

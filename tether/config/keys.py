@@ -1,0 +1,145 @@
+"""The schema as a flat table: every dotted key with its type, default, doc and marks."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from tether.config.schema.root import RunConfig
+from tether.config.schema.section import AliasOf, Inherits, Says, Section
+
+Mark = TypeVar("Mark", Inherits, AliasOf, Says)
+PLAIN_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a {key: value} mapping",
+    list: "a list",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema."""
+
+    path: str
+    type_text: str
+    """The type in words, with "or null" where it may be null."""
+    doc: str
+    default: Any
+    """None for a required key and for one that inherits."""
+    required: bool
+    example: str | None
+    choices: tuple[str, ...]
+    """Allowed names, where the type is a choice of names."""
+    inherits: Inherits | None
+    """With an absolute key."""
+    alias_of: str | None
+    """Absolute key that this one is a second name of."""
+    is_mapping: bool
+    """Any names may stand below it."""
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Every key by its dotted path, in the order of the schema."""
+    return {path: _key(path, field) for path, field in _fields("", RunConfig)}
+
+
+@cache
+def sections() -> dict[str, str]:
+    """Every section by its dotted path, with its doc."""
+    return dict(_sections("", RunConfig))
+
+
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """The config as a flat table: dotted key -> value."""
+    return {path: reduce(getattr, path.split("."), config) for path in keys()}
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in YAML or in an override."""
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(show(item) for item in value) + "]"
+    return "null" if value is None else str(value)
+
+
+def _fields(prefix: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        if _is_section(field):
+            assert isinstance(field.annotation, type)
+            yield from _fields(f"{prefix}{name}.", field.annotation)
+        else:
+            yield prefix + name, field
+
+
+def _sections(prefix: str, section: type[Section]) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        if _is_section(field):
+            assert isinstance(field.annotation, type)
+            yield prefix + name, (field.annotation.__doc__ or "").strip()
+            yield from _sections(f"{prefix}{name}.", field.annotation)
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
+def _key(path: str, field: FieldInfo) -> Key:
+    inherits = _mark(Inherits, field.metadata)
+    alias = _mark(AliasOf, field.metadata)
+    return Key(
+        path=path,
+        type_text=type_text(field.annotation, field.metadata),
+        doc=field.description or "",
+        default=None if field.is_required() else field.get_default(call_default_factory=True),
+        required=field.is_required() and inherits is None,
+        example=field.examples[0] if field.examples else None,
+        choices=_choices(field.annotation),
+        inherits=Inherits(_absolute(path, inherits.key), inherits.equals) if inherits else None,
+        alias_of=_absolute(path, alias.key) if alias else None,
+        is_mapping=_is_mapping(field.annotation),
+    )
+
+
+def _mark(kind: type[Mark], metadata: list[Any]) -> Mark | None:
+    return next((mark for mark in metadata if isinstance(mark, kind)), None)
+
+
+def _absolute(path: str, key: str) -> str:
+    """Resolve a key that is written relative to the section of `path`."""
+    if not key.startswith("."):
+        return key
+    return path.rsplit(".", 1)[0] + key
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return get_origin(annotation) is dict or any(_is_mapping(part) for part in get_args(annotation))
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next((found for part in get_args(annotation) if (found := _choices(part))), ())
+
+
+def type_text(annotation: Any, metadata: list[Any]) -> str:
+    """Word a type: by its `Says` mark, or by its structure."""
+    says = _mark(Says, metadata)
+    origin = get_origin(annotation)
+    if says is not None:
+        return says.text
+    if origin is Annotated:
+        inner, *marks = get_args(annotation)
+        return type_text(inner, marks)
+    if origin is Literal:
+        return "one of " + ", ".join(get_args(annotation))
+    if origin is tuple:
+        return "one or more of " + ", ".join(_choices(annotation))
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(part, []) for part in get_args(annotation))
+    if annotation is types.NoneType:
+        return "null"
+    return PLAIN_WORDS[origin or annotation]

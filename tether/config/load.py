@@ -1,0 +1,82 @@
+"""`load_config`: a YAML file and overrides in, a checked config out, or everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tether.config.given import COMMAND_LINE, Given, Setting, read_given
+from tether.config.keys import keys, values_of
+from tether.config.notes import notes
+from tether.config.problems import ConfigError, Problem
+from tether.config.refused import refusals
+from tether.config.render import to_yaml
+from tether.config.resolve import nest, resolve
+from tether.config.rules import contradictions
+from tether.config.schema.root import RunConfig
+from tether.config.type_errors import type_problems
+
+STAND_IN = "?"
+"""Value of a required key while the rest of a config that lacks it is checked."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked config, and how it came about."""
+
+    config: RunConfig
+    sources: dict[str, str]
+    """Dotted key -> where its value comes from: default, the file's name, command line, or inherits KEY."""
+    notes: tuple[str, ...]
+    """What was settled between two names of one quantity, and what was set without effect here."""
+
+    def tree(self) -> dict[str, Any]:
+        """The resolved config as plain nested data; as a YAML file it loads to an equal config."""
+        return self.config.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The config as a file to save beside the run and to load again.
+
+        Inherited values stand in comments, so that a key changed later still reaches the keys that inherit it.
+        """
+        return to_yaml(values_of(self.config), self.sources)
+
+
+def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
+    """Load a run's config.
+
+    Args:
+        path: YAML file in verl's key names, or None.
+        overrides: in Hydra's grammar; they go over the file, and later ones over earlier ones.
+
+    Raises:
+        ConfigError: with every problem that there is.
+    """
+    given, problems = read_given(path, overrides)
+    resolved = resolve(given)
+    problems += resolved.problems
+    try:
+        config = RunConfig.model_validate(nest(resolved.values))
+        problems += _check(given, config)
+    except ValidationError as error:
+        mistyped = type_problems(error, resolved)
+        problems += mistyped + _check_the_rest(given, {problem.path for problem in mistyped})
+    if problems:
+        raise ConfigError(problems)
+    return LoadedConfig(config, resolved.sources, (*resolved.notes, *notes(given, values_of(config))))
+
+
+def _check(given: Given, config: RunConfig) -> list[Problem]:
+    return refusals(given, values_of(config)) + contradictions(config)
+
+
+def _check_the_rest(given: Given, bad: set[str]) -> list[Problem]:
+    """Check a config whose bad keys give way to their defaults; leaves out what is said about those keys."""
+    stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required}
+    given = {key: setting for key, setting in given.items() if key not in bad} | stand_ins
+    config = RunConfig.model_validate(nest(resolve(given).values))
+    return [problem for problem in _check(given, config) if not any(key in str(problem) for key in bad)]

@@ -1,0 +1,33 @@
+"""What is wrong with a configuration: all of it at once, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong; reads as `path: what is wrong. what to do`."""
+
+    path: str
+    """Dotted key, or the override or file where no key is to blame."""
+    what: str
+    """What is wrong, with the value."""
+    fix: str
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}. {self.fix}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration.
+
+    Attributes:
+        problems: in the order in which they were found, never empty.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)

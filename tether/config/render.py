@@ -1,0 +1,75 @@
+"""A config as text: to save, and to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+
+from tether.config.live import live_keys, why_idle
+
+Line = Callable[[str, str], str]
+"""(dotted key, "name: value") -> the line to print."""
+
+
+def to_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """YAML that loads to the same config: inherited values as comments, untouched keys that do nothing left out."""
+
+    def line(path: str, text: str) -> str:
+        return f"# {text}  ({sources[path]})" if sources[path].startswith("inherits ") else text
+
+    return _tree(values, _shown_keys(values, sources), line)
+
+
+def format_tree(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Every key that acts or was given, with its value and where that comes from; then how many were left out."""
+    shown = _shown_keys(values, sources)
+    width = max(len(_text(path, values[path])) + 2 * path.count(".") for path in shown if len(str(values[path])) < 40)
+
+    def line(path: str, text: str) -> str:
+        return f"{text:<{width - 2 * path.count('.')}}  # {sources[path]}"
+
+    rest = len(values) - len(shown)
+    return _tree(values, shown, line) + f"# and {rest} keys at their default that do nothing in this run\n"
+
+
+def _shown_keys(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    acting = {path for path in live_keys() if why_idle(path, values) is None}
+    return [path for path in values if path in acting or not _is_untouched(sources[path])]
+
+
+def _is_untouched(source: str) -> bool:
+    return source == "default" or source.startswith("inherits ")
+
+
+def _tree(values: Mapping[str, Any], paths: list[str], line: Line) -> str:
+    """Lay keys out as nested YAML, a section's name once above its keys."""
+    lines: list[str] = []
+    open_sections: list[str] = []
+    for path in paths:
+        *parents, _ = path.split(".")
+        shared = _common(open_sections, parents)
+        lines += [f"{'  ' * depth}{parents[depth]}:" for depth in range(shared, len(parents))]
+        lines.append("  " * len(parents) + line(path, _text(path, values[path])))
+        open_sections = parents
+    return "\n".join(lines) + "\n"
+
+
+def _common(left: list[str], right: list[str]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _text(path: str, value: Any) -> str:
+    dumped = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
+    return f"{path.rsplit('.', 1)[-1]}: {dumped.removesuffix('...' + chr(10)).strip()}"
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and characters that must not be taken for an interpolation on reading."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

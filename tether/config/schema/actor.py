@@ -1,0 +1,164 @@
+"""`actor_rollout_ref.actor` and `.ref`: how the policy is updated, and the reference it is held to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from tether.config.schema.algorithm import KlKind
+from tether.config.schema.engine import (
+    CheckpointConfig,
+    FsdpConfig,
+    MegatronConfig,
+    ProfilerConfig,
+    RefFsdpConfig,
+    RouterReplayConfig,
+    Strategy,
+)
+from tether.config.schema.optim import OptimConfig
+from tether.config.schema.section import (
+    AboveOne,
+    AliasOf,
+    Fraction,
+    Inherits,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossMode = Literal[
+    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode"
+]  # fmt: skip
+
+
+class PolicyLossConfig(Section):
+    """`actor.policy_loss`: which policy loss."""
+
+    loss_mode: LossMode = "vanilla"
+    """Policy loss; vanilla is PPO's clipped surrogate with dual clip."""
+    clip_cov_ratio: Fraction = 2e-4
+    """clip_cov: share of tokens whose gradient is dropped."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lowest covariance that is dropped."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: highest covariance that is dropped."""
+    kl_cov_ratio: Fraction = 2e-4
+    """kl_cov: share of tokens that get a KL term."""
+    ppo_kl_coef: NonNegative = 0.1
+    """kl_cov: weight of that term."""
+
+
+class ActorConfig(Section):
+    """The policy's update."""
+
+    ppo_mini_batch_size: Positive = 256
+    """Prompts an optimizer step; each counts with its rollout.n responses."""
+    ppo_micro_batch_size: Annotated[Positive | None, AliasOf(".ppo_micro_batch_size_per_gpu")] = None
+    """verl's older key, over all devices; on one device the same as ppo_micro_batch_size_per_gpu."""
+    ppo_micro_batch_size_per_gpu: Positive = 8
+    """Rows a forward and backward pass. Changes memory and speed, never the gradient. verl has no default."""
+    use_dynamic_bsz: bool = False
+    """Fill each micro-batch up to ppo_max_token_len_per_gpu tokens, not to a number of rows."""
+    ppo_max_token_len_per_gpu: Positive = 16384
+    """Tokens a micro-batch when use_dynamic_bsz is on."""
+    ppo_epochs: Positive = 1
+    """Passes over each training batch."""
+    shuffle: bool = False
+    """Deal rows to mini-batches in a new random order each pass."""
+    clip_ratio: Fraction = 0.2
+    """PPO's clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: Annotated[Fraction, Inherits(".clip_ratio")]
+    """Lower side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
+    clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio")]
+    """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
+    clip_ratio_c: AboveOne = 3.0
+    """Dual clip: where the advantage is negative, the loss of a token is at most -clip_ratio_c x advantage."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How the losses of tokens become one number."""
+    loss_scale_factor: PositiveFloat | None = None
+    """seq-mean-token-sum-norm divides by it; null: the response width."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference to the loss."""
+    kl_loss_coef: NonNegative = 0.001
+    """Weight of that KL term."""
+    kl_loss_type: KlKind = "low_var_kl"
+    """Estimator of that KL term."""
+    policy_loss: PolicyLossConfig
+    optim: OptimConfig
+    grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
+    """Another name of optim.clip_grad."""
+    fsdp_config: FsdpConfig
+    strategy: Strategy = "fsdp"
+    """Training engine."""
+    use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
+    """Another name of model.use_remove_padding."""
+    ulysses_sequence_parallel_size: Positive = 1
+    """Ranks that share one sequence; needs use_remove_padding."""
+    megatron: MegatronConfig
+    checkpoint: CheckpointConfig
+    data_loader_seed: int | None = 42
+    """verl's seed of shuffle."""
+    calculate_entropy: bool = False
+    """Log the entropy even where it has no weight in the loss."""
+    use_torch_compile: bool = True
+    """Compile the loss's small kernels."""
+    use_fused_kernels: Annotated[bool, Inherits("actor_rollout_ref.model.use_fused_kernels")]
+    """Fused log-prob and entropy."""
+    entropy_from_logits_with_chunking: bool = False
+    """Compute entropy a block of tokens at a time."""
+    entropy_checkpointing: bool = False
+    """Recompute entropy in the backward pass."""
+    calculate_sum_pi_squared: bool = False
+    """Sum of squared probabilities, for the optimal token baseline."""
+    sum_pi_squared_checkpointing: bool = False
+    """Recompute that sum in the backward pass."""
+    tau_pos: PositiveFloat = 1.0
+    """sapo: temperature where the advantage is positive."""
+    tau_neg: PositiveFloat = 1.05
+    """sapo: temperature where it is not."""
+    freeze_vision_tower: bool = False
+    """Do not train the vision tower."""
+    rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
+    """verl's copy of rollout.n."""
+    load_weight: bool = True
+    """Megatron: load weights at start."""
+    profiler: ProfilerConfig
+    router_replay: RouterReplayConfig
+
+
+class RefConfig(Section):
+    """The frozen reference: used with algorithm.use_kl_in_reward or actor.use_kl_loss."""
+
+    log_prob_micro_batch_size: Annotated[Positive | None, AliasOf(".log_prob_micro_batch_size_per_gpu")] = None
+    """verl's older key, over all devices; on one device the same as log_prob_micro_batch_size_per_gpu."""
+    log_prob_micro_batch_size_per_gpu: Annotated[
+        Positive, Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    ]
+    """Rows a forward pass."""
+    log_prob_use_dynamic_bsz: Annotated[bool, Inherits("actor_rollout_ref.actor.use_dynamic_bsz")]
+    """Fill each forward pass up to log_prob_max_token_len_per_gpu tokens."""
+    log_prob_max_token_len_per_gpu: Annotated[Positive, Inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")]
+    """Tokens a forward pass when log_prob_use_dynamic_bsz is on."""
+    fsdp_config: RefFsdpConfig
+    strategy: Annotated[Strategy, Inherits("actor_rollout_ref.actor.strategy")]
+    """Engine of the reference."""
+    ulysses_sequence_parallel_size: Annotated[
+        Positive, Inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
+    ]
+    """Ranks that share one sequence."""
+    megatron: MegatronConfig
+    use_torch_compile: Annotated[bool, Inherits("actor_rollout_ref.actor.use_torch_compile")]
+    """Compile small kernels."""
+    entropy_from_logits_with_chunking: bool = False
+    """Compute entropy a block of tokens at a time."""
+    entropy_checkpointing: bool = False
+    """Recompute entropy in the backward pass."""
+    rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
+    """verl's copy of rollout.n."""
+    load_weight: bool = True
+    """Megatron: load weights at start."""
+    profiler: ProfilerConfig
+    router_replay: RouterReplayConfig

@@ -1,0 +1,83 @@
+"""`algorithm`: advantages, and the KL penalty in the reward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tether.config.schema.section import Fraction, NonNegative, PositiveFloat, Section
+
+AdvEstimator = Literal[
+    "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
+    "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
+]  # fmt: skip
+KlKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
+]  # fmt: skip
+
+
+class KlControlConfig(Section):
+    """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed keeps kl_coef; adaptive moves it so that the KL stays near target_kl."""
+    kl_coef: NonNegative = 0.001
+    """Weight of the penalty; with adaptive, its first value."""
+    horizon: int = 10000
+    """adaptive: responses over which the weight may change by its whole size."""
+    target_kl: float = 0.1
+    """adaptive: the KL a response that is aimed at."""
+
+
+class PfPpoConfig(Section):
+    """`algorithm.pf_ppo`: PF-PPO, which draws the batch again by reward."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    """How a row's weight follows from its score."""
+    weight_pow: PositiveFloat = 2.0
+    """pow: the exponent."""
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: weights for a sampler whose probabilities differ from the trainer's."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights, of each token or of each response."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Highest weight."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: str | None = None
+    """Rejection of tokens or responses: a comma list of modes."""
+    rollout_rs_threshold: float | str | None = None
+    """Threshold of each mode."""
+    rollout_rs_threshold_lower: float | None = None
+    """Lower threshold."""
+    rollout_token_veto_threshold: float | None = None
+    """A token ratio below it rejects the whole response."""
+    bypass_mode: bool = False
+    """Use the sampler's log-probs as the old ones."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """Loss in bypass mode."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages, and the KL penalty in the reward."""
+
+    adv_estimator: AdvEstimator = "gae"
+    """Advantage estimator; gae has a critic, the others do without."""
+    gamma: Fraction = 1.0
+    """Discount factor."""
+    lam: Fraction = 1.0
+    """gae: lambda, between bias (0) and variance (1)."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo: divide by the standard deviation of the group."""
+    use_kl_in_reward: bool = False
+    """Subtract a KL penalty from each token's reward."""
+    kl_penalty: KlKind = "kl"
+    """Estimator of that penalty."""
+    kl_ctrl: KlControlConfig
+    use_pf_ppo: bool = False
+    """PF-PPO: draw the batch again by reward."""
+    pf_ppo: PfPpoConfig
+    rollout_correction: RolloutCorrectionConfig

@@ -1,0 +1,106 @@
+"""`data`: which prompts, in which order, how long."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tether.config.schema.section import Inherits, Limit, Options, Positive, Section, Strings
+
+
+class CustomClassConfig(Section):
+    """`data.custom_cls`: a dataset class of your own."""
+
+    path: str | None = None
+    """Python file that defines it."""
+    name: str | None = None
+    """Name of the class in that file."""
+
+
+class SamplerConfig(Section):
+    """`data.sampler`: a sampler class of your own."""
+
+    class_path: str | None = None
+    """Python file that defines it."""
+    class_name: str | None = None
+    """Name of the class in that file."""
+
+
+class DatagenConfig(Section):
+    """`data.datagen`: prompts made while training."""
+
+    path: str | None = None
+    """Python file of the generator."""
+    name: str | None = None
+    """Name of its class."""
+
+
+class DataConfig(Section):
+    """Prompts: files, order, lengths, chat template."""
+
+    train_files: Strings = Field(examples=["data/gsm8k/train.parquet"])
+    """Training prompts: parquet, json or jsonl files, a hub dataset id, or reasoning_gym:TASK?key=value. Joined."""
+    val_files: Strings = ()
+    """Held-out prompts, in the same forms; none: nothing is validated."""
+    train_batch_size: Positive = 1024
+    """Prompts a training step; each is sampled rollout.n times."""
+    max_prompt_length: Positive = 512
+    """Longest prompt in tokens, after the chat template."""
+    max_response_length: Positive = 512
+    """Longest response in tokens; one that reaches it is cut."""
+    filter_overlong_prompts: bool = False
+    """Drop rows whose prompt is longer than max_prompt_length; the number dropped is shown."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """An overlong prompt: refuse it, or cut its left end, its right end, or its middle."""
+    shuffle: bool = True
+    """Draw training prompts in a new random order each epoch."""
+    seed: Annotated[int, Inherits("trainer.seed")]
+    """Seed of that order."""
+    train_max_samples: Limit = -1
+    """Use this many training rows: a random subset with shuffle, else the first."""
+    val_max_samples: Limit = -1
+    """Use this many held-out rows."""
+    prompt_key: str = "prompt"
+    """Column with the conversation."""
+    reward_fn_key: str = "data_source"
+    """Column that names the reward."""
+    chat_template: str | None = None
+    """Jinja chat template, as text or as a file, instead of the tokenizer's own. (tether's own key.)"""
+    apply_chat_template_kwargs: Options
+    """Passed to the chat template, for example {enable_thinking: false}."""
+    trust_remote_code: bool = False
+    """Let the tokenizer's repository run its own code."""
+    custom_cls: CustomClassConfig
+    val_batch_size: Positive | None = None
+    """Held-out prompts at a time."""
+    validation_shuffle: bool = False
+    """Validate in random order."""
+    dataloader_num_workers: int = 8
+    """Processes that read prompts."""
+    filter_overlong_prompts_workers: int | None = 1
+    """Processes that filter overlong prompts."""
+    use_shm: bool = False
+    """Copy files to shared memory first."""
+    return_raw_chat: bool = True
+    """Keep the conversation beside its tokens."""
+    return_raw_input_ids: bool = False
+    """Keep the tokens without chat template."""
+    return_full_prompt: bool = False
+    """Keep the prompt's text."""
+    return_multi_modal_inputs: bool = True
+    """Keep the processor's output."""
+    tokenizer: str | None = None
+    """Another tokenizer for the data."""
+    gen_batch_size: Annotated[int, Inherits(".train_batch_size")]
+    """Prompts that are sampled at a time, where that differs from train_batch_size."""
+    tool_config_path: str | None = None
+    """Tools of multi-turn rollouts."""
+    image_key: str = "images"
+    """Column with images."""
+    video_key: str = "videos"
+    """Column with videos."""
+    image_patch_size: int = 14
+    """Patch size of the vision tower."""
+    sampler: SamplerConfig
+    datagen: DatagenConfig

@@ -1,0 +1,74 @@
+"""What every section of the schema is made of: the base class, the marks on a field and the named types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen group of keys. Values have exactly the type that the field names (a float may be written as 1)."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+@dataclass(frozen=True)
+class Inherits:
+    """Marks a key that takes another key's value while it is unset or null."""
+
+    key: str
+    """Dotted key; with a leading dot, one that begins at the same section."""
+    equals: Any = None
+    """Where given, the inherited value is the answer to "is that key equal to this?"."""
+
+
+@dataclass(frozen=True)
+class AliasOf:
+    """Marks a second name of a key. Loading moves its value there, so that in a loaded config it is always null."""
+
+    key: str
+    """As in `Inherits`."""
+
+
+@dataclass(frozen=True)
+class Says:
+    """How an error message and `tether config explain` word a type."""
+
+    text: str
+
+
+def _as_text(value: Any) -> Any:
+    # A name such as $(date +%Y%m%d) reaches us as a number.
+    return str(value) if type(value) is int else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def as_strings(value: Any) -> Any:
+    """Make a tuple of one name or of a list of names, also where the list stands inside quotes."""
+    # '["console","wandb"]' and "['a.parquet']" are what is left of lists once shells and launchers have quoted them.
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        value = yaml.safe_load(value)
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
+Name = Annotated[str, BeforeValidator(_as_text), Says("a name")]
+Strings = Annotated[tuple[str, ...], BeforeValidator(as_strings), Says("a string or a list of strings")]
+Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple), Says("a list of two numbers")]
+Options = Annotated[dict[str, Any], Field(default_factory=dict), Says("a {key: value} mapping")]
+Positive = Annotated[int, Field(gt=0), Says("a whole number above 0")]
+Count = Annotated[int, Field(ge=0), Says("a whole number, 0 or above")]
+OffOrEvery = Annotated[int, Field(ge=-1), Says("a whole number (-1 or 0: off)")]
+Limit = Annotated[int, Field(ge=-1), Says("a whole number (-1: no limit)")]
+PositiveFloat = Annotated[float, Field(gt=0), Says("a number above 0")]
+NonNegative = Annotated[float, Field(ge=0), Says("a number, 0 or above")]
+Fraction = Annotated[float, Field(ge=0, le=1), Says("a number from 0 to 1")]
+PositiveFraction = Annotated[float, Field(gt=0, le=1), Says("a number above 0, at most 1")]
+AboveOne = Annotated[float, Field(gt=1), Says("a number above 1")]

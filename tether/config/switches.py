@@ -1,0 +1,88 @@
+"""Keys that act only while another key switches them on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The key that decides; one of the two lists is given."""
+
+    key: str
+    on: tuple[Any, ...] | None = None
+    """Only these values switch on."""
+    off: tuple[Any, ...] | None = None
+    """Only these values switch off."""
+
+    def is_off(self, values: Mapping[str, Any]) -> bool:
+        """Whether the switched keys do nothing, given the value of every key."""
+        value = values[self.key]
+        return value not in self.on if self.on is not None else value in (self.off or ())
+
+
+KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
+KL_REWARD = Switch("algorithm.use_kl_in_reward", on=(True,))
+ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
+IMPORTANCE = Switch("algorithm.rollout_correction.rollout_is", off=(None,))
+REJECTION = Switch("algorithm.rollout_correction.rollout_rs", off=(None,))
+CLIP_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("clip_cov",))
+KL_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("kl_cov",))
+SAPO = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("sapo",))
+ACTOR_COSINE = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("cosine",))
+CRITIC_COSINE = Switch("critic.optim.lr_scheduler_type", on=("cosine",))
+LORA = Switch("actor_rollout_ref.model.lora_rank", off=(0,))
+CRITIC_LORA = Switch("critic.model.lora_rank", off=(0,))
+REWARD_MODEL = Switch("reward_model.enable", on=(True,))
+
+SWITCHED: Mapping[str, Switch | None] = {
+    "algorithm.lam": Switch("algorithm.adv_estimator", on=("gae",)),
+    "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
+    "algorithm.norm_adv_by_std_in_grpo": Switch("algorithm.adv_estimator", on=("grpo",)),
+    "algorithm.kl_penalty": KL_REWARD,
+    "algorithm.kl_ctrl.type": KL_REWARD,
+    "algorithm.kl_ctrl.kl_coef": KL_REWARD,
+    "algorithm.kl_ctrl.*": ADAPTIVE_KL,
+    "algorithm.pf_ppo.*": Switch("algorithm.use_pf_ppo", on=(True,)),
+    "algorithm.rollout_correction.rollout_is_*": IMPORTANCE,
+    "algorithm.rollout_correction.rollout_rs_*": REJECTION,
+    "algorithm.rollout_correction.loss_type": Switch("algorithm.rollout_correction.bypass_mode", on=(True,)),
+    "actor_rollout_ref.actor.kl_loss_*": KL_LOSS,
+    "actor_rollout_ref.actor.loss_scale_factor": Switch(
+        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm",)
+    ),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_COSINE,
+    "actor_rollout_ref.actor.optim.num_cycles": ACTOR_COSINE,
+    "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": KL_COV,
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": KL_COV,
+    "actor_rollout_ref.actor.tau_*": SAPO,
+    "actor_rollout_ref.model.lora_alpha": LORA,
+    "actor_rollout_ref.model.target_modules": LORA,
+    "actor_rollout_ref.rollout.multi_turn.*": Switch("actor_rollout_ref.rollout.multi_turn.enable", on=(True,)),
+    "actor_rollout_ref.rollout.trace.*": Switch("actor_rollout_ref.rollout.trace.backend", off=(None,)),
+    "actor_rollout_ref.rollout.skip_dump_dir": Switch("actor_rollout_ref.rollout.skip_rollout", on=(True,)),
+    "critic.optim.min_lr_ratio": CRITIC_COSINE,
+    "critic.optim.num_cycles": CRITIC_COSINE,
+    "critic.model.lora_alpha": CRITIC_LORA,
+    "critic.model.target_modules": CRITIC_LORA,
+    "critic.ppo_max_token_len_per_gpu": Switch("critic.use_dynamic_bsz", on=(True,)),
+    "critic.enable": None,
+    "critic.*": Switch("critic.enable", on=(True,)),
+    "custom_reward_function.*": Switch("custom_reward_function.path", off=(None,)),
+    "reward_model.model.*": REWARD_MODEL,
+    "reward_model.rollout.*": REWARD_MODEL,
+    "reward_model.enable_resource_pool": REWARD_MODEL,
+    "reward_model.n_gpus_per_node": REWARD_MODEL,
+    "reward_model.nnodes": REWARD_MODEL,
+    "reward_model.micro_batch_size*": REWARD_MODEL,
+    "reward_model.max_length": REWARD_MODEL,
+    "reward_model.use_dynamic_bsz": REWARD_MODEL,
+    "reward_model.forward_max_token_len_per_gpu": REWARD_MODEL,
+    "reward_model.sandbox_fusion.*": Switch("reward_model.sandbox_fusion.url", off=(None,)),
+    "trainer.val_before_train": Switch("data.val_files", off=((),)),
+}
+"""Key, or pattern of keys -> its switch. A key's own row goes before patterns, and earlier patterns first."""
