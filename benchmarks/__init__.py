@@ -1,0 +1,1 @@
+"""Measurements: learning, speed, and comparisons with peers. Nothing here is a test."""

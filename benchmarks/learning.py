@@ -1,0 +1,65 @@
+"""Does the main job learn? Runs the quickstart for several seeds and prints held-out scores before and after.
+
+    python -m benchmarks.learning --quick           # 3 seeds of recipes/quickstart
+    python -m benchmarks.learning --seeds 1 2 3 4 5 --recipe recipes/quickstart/run.yaml critic.optim.lr=1e-5
+
+Each seed is a run of its own in OUT/seed_N; --plot draws all of them into one picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tether.metrics.loggers.headline import validation_means
+from tether.metrics.loggers.jsonl import read_metrics
+from tether.metrics.plot import plot_run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_seed(recipe: Path, seed: int, folder: Path, overrides: list[str]) -> float:
+    """Train one seed; returns the seconds that it took."""
+    start = time.perf_counter()
+    fixed = [f"trainer.seed={seed}", f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
+    command = "from tether.cli import main; main()"
+    subprocess.run([sys.executable, "-c", command, "train", str(recipe), *overrides, *fixed], cwd=ROOT, check=True)
+    return time.perf_counter() - start
+
+
+def scores(folder: Path) -> dict[int, float]:
+    """Mean held-out score at each validation, by step."""
+    tested = {step: validation_means(metrics) for step, metrics in read_metrics(folder).items()}
+    return {step: sum(means.values()) / len(means) for step, means in tested.items() if means}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three seeds (the default)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/quickstart/run.yaml")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/learning")
+    parser.add_argument("--plot", type=Path, help="write the curves of all seeds to this PNG")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides, KEY=VALUE")
+    arguments = parser.parse_args()
+    folders = [arguments.out / f"seed_{seed}" for seed in arguments.seeds]
+    lines = []
+    for seed, folder in zip(arguments.seeds, folders, strict=True):
+        seconds = run_seed(arguments.recipe.resolve(), seed, folder, arguments.overrides)
+        tested = scores(folder)
+        first, last = tested[min(tested)], tested[max(tested)]
+        lines.append(f"{seed:>4}  {first:.3f}   {last:.3f}  {last - first:+.3f}   {max(tested):>5}  {seconds / 60:.1f}")
+    print(f"\n{arguments.recipe}, {platform.machine()}, {platform.python_version()}")
+    print("seed  start   end    change   steps  minutes")
+    print("\n".join(lines))
+    if arguments.plot:
+        print(plot_run(folders, arguments.plot))
+
+
+if __name__ == "__main__":
+    main()
