@@ -38,6 +38,15 @@ RESPONSE_HEAD = 200
 STEPS_OF_PACE = 10
 
 
+class Screen(Console):
+    """A rich console that falls silent when nobody reads it any more; rich itself would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Stop writing, and say so once."""
+        self.quiet = True
+        logger.warning("console output is switched off (nobody reads it any more); the run goes on")
+
+
 class ConsoleLogger:
     """Shows a run on the screen.
 
@@ -45,8 +54,8 @@ class ConsoleLogger:
     is in `metrics.jsonl` too.
     """
 
-    def __init__(self, run: RunInfo, console: Console | None = None) -> None:
-        screen = console or Console(highlight=False)
+    def __init__(self, run: RunInfo, screen: Screen | None = None) -> None:
+        screen = screen or Screen(highlight=False)
         live = screen.is_terminal and not screen.is_dumb_terminal and screen.encoding.startswith("utf")
         self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run.total_steps))
 
@@ -131,7 +140,7 @@ class _Pace:
 class _Plain:
     """Lines of text, in whatever encoding the stream has."""
 
-    def __init__(self, console: Console, pace: _Pace) -> None:
+    def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
         self._pace = pace
 
@@ -161,7 +170,7 @@ class _Plain:
 class _Live:
     """Rows that stay, and below them a line that is redrawn four times a second."""
 
-    def __init__(self, console: Console, pace: _Pace) -> None:
+    def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
         self._pace = pace
         self._rows = 0
