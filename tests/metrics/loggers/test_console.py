@@ -27,8 +27,8 @@ NASTY = Sample(3, "gsm8k", "p" * 200 + "Was ist 3+4? [/red]", "\x1b[2J7\nzwei\x0
 FAILED = Sample(4, "gsm8k", "q", "r", None, note="TimeoutError: 5 s")
 
 
-def run_info(total_steps: int | None = 4) -> RunInfo:
-    return RunInfo(Path(), "p", "e", {}, total_steps=total_steps)
+def run_info(total_steps: int | None = 4, resumed_step: int | None = None) -> RunInfo:
+    return RunInfo(Path(), "p", "e", {}, total_steps=total_steps, resumed_step=resumed_step)
 
 
 def terminal(width: int = 120) -> Screen:
@@ -124,6 +124,14 @@ def test_time_left_is_the_mean_step_times_the_steps_to_go(monkeypatch: pytest.Mo
         "step:2 - eta:1:21:40",
         "step:3 - eta:1:20:50",
     ]
+
+
+def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
+    screen = terminal()
+    logger = ConsoleLogger(run_info(total_steps=60, resumed_step=20), screen)
+    logger.phase("gen")
+    logger.close()
+    assert "step 21/60" in written(screen)
 
 
 class _Broken(io.StringIO):

@@ -57,7 +57,7 @@ class ConsoleLogger:
     def __init__(self, run: RunInfo, screen: Screen | None = None) -> None:
         screen = screen or Screen(highlight=False)
         live = screen.is_terminal and not screen.is_dumb_terminal and screen.encoding.startswith("utf")
-        self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run.total_steps))
+        self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the headline numbers of a step."""
@@ -111,9 +111,9 @@ class _Display(Protocol):
 class _Pace:
     """How far the run is, and when it will be done: the mean time of the last steps times the steps to go."""
 
-    def __init__(self, total_steps: int | None) -> None:
-        self.total = total_steps
-        self.step = 0
+    def __init__(self, run: RunInfo) -> None:
+        self.total = run.total_steps
+        self.step = run.resumed_step or 0
         self._start = time.monotonic()
         self._finished: deque[tuple[int, float]] = deque(maxlen=STEPS_OF_PACE + 1)  # (step, when)
 
