@@ -74,6 +74,10 @@ def test_extra_keys_become_plain():
     assert type(outcome.extra["steps"][0]) is int
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), lambda inner: st.lists(inner)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), lambda inner: st.lists(inner), max_leaves=5
+    )
+)
 def test_plain_values_stay_as_they_are(value):
     assert plain(value) == value

@@ -56,7 +56,7 @@ class RunningRewardNormalizer:
 
     def state_dict(self) -> dict[str, float]:
         """Return what `load_state_dict` restores exactly."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+        return {"count": float(self.count), "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a saved state."""

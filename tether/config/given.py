@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tether.config.keys import keys, sections
+from tether.config.keys import keys, sections, show
 from tether.config.overrides import Override, parse_overrides
-from tether.config.problems import Problem
+from tether.config.problems import ConfigError, Problem
 from tether.config.suggest import unknown_key
 
 COMMAND_LINE = "command line"
@@ -35,12 +35,15 @@ Given = dict[str, Setting]
 
 
 def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list[Problem]]:
-    """Read the file, then the overrides over it. Unknown keys become problems and are left out."""
+    """Read the file, then the overrides over it. Unknown keys become problems and are left out.
+
+    Raises:
+        ConfigError: the file cannot be read at all.
+    """
     given: Given = {}
     problems: list[Problem] = []
     if path is not None:
-        tree = _read_yaml(path)
-        items = [tree] if isinstance(tree, Problem) else list(_flatten("", tree))
+        items = [item for name, value in _read_yaml(path).items() for item in _flatten(str(name), value)]
         problems += _store(given, items, path.name, 0)
     parsed, unreadable = parse_overrides(overrides)
     problems += unreadable
@@ -49,17 +52,16 @@ def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list
     return given, problems
 
 
-def _read_yaml(path: Path) -> dict[Any, Any] | Problem:
+def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        config = OmegaConf.load(path)
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except OSError as error:
-        return Problem(str(path), f"cannot be read ({error.strerror})", "give an existing YAML file")
+        raise ConfigError([Problem(str(path), f"cannot be read ({error.strerror})", "give a YAML file")]) from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        return Problem(str(path), f"cannot be read as YAML ({' '.join(str(error).split())})", "correct that line")
-    if not isinstance(config, DictConfig):
-        return Problem(str(path), "holds a list, not keys", "write key: value lines")
-    tree = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(tree, dict)
+        what = f"cannot be read as YAML ({' '.join(str(error).split())})"
+        raise ConfigError([Problem(str(path), what, "correct that line")]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem(str(path), "holds a list, not keys", "write key: value lines")])
     return tree
 
 
@@ -71,11 +73,15 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any] | Problem]:
         for name, inner in value.items():
             # Hydra's class marker, which verl's printed configs are full of; it sets nothing.
             if name != "_target_":
-                yield from _flatten(f"{path}.{name}" if path else str(name), inner)
+                yield from _flatten(f"{path}.{name}", inner)
     elif path not in sections():
         yield unknown_key(path)
     elif value is not None:
-        yield Problem(path, f"is a section, not a value ({value!r})", "give one of its keys")
+        yield _not_a_value(path, value)
+
+
+def _not_a_value(section: str, value: Any) -> Problem:
+    return Problem(section, f"is a section, which cannot be {show(value)}", f"see `tether config explain {section}`")
 
 
 def _grammar_problem(path: str, value: Any) -> Problem | None:
@@ -100,6 +106,8 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
         old = given[owner].value if owner in given else {}
         changed = _drop(old, inner) if override.delete else _put(old, inner, override.value)
         return _store(given, [(owner, changed)], COMMAND_LINE, position)
+    if override.path in sections() and not override.delete and not isinstance(override.value, dict):
+        return [_not_a_value(override.path, override.value)]
     if not override.delete:
         return _store(given, list(_flatten(override.path, override.value)), COMMAND_LINE, position)
     if override.path not in keys() and override.path not in sections():

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tether.config.schema.root import RunConfig
-from tether.config.schema.section import AliasOf, Inherits, Says, Section
+from tether.config.schema.section import AliasOf, Inherits, NullIsUnset, Says, Section
 
-Mark = TypeVar("Mark", Inherits, AliasOf, Says)
+Mark = TypeVar("Mark", Inherits, AliasOf, NullIsUnset, Says)
 PLAIN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a {key: value} mapping",
     list: "a list",
@@ -40,6 +40,8 @@ class Key:
     """Absolute key that this one is a second name of."""
     is_mapping: bool
     """Any names may stand below it."""
+    null_is_unset: bool
+    """Null means the same as leaving the key out."""
 
 
 @cache
@@ -101,6 +103,7 @@ def _key(path: str, field: FieldInfo) -> Key:
         inherits=Inherits(_absolute(path, inherits.key), inherits.equals) if inherits else None,
         alias_of=_absolute(path, alias.key) if alias else None,
         is_mapping=_is_mapping(field.annotation),
+        null_is_unset=inherits is not None or _mark(NullIsUnset, field.metadata) is not None,
     )
 
 

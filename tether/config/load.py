@@ -61,13 +61,13 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     problems += resolved.problems
     try:
         config = RunConfig.model_validate(nest(resolved.values))
-        problems += _check(given, config)
+        problems += _check(resolved.given, config)
     except ValidationError as error:
         mistyped = type_problems(error, resolved)
         problems += mistyped + _check_the_rest(given, {problem.path for problem in mistyped})
     if problems:
         raise ConfigError(problems)
-    return LoadedConfig(config, resolved.sources, (*resolved.notes, *notes(given, values_of(config))))
+    return LoadedConfig(config, resolved.sources, (*resolved.notes, *notes(resolved.given, values_of(config))))
 
 
 def _check(given: Given, config: RunConfig) -> list[Problem]:
@@ -77,6 +77,6 @@ def _check(given: Given, config: RunConfig) -> list[Problem]:
 def _check_the_rest(given: Given, bad: set[str]) -> list[Problem]:
     """Check a config whose bad keys give way to their defaults; leaves out what is said about those keys."""
     stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required}
-    given = {key: setting for key, setting in given.items() if key not in bad} | stand_ins
-    config = RunConfig.model_validate(nest(resolve(given).values))
-    return [problem for problem in _check(given, config) if not any(key in str(problem) for key in bad)]
+    resolved = resolve({key: setting for key, setting in given.items() if key not in bad} | stand_ins)
+    config = RunConfig.model_validate(nest(resolved.values))
+    return [problem for problem in _check(resolved.given, config) if not any(key in str(problem) for key in bad)]

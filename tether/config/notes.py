@@ -9,7 +9,6 @@ from typing import Any
 from tether.config.given import Given
 from tether.config.keys import Key, keys, show
 from tether.config.live import why_idle
-from tether.config.resolve import is_set
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -28,7 +27,7 @@ def _engine(values: Mapping[str, Any]) -> str | None:
 
 
 def _clip_ratio(given: Given, values: Mapping[str, Any]) -> str | None:
-    both = is_set(keys()[f"{ACTOR}.clip_ratio_low"], given) and is_set(keys()[f"{ACTOR}.clip_ratio_high"], given)
+    both = f"{ACTOR}.clip_ratio_low" in given and f"{ACTOR}.clip_ratio_high" in given
     sides = {values[f"{ACTOR}.clip_ratio_low"], values[f"{ACTOR}.clip_ratio_high"]}
     if f"{ACTOR}.clip_ratio" not in given or not both or sides == {values[f"{ACTOR}.clip_ratio"]}:
         return None
@@ -40,11 +39,11 @@ def _idle(given: Given, values: Mapping[str, Any]) -> list[str]:
     silenced: dict[str, list[str]] = defaultdict(list)
     for path in given:
         reason = why_idle(path, values)
-        if reason is not None and _differs(keys()[path], given, values):
+        if reason is not None and _differs(keys()[path], values):
             silenced[reason].append(f"{path}={show(values[path])}")
     return [f"no effect: {', '.join(settings)} ({reason})" for reason, settings in silenced.items()]
 
 
-def _differs(key: Key, given: Given, values: Mapping[str, Any]) -> bool:
+def _differs(key: Key, values: Mapping[str, Any]) -> bool:
     default = values[key.inherits.key] if key.inherits else key.default
-    return is_set(key, given) and values[key.path] != default
+    return bool(values[key.path] != default)

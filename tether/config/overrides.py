@@ -41,7 +41,9 @@ def _parse(text: str) -> Override | Problem:
     try:
         override = _parser().parse_override(text)
     except HydraException as error:
-        return Problem(text, f"cannot be read ({str(error).splitlines()[0]})", _how_to_write(text))
+        return Problem(
+            text.strip() or repr(text), f"cannot be read ({str(error).splitlines()[0]})", _how_to_write(text)
+        )
     if override.package is not None:
         return Problem(text, "names a package with @, which only Hydra's config groups have", "write key=value")
     if override.is_sweep_override():

@@ -13,7 +13,6 @@ from tether.config.given import Given
 from tether.config.keys import Key, keys, show
 from tether.config.patterns import look_up
 from tether.config.problems import Problem
-from tether.config.resolve import is_set
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ REFUSED: Mapping[str, Refused] = {
 
 def refusals(given: Given, values: Mapping[str, Any]) -> list[Problem]:
     """A problem for each key that the user gave a refused value; `values` holds every key of the loaded config."""
-    problems = (_refusal(key, values) for key in keys().values() if is_set(key, given))
+    problems = (_refusal(key, values) for key in keys().values() if key.path in given)
     return [problem for problem in problems if problem is not None]
 
 

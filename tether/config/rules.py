@@ -17,6 +17,13 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def training_data_is_named(cfg: RunConfig) -> Problem | None:
+    """An empty list or name is no file."""
+    if cfg.data.train_files and all(cfg.data.train_files):
+        return None
+    return Problem("data.train_files", "names no file", "give at least one file")
+
+
 def actor_mini_batch_fits(cfg: RunConfig) -> Problem | None:
     """A mini-batch is a part of the training batch."""
     return _mini_batch_fits(cfg, f"{ACTOR}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)
@@ -206,6 +213,7 @@ def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
 
 
 RULES: tuple[Rule, ...] = (
+    training_data_is_named,
     actor_mini_batch_fits,
     critic_mini_batch_fits,
     actor_sequence_parallel_packs,

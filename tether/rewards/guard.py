@@ -46,8 +46,12 @@ class Verdict:
 
     @staticmethod
     def load(data: bytes) -> Verdict:
-        """Read `dump`; nothing to read means that the guard itself was killed."""
-        return Verdict(*json.loads(data)) if data else Verdict("the reward worker and its guard were killed")
+        """Read `dump`; nothing to read means that the guard itself did not live to say it."""
+        return (
+            Verdict(*json.loads(data))
+            if data
+            else Verdict("the reward worker and its guard were killed or could not start")
+        )
 
 
 def adopt_orphans() -> None:

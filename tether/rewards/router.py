@@ -38,7 +38,7 @@ def import_path(data_source: str) -> str | None:
 
 
 def check_sources(data_sources: Iterable[str]) -> None:
-    """Refuse data that no rule can score, before anything is loaded.
+    """Refuse data that no rule can score, before anything is loaded. Not for runs with a function of their own.
 
     Raises:
         ValueError: sources without a rule (all of them named, with the nearest known names), or a rule whose

@@ -33,7 +33,7 @@ from tether.rewards.guard import Clock, adopt_orphans, die_with_parent, guard, w
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, outcome_of
 from tether.rewards.router import RewardFunction, find_reward
 
-_TRACEBACK_TAIL = 2000  # characters
+_MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
 
 FindReward = Callable[[str], RewardFunction]
 """From a data source to the function that scores it."""
@@ -95,7 +95,7 @@ def _timed(find: FindReward, request: RewardRequest, clock: Clock) -> tuple[Rewa
     """Score one request under the deadline. Importing a rule for the first time does not count as calling it."""
     try:
         function = find(request.data_source)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return RewardError(str(error)), 0.0
     random.seed(request.solution_str)  # a function that draws numbers gives the same result in every worker
     own = os.getpid()
@@ -118,10 +118,5 @@ def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
         )
         return outcome_of(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too: each is an error outcome
-        tail = traceback.format_exc()[-_TRACEBACK_TAIL:]
-        return RewardError(f"the reward function raised {type(error).__name__}: {_text(error)}", tail)
-
-
-def _text(error: BaseException) -> str:
-    """The last line of the error as Python would print it; works where ``str(error)`` itself raises."""
-    return traceback.format_exception_only(error)[-1].strip().partition(": ")[2][:500]
+        what = traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD]  # works if str(error) itself raises
+        return RewardError(f"the reward function raised {what}", traceback.format_exc()[-_TRACEBACK_TAIL:])

@@ -68,7 +68,8 @@ def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Ad
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     size = groups.size()
-    return outcome(groups.over_mean(scores) * torch.where(size > 1, size / (size - 1), 1.0), response_mask)
+    others = groups.centre(scores) * size / (size - 1).clamp(min=1)
+    return outcome(torch.where(size > 1, others, scores), response_mask)
 
 
 def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
@@ -108,8 +109,9 @@ def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, f_norm
     counting rows without a token. A group of one keeps its score (times alpha / f_norm).
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
-    alpha = groups.valid.sum() / (groups.valid & (scores != 0)).sum().clamp(min=1)
-    return outcome(alpha * groups.over_mean(scores) / f_norm, response_mask)
+    informative = groups.valid & (scores != 0)
+    scaled = groups.over_mean(scores) * groups.valid.sum() / informative.sum().clamp(min=1)
+    return outcome(scaled / f_norm, response_mask)
 
 
 def gdpo(

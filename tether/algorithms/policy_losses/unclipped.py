@@ -44,7 +44,7 @@ def sapo(
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     advantages = select(advantages, response_mask)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
     return weighted(-advantages * gate, response_mask, rollout_is_weights, ratio_metrics(log_ratio, response_mask))
 

@@ -21,6 +21,7 @@ from tether.config.schema.section import (
     Fraction,
     Inherits,
     NonNegative,
+    NullIsUnset,
     Positive,
     PositiveFloat,
     Section,
@@ -56,7 +57,7 @@ class ActorConfig(Section):
     """Prompts an optimizer step; each counts with its rollout.n responses."""
     ppo_micro_batch_size: Annotated[Positive | None, AliasOf(".ppo_micro_batch_size_per_gpu")] = None
     """verl's older key, over all devices; on one device the same as ppo_micro_batch_size_per_gpu."""
-    ppo_micro_batch_size_per_gpu: Positive = 8
+    ppo_micro_batch_size_per_gpu: Annotated[Positive, NullIsUnset()] = 8
     """Rows a forward and backward pass. Changes memory and speed, never the gradient. verl has no default."""
     use_dynamic_bsz: bool = False
     """Fill each micro-batch up to ppo_max_token_len_per_gpu tokens, not to a number of rows."""

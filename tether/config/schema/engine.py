@@ -55,7 +55,7 @@ class FsdpConfig(Section):
     use_torch_compile: bool = True
     """Compile the model's small kernels."""
     forward_only: bool = False
-    """No backward pass; verl sets it for the reference."""
+    """No backward pass."""
     strategy: Strategy = "fsdp"
     """FSDP version."""
 
@@ -67,6 +67,8 @@ class RefFsdpConfig(FsdpConfig):
     """Number format of the reference's forward pass."""
     model_dtype: Annotated[MasterDtype, Inherits("actor_rollout_ref.actor.fsdp_config.model_dtype")]
     """Number format of the reference's weights."""
+    forward_only: bool = True
+    """No backward pass."""
 
 
 class MegatronConfig(Section):

@@ -36,6 +36,11 @@ class AliasOf:
 
 
 @dataclass(frozen=True)
+class NullIsUnset:
+    """Marks a key whose default is not null, but where null means the default, as in verl."""
+
+
+@dataclass(frozen=True)
 class Says:
     """How an error message and `tether config explain` word a type."""
 

@@ -38,6 +38,15 @@ RESPONSE_HEAD = 200
 STEPS_OF_PACE = 10
 
 
+class Screen(Console):
+    """A rich console that falls silent when nobody reads it any more; rich itself would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Stop writing, and say so once."""
+        self.quiet = True
+        logger.warning("console output is switched off (nobody reads it any more); the run goes on")
+
+
 class ConsoleLogger:
     """Shows a run on the screen.
 
@@ -45,10 +54,10 @@ class ConsoleLogger:
     is in `metrics.jsonl` too.
     """
 
-    def __init__(self, run: RunInfo, console: Console | None = None) -> None:
-        screen = console or Console(highlight=False)
+    def __init__(self, run: RunInfo, screen: Screen | None = None) -> None:
+        screen = screen or Screen(highlight=False)
         live = screen.is_terminal and not screen.is_dumb_terminal and screen.encoding.startswith("utf")
-        self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run.total_steps))
+        self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the headline numbers of a step."""
@@ -102,9 +111,9 @@ class _Display(Protocol):
 class _Pace:
     """How far the run is, and when it will be done: the mean time of the last steps times the steps to go."""
 
-    def __init__(self, total_steps: int | None) -> None:
-        self.total = total_steps
-        self.step = 0
+    def __init__(self, run: RunInfo) -> None:
+        self.total = run.total_steps
+        self.step = run.resumed_step or 0
         self._start = time.monotonic()
         self._finished: deque[tuple[int, float]] = deque(maxlen=STEPS_OF_PACE + 1)  # (step, when)
 
@@ -131,7 +140,7 @@ class _Pace:
 class _Plain:
     """Lines of text, in whatever encoding the stream has."""
 
-    def __init__(self, console: Console, pace: _Pace) -> None:
+    def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
         self._pace = pace
 
@@ -161,7 +170,7 @@ class _Plain:
 class _Live:
     """Rows that stay, and below them a line that is redrawn four times a second."""
 
-    def __init__(self, console: Console, pace: _Pace) -> None:
+    def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
         self._pace = pace
         self._rows = 0

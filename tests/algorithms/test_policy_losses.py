@@ -1,0 +1,169 @@
+"""Numbers worked by hand for each loss, on one small batch of known ratios."""
+
+import math
+
+import pytest
+import torch
+
+from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, TokenLoss, interpolate_proximal
+
+LN = math.log
+# The old log-probability is 0 everywhere, so that the ratio is exp(log_probs).
+RATIO = torch.tensor([[1.5, 0.5, 1.1], [4.0, math.nan, math.nan]], dtype=torch.float64)
+ADVANTAGES = torch.tensor([[2.0, 2.0, -1.0], [-1.0, math.nan, math.nan]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
+FIRST = torch.tensor([[1, 0, 0], [0, 0, 0]]).bool()
+ROW0_MEAN = (LN(1.5) + LN(0.5) + LN(1.1)) / 3
+
+
+def loss(name: str, **keywords: object) -> TokenLoss:
+    return POLICY_LOSSES[name](RATIO.log(), torch.zeros_like(RATIO), ADVANTAGES, MASK, **keywords)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "expected"),
+    [
+        # max(-3, -2.4); max(-1, -1.6); max(1.1, 1.1); max(4, 1.2) = 4, capped at 3
+        ("vanilla", {}, [-2.4, -1, 1.1, 3]),
+        ("vanilla", {"clip_ratio_c": None}, [-2.4, -1, 1.1, 4]),
+        ("vanilla", {"clip_ratio_high": 0.4}, [-2.8, -1, 1.1, 3]),
+        ("vanilla", {"clip_ratio_c": 10.0, "clip_ratio_low": 0.6}, [-2.4, -1, 1.1, 4]),
+        # -clip(r) A log r
+        ("cispo", {}, [-2.4 * LN(1.5), -1.6 * LN(0.5), 1.1 * LN(1.1), 1.2 * LN(4)]),
+        ("gpg", {}, [-2 * LN(1.5), -2 * LN(0.5), LN(1.1), LN(4)]),
+        # -A 4 / tau sigmoid(tau (r - 1)), tau = 1 for A > 0 and 1.05 else
+        ("sapo", {}, [-8 * sigmoid(0.5), -8 * sigmoid(-0.5), 4 / 1.05 * sigmoid(0.105), 4 / 1.05 * sigmoid(3.15)]),
+        ("sapo", {"tau_pos": 2.0, "tau_neg": 4.0}, [-4 * sigmoid(1), -4 * sigmoid(-1), sigmoid(0.4), sigmoid(12)]),
+        ("clip_cov", {"selected": FIRST}, [0, -1, 1.1, 4]),
+        ("kl_cov", {"selected": FIRST}, [-3 + 0.1 * LN(1.5), -1, 1.1, 4]),
+        # The row's ratio is the geometric mean .938, inside the clip; row 1: max(4, 1.2), no dual clip.
+        ("gspo", {}, [-2 * math.exp(ROW0_MEAN), -2 * math.exp(ROW0_MEAN), math.exp(ROW0_MEAN), 4]),
+        ("gspo", {"clip_ratio_low": 0.01}, [-2 * math.exp(ROW0_MEAN), -2 * math.exp(ROW0_MEAN), 0.99, 4]),
+        # log ratios .405 -> .2, -.693 stays, .0953 stays; mean advantage 1. Row 1: A < 0, nothing clipped.
+        ("geo_mean", {}, [-math.exp((0.2 + LN(0.5) + LN(1.1)) / 3)] * 3 + [4]),
+        ("bypass_mode", {}, [-2.4, -1, 1.1, 3]),
+        ("bypass_mode", {"rollout_rs": {"token_k1": (1 / 3, 3.0)}}, [-2.4, -1, 1.1, 0]),
+        ("bypass_mode", {"loss_type": "reinforce"}, [-2 * LN(1.5), -2 * LN(0.5), LN(1.1), LN(4)]),
+        # weights 1.5, .5, 1.1 and 4, truncated to 2
+        (
+            "bypass_mode",
+            {"loss_type": "reinforce", "rollout_is": "token"},
+            [-3 * LN(1.5), -LN(0.5), 1.1 * LN(1.1), 2 * LN(4)],
+        ),
+        # The sampler gave the first token half the probability of the proximal policy: weight 2.
+        ("decoupled", {"rollout_log_probs": -LN(2) * FIRST.double()}, [-4.8, -1, 1.1, 3]),
+        ("decoupled", {"rollout_log_probs": -LN(2) * FIRST.double(), "behave_weight_threshold": 1.5}, [0, -1, 1.1, 3]),
+    ],
+)  # fmt: skip
+def test_loss_by_hand(name: str, keywords: dict, expected: list[float]) -> None:
+    result = loss(name, **keywords).loss
+    assert result[MASK.bool()].tolist() == pytest.approx(expected, rel=1e-12)
+    assert not result[~MASK.bool()].any()
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"])
+def test_rollout_weights_multiply(name: str) -> None:
+    weights = torch.tensor([[0.5, 2.0, 3.0], [0.25, math.nan, math.nan]], dtype=torch.float64)
+    plain, weighted = loss(name, selected=FIRST), loss(name, selected=FIRST, rollout_is_weights=weights)
+    torch.testing.assert_close(weighted.loss, plain.loss * weights.nan_to_num())
+
+
+def test_vanilla_metrics() -> None:
+    metrics = {name: float(value) for name, value in loss("vanilla").metrics.items()}
+    assert metrics == pytest.approx(
+        {
+            "actor/ppo_kl": -(LN(1.5) + LN(0.5) + LN(1.1) + LN(4)) / 4,
+            "actor/ratio_mean": 7.1 / 4,
+            "actor/ratio_max": 4,
+            "actor/ratio_min": 0.5,
+            "actor/pg_clipfrac": 1 / 4,
+            "actor/pg_clipfrac_lower": 1 / 4,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "expected"),
+    [
+        ("cispo", "actor/pg_clipfrac", 3 / 4),
+        ("clip_cov", "actor/pg_clipfrac", 1 / 4),
+        ("kl_cov", "actor/ppo_kl_abs", (LN(1.5) + LN(2) + LN(1.1) + LN(4)) / 4),
+        ("gspo", "actor/pg_clipfrac", 0),
+        ("geo_mean", "actor/pg_clipfrac", 2 / 4),
+        ("geo_mean", "actor/pg_clipfrac_lower", 1 / 4),
+        ("bypass_mode", "actor/rejected", 0),
+        ("decoupled", "actor/behave_weight_mean", 5 / 4),
+    ],
+)
+def test_other_metrics(name: str, metric: str, expected: float) -> None:
+    metrics = loss(name, selected=FIRST, rollout_log_probs=-LN(2) * FIRST.double()).metrics
+    assert float(metrics[metric]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_extreme_ratios_stay_finite(name: str) -> None:
+    far = torch.tensor([[500.0, -500.0]], requires_grad=True)
+    ones = torch.ones(1, 2)
+    result = POLICY_LOSSES[name](far, 0 * ones, ones, ones, selected=ones, rollout_log_probs=0 * ones)
+    result.loss.sum().backward()
+    assert far.grad is not None
+    assert far.grad.isfinite().all()
+
+
+def test_bypass_refuses_an_unknown_loss_type() -> None:
+    with pytest.raises(ValueError, match=r"unknown loss_type 'ppo'. Use ppo_clip or reinforce"):
+        loss("bypass_mode", loss_type="ppo")
+
+
+def test_interpolate_proximal() -> None:
+    # Version 5 now. Sampled by 3: alpha = (5-1-3)/(5-3) = .5. By 1: 3/4. By 4: 0. By 5 and 6: 0.
+    current, sampler = torch.ones(5, 1, requires_grad=True), torch.zeros(5, 1)
+    version = torch.tensor([3, 1, 4, 5, 6])
+    got = interpolate_proximal(current, sampler, sample_version=version, current_version=5)
+    assert got[:, 0].tolist() == [0.5, 0.75, 0, 0, 0]
+    assert not got.requires_grad
+
+
+# Advantages 3, -1, -2 (mean 0) and log-probs -1, -2, -3 (mean -2): covariances 3, 0, 2.
+COVARIANCE = {
+    "log_probs": torch.tensor([[-1.0, -2.0, math.nan], [-3.0, math.nan, math.nan]]),
+    "advantages": torch.tensor([[3.0, -1.0, math.nan], [-2.0, math.nan, math.nan]]),
+    "response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+}
+A, B, C = (0, 0), (0, 1), (1, 0)
+
+
+def chosen(name: str, **keywords: object) -> list[tuple]:
+    keywords = {"old_log_probs": COVARIANCE["log_probs"], **COVARIANCE, **keywords}
+    return [tuple(x) for x in TOKEN_SELECTIONS[name](**keywords).nonzero().tolist()]
+
+
+def test_select_kl_cov() -> None:
+    assert chosen("kl_cov") == [A]  # at least one
+    assert chosen("kl_cov", kl_cov_ratio=0.7) == [A, C]
+    assert chosen("kl_cov", kl_cov_ratio=1.0) == [A, B, C]
+    assert chosen("kl_cov", response_mask=torch.zeros(2, 3)) == []
+
+
+def test_select_clip_cov() -> None:
+    def select(**keywords: object) -> list[tuple]:
+        return chosen("clip_cov", generator=torch.Generator().manual_seed(3), **keywords)
+
+    assert select(clip_cov_ratio=1.0) == [A, C]
+    assert select(clip_cov_ratio=1.0, clip_cov_lb=2.5) == [A]
+    assert select(clip_cov_ratio=1.0, clip_cov_ub=2.5) == [C]
+    assert select(clip_cov_lb=4.0) == []
+    assert len(select()) == 1  # at least one, drawn among two
+    assert select() == select()
+    # Token A (advantage 3) has ratio e^.5 > 1.2: PPO clips it anyway.
+    moved = COVARIANCE["log_probs"] - 0.5
+    assert select(clip_cov_ratio=1.0, old_log_probs=moved) == [C]
+
+
+def test_clip_cov_draws_each_candidate() -> None:
+    draws = {chosen("clip_cov", generator=torch.Generator().manual_seed(s))[0] for s in range(20)}
+    assert draws == {A, C}

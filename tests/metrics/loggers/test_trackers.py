@@ -1,0 +1,103 @@
+"""TensorBoard, wandb (offline) and mlflow: what was logged is read back from what they wrote, also after a resume."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tether.metrics.loggers import build_loggers
+from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
+
+SAMPLE = Sample(3, "gsm8k", "What is 3+4?", "7", None, ground_truth=7, note="late")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunInfo:
+    return RunInfo(tmp_path, "project", "experiment", {"actor": {"lr": 1e-6, "betas": [0.9, 0.95]}, "empty": {}})
+
+
+def log_steps(logger: Logger, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        logger.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/reward/mean@1": 0.5})
+    logger.log_samples(last, [SAMPLE])
+    logger.close()
+
+
+def log_and_resume(name: str, run: RunInfo) -> None:
+    """Log steps 1 to 3, then go on from a checkpoint of step 2."""
+    log_steps(build_loggers([name], run), 1, 3)
+    log_steps(build_loggers([name], replace(run, resumed_step=2)), 3, 4)
+
+
+def test_tensorboard(run: RunInfo) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_and_resume("tensorboard", run)
+    events = EventAccumulator(str(run.directory / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, round(event.value, 6)) for event in events.Scalars("critic/score/mean")]
+    assert scalars == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    text = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert text == "**row 3, reward late**\n\n    What is 3+4?\n    -----\n    7"
+
+
+def test_mlflow(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(run.directory)
+    log_and_resume("mlflow", run)
+    client = MlflowClient(f"sqlite:///{run.directory}/mlflow.db")
+    experiment = client.get_experiment_by_name("project")
+    (stored,) = client.search_runs([experiment.experiment_id])
+    assert stored.info.run_name == "experiment"
+    assert stored.info.status == "FINISHED"
+    assert stored.data.params == {"actor.lr": "1e-06", "actor.betas": "[0.9, 0.95]", "empty": "{}"}
+    history = client.get_metric_history(stored.info.run_id, "critic/score/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert client.get_metric_history(stored.info.run_id, "val-core/openai/gsm8k/reward/mean_at_1")
+    (artifact,) = run.directory.glob("mlflow_artifacts/**/step_000004.json")
+    assert json.loads(artifact.read_text())["samples"][0]["prompt"] == "What is 3+4?"
+
+
+def test_wandb_offline(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log_and_resume("wandb", run)
+    first, second = sorted(run.directory.glob("wandb/offline-run-*/*.wandb"))
+    assert first.name == second.name, "a resumed run goes on under the same id"
+    history, config = [], {}
+    for data in _wandb_records(first):
+        record = Record.FromString(data)
+        items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+        if "critic/score/mean" in items:
+            history.append((int(items["_step"]), float(items["critic/score/mean"])))
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    assert history == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert config["actor"] == {"lr": 1e-6, "betas": [0.9, 0.95]}
+    (table,) = first.parent.glob("files/media/table/*.json")
+    assert json.loads(table.read_text())["data"] == [[3, "gsm8k", "What is 3+4?", "7", None, "7", "late"]]
+
+
+def _wandb_records(path: Path) -> Iterator[bytes]:
+    """Read the log of an offline run: a header of 7 bytes, then LevelDB log records in blocks of 32 KiB."""
+    data, position, pending = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        pending += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last fragment
+            yield pending
+            pending = b""

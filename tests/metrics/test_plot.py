@@ -1,0 +1,95 @@
+"""The plots are real PNG files with the right charts on them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from tether.metrics import plot
+from tether.metrics.loggers.jsonl import JsonlLogger
+from tether.metrics.loggers.protocol import RunInfo
+from tether.metrics.plot import plot_run
+
+
+def make_run(folder: Path, num_steps: int, offset: float = 0.0) -> Path:
+    logger = JsonlLogger(RunInfo(folder, "p", "e", {}))
+    logger.log(0, {"val-core/gsm8k/reward/mean@1": 0.1})
+    for step in range(1, num_steps + 1):
+        metrics = {
+            "critic/score/mean": step / num_steps + offset,
+            "actor/grad_norm": 1.0,
+            "critic/vf_explained_var": -9.0,
+        }
+        metrics |= {"timing_s/gen": 3.0, "timing_s/adv": 1e-6, "timing_s/step": 4.0, "critic/vf_loss": float("nan")}
+        logger.log(step, metrics)
+    logger.log(num_steps, {"val-core/gsm8k/reward/mean@1": 0.8})
+    logger.close()
+    return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved: list[Figure] = []
+    original = Figure.savefig
+
+    def savefig(self: Figure, *args: object, **kwargs: object) -> None:
+        saved.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+def test_one_run(tmp_path: Path, figures: list[Figure]) -> None:
+    out = plot_run(make_run(tmp_path / "run", 40), tmp_path / "out.png")
+    image = imread(out)
+    assert image.shape[1] > 1000
+    assert image.std() > 0.01, "something is drawn"
+    titles = [axes.get_title("left") for axes in figures[0].axes]
+    assert titles[:5] == [
+        "Training score",
+        "Validation score",
+        "Explained variance of the critic",
+        "Value loss",
+        "Gradient norm",
+    ]
+    assert titles[5] == "Time of a step"
+    score, validation = figures[0].axes[:2]
+    thin, bold = score.lines
+    assert np.allclose(thin.get_ydata(), np.arange(1, 41) / 40)
+    assert np.allclose(bold.get_ydata()[10:-10], thin.get_ydata()[10:-10]), "a centred mean keeps a straight line"
+    assert validation.lines[0].get_xydata().tolist() == [[0, 0.1], [40, 0.8]]
+    assert figures[0].axes[2].get_ylim()[0] == -1, "early outliers are cut off"
+
+
+def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures: list[Figure]) -> None:
+    runs = [make_run(tmp_path / "a", 10), make_run(tmp_path / "b", 8, offset=0.5)]
+    plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"])
+    (axes,) = figures[0].axes
+    assert axes.get_title("left") == "critic/score/mean"
+    *thin, bold = axes.lines
+    assert [len(line.get_xdata()) for line in thin] == [10, 8]
+    steps = np.arange(1, 9)
+    assert bold.get_xdata().tolist() == steps.tolist()
+    assert np.allclose(bold.get_ydata(), (steps / 10 + steps / 8 + 0.5) / 2)
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    with pytest.raises(ValueError, match="did you mean 'critic/score/mean'"):
+        plot_run(run, tmp_path / "out.png", keys=["critic/score/means"])
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl here"):
+        plot_run(tmp_path, tmp_path / "out.png")
+    JsonlLogger(RunInfo(tmp_path / "new", "p", "e", {})).close()
+    with pytest.raises(ValueError, match="no step was logged yet"):
+        plot_run(tmp_path / "new", tmp_path / "out.png")
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (29, 1), (30, 3), (400, 23)])
+def test_running_mean(length: int, window: int) -> None:
+    assert plot._window(length) == window
+    constant = np.full(length, 2.0)
+    assert np.allclose(plot._running_mean(constant), constant), "ends are means too"

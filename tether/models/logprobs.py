@@ -1,0 +1,258 @@
+"""Log-probabilities and entropies of tokens from hidden states, without the [tokens, vocabulary] tensor of logits.
+
+Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries a chunk. Logits are computed [N, C] at a
+time, forward and again backward, so memory is O(N * C). Chunks of the vocabulary and not of tokens, because each row
+of the output matrix then gets its gradient from one matmul, where token chunks would sum a [V, E] tensor each time.
+
+With z = logits / temperature, p = softmax(z) and y the target::
+
+    log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
+    entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LmHead:
+    """What turns hidden states into logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    weight: Tensor  # [V, E]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0  # Cohere's logit_scale, one over Granite's logits_scaling
+    softcap: float | None = None  # Gemma 2's final_logit_softcapping
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of each token, in at least float32."""
+
+    log_probs: Tensor  # [N]
+    entropy: Tensor | None = None  # [N], of the whole distribution, in nats
+    sum_pi_squared: Tensor | None = None  # [N], sum over the vocabulary of p squared; carries no gradient
+
+
+def lm_head_of(model: PreTrainedModel) -> LmHead:
+    """The output head of a causal LM; its weight is the very parameter, so gradients reach it.
+
+    Raises:
+        ValueError: the head is no plain linear layer (LoRA on it, quantized, or none at all).
+    """
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        raise ValueError(
+            f"{type(model).__name__}: its output head is {type(layer).__name__}, but log-probs need a plain "
+            "linear one. Leave lm_head out of LoRA's target_modules and load the model without quantization."
+        )
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LmHead(layer.weight, layer.bias, scale, softcap)
+
+
+def logits_of(hidden: Tensor, head: LmHead) -> Tensor:
+    """The logits [..., V] themselves, for the few positions where all of them are needed."""
+    logits = nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    head: LmHead,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+    chunk_size: int | None = None,
+) -> LogProbs:
+    """Log-probability of each target under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
+
+    The matmuls run in the dtype of `hidden`, or of autocast where it is on; all else in at least float32. The result
+    does not depend on `chunk_size` but for the order of floating-point sums.
+
+    Args:
+        hidden: [N, E] output of the backbone at the position before each target.
+        head: see `lm_head_of`.
+        targets: [N] token ids.
+        temperature: divides the logits of everything that is returned; over 0.
+        with_entropy: also return the entropy, with gradient.
+        with_sum_pi_squared: also return sum_v p_v^2, without gradient.
+        chunk_size: vocabulary entries a chunk; by default as many as keep a chunk in the CPU's cache.
+    """
+    assert temperature > 0, "greedy has no log-probs"
+    dtype = _matmul_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # it would cast the sums inside
+        log_probs, entropy, sum_pi_squared = _TokenLogProbs.apply(
+            hidden.to(dtype),
+            head.weight,
+            head.bias,
+            targets,
+            _Transform(head.scale, head.softcap, temperature),
+            chunk_size or _chunk_size(hidden),
+            with_entropy,
+            with_sum_pi_squared,
+        )
+    return LogProbs(log_probs, entropy, sum_pi_squared)
+
+
+def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _chunk_size(hidden: Tensor) -> int:
+    """Chunks of 2M logits stay near the cache of a CPU; a GPU wants fewer, larger kernels."""
+    elements = 1 << (21 if hidden.device.type == "cpu" else 26)
+    return max(256, elements // max(1, hidden.shape[0]))
+
+
+@dataclass(frozen=True)
+class _Transform:
+    """From the matmul's output to z."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.softcap is not None:
+            logits = logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        elif self.scale != 1.0:
+            logits = logits.mul_(self.scale)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def slope_beside(self, z: Tensor) -> Tensor | None:
+        """dz / dlogits over ``scale / temperature``: with a softcap 1 - tanh^2, else 1 (None)."""
+        if self.softcap is None:
+            return None
+        return 1.0 - (z * (self.temperature / self.softcap)).square_()
+
+
+class _Chunks:
+    """One pass over the vocabulary. Its buffers are allocated once: fresh pages would cost more than the arithmetic."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, size: int) -> None:
+        self.hidden, self.weight, self.bias, self.transform, self.size = hidden, weight, bias, transform, size
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self._raw = hidden.new_empty(len(hidden) * min(size, len(weight)))
+        self._z = self._raw if self._raw.dtype == self.dtype else torch.empty_like(self._raw, dtype=self.dtype)
+        self._work = torch.empty_like(self._z)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yields the chunk's range of the vocabulary, its weight [C, E], z [N, C] and work space [N, C]."""
+        for start in range(0, len(self.weight), self.size):
+            span = slice(start, min(start + self.size, len(self.weight)))
+            weight = self.weight[span].to(self.hidden.dtype)
+            raw, z, work = (self._shaped(buffer, len(weight)) for buffer in (self._raw, self._z, self._work))
+            torch.mm(self.hidden, weight.T, out=raw)
+            if z.dtype != raw.dtype:
+                z.copy_(raw)
+            if self.bias is not None:
+                z.add_(self.bias[span])
+            yield span, weight, self.transform.apply_(z), work
+
+    def for_matmul(self, grad: Tensor) -> Tensor:
+        """`grad` [N, C] in the dtype of the matmuls; takes the buffer of raw logits."""
+        return grad if grad.dtype == self._raw.dtype else self._shaped(self._raw, grad.shape[1]).copy_(grad)
+
+    def _shaped(self, buffer: Tensor, width: int) -> Tensor:
+        return buffer[: len(self.hidden) * width].view(len(self.hidden), width)
+
+
+def _locate(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+    """Which targets [N, 1] lie in a chunk, and their column there (0 for those that do not)."""
+    inside = (targets >= span.start) & (targets < span.stop)
+    return inside[:, None], torch.where(inside, targets - span.start, 0)[:, None]
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """See `token_log_probs`. Keeps [N] statistics and recomputes the logits backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: _Transform,
+        chunk_size: int,
+        with_entropy: bool,
+        with_sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        chunks = _Chunks(hidden, weight, bias, transform, chunk_size)
+        target_z = torch.zeros(len(hidden), 1, dtype=chunks.dtype, device=hidden.device)
+        # over the chunks so far, with m their maximum: sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m)
+        mass, moment, square = (torch.zeros_like(target_z) for _ in range(3))
+        top = torch.full_like(target_z, torch.finfo(chunks.dtype).min)
+        for span, _, z, exp_z in chunks:
+            inside, column = _locate(targets, span)
+            target_z = torch.where(inside, z.gather(1, column), target_z)
+            new_top = torch.maximum(top, z.amax(1, keepdim=True))
+            torch.exp(z.sub_(new_top), out=exp_z)
+            shift = top - new_top
+            decay = shift.exp()  # what the sums so far shrink by under the new maximum
+            if with_entropy:
+                moment = decay * (moment + shift * mass) + torch.linalg.vecdot(exp_z, z)[:, None]
+            if with_sum_pi_squared:
+                square = decay.square() * square + torch.linalg.vecdot(exp_z, exp_z)[:, None]
+            mass = decay * mass + exp_z.sum(1, keepdim=True)
+            top = new_top
+        log_normalizer = top + mass.log()
+        entropy = mass.log() - moment / mass
+        sum_pi_squared = (square / mass.square())[:, 0] if with_sum_pi_squared else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
+        ctx.transform, ctx.chunk_size = transform, chunk_size
+        if sum_pi_squared is not None:
+            ctx.mark_non_differentiable(sum_pi_squared)
+        return (target_z - log_normalizer)[:, 0], entropy[:, 0] if with_entropy else None, sum_pi_squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, from_log_probs: Tensor | None, from_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        chunks = _Chunks(hidden, weight, bias, ctx.transform, ctx.chunk_size)
+        grad_hidden = torch.zeros_like(hidden, dtype=chunks.dtype) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        slope = ctx.transform.scale / ctx.transform.temperature
+        to_log_prob, to_entropy = (
+            None if grad is None else grad[:, None] * slope for grad in (from_log_probs, from_entropy)
+        )
+        if to_log_prob is None:
+            to_log_prob = torch.zeros_like(log_normalizer)
+        for span, weight_rows, z, p in chunks:
+            # dz = g (1[v = y] - p) - h p (log p + entropy) for upstream gradients g of the log-prob, h of the entropy
+            softcap_slope = ctx.transform.slope_beside(z)
+            torch.exp(z.sub_(log_normalizer), out=p)
+            if to_entropy is None:
+                grad = p.mul_(-to_log_prob)
+            else:
+                grad = z.add_(entropy).mul_(to_entropy).add_(to_log_prob).mul_(p).neg_()
+            inside, column = _locate(targets, span)
+            grad.scatter_add_(1, column, torch.where(inside, to_log_prob, 0.0))
+            if softcap_slope is not None:
+                grad.mul_(softcap_slope)
+            grad_logits = chunks.for_matmul(grad)
+            if grad_hidden is not None:
+                grad_hidden += grad_logits @ weight_rows
+            if grad_weight is not None:
+                grad_weight[span] = grad_logits.T @ hidden
+            if grad_bias is not None:
+                grad_bias[span] = grad.sum(0)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
