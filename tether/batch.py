@@ -41,6 +41,12 @@ class Prompt:
     """Row number in the concatenated dataset: the sample's identity in logs."""
 
 
+def filled(field: Tensor | None) -> Tensor:
+    """A field of a `TrainBatch` that an earlier part of the step must have filled in."""
+    assert field is not None, "this part of the step runs too early"
+    return field
+
+
 class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """What the rollout engine sampled."""
 

@@ -87,7 +87,9 @@ def generate(
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are drawn together with their mean.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("curves.png"),
-    keys: Annotated[list[str] | None, typer.Option("--key", "-k", help="Metric to draw; default: the main ones.")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Option("--key", "-k", help="Metric to draw; default: the main ones.")
+    ] = None,
 ) -> None:
     """Draw the curves of runs to a PNG."""
     from tether.metrics.plot import plot_run

@@ -15,7 +15,6 @@ from tether.metrics.data import (
     group_metrics,
     length_metrics,
     mismatch_metrics,
-    reward_metrics,
 )
 from tether.metrics.keys import METRICS
 from tether.metrics.perf import memory_metrics, throughput_metrics
@@ -163,26 +162,12 @@ def test_mismatch_is_finite_and_k3_is_not_negative(pairs: list[tuple[float, floa
     assert abs(metrics["training/rollout_actor_probs_pearson_corr"]) <= 1 + 1e-9
 
 
-def test_reward_and_speed() -> None:
-    assert reward_metrics(1, 2, [0.1, 0.2, 0.3]) == pytest.approx(
-        {"reward/num_abstained": 1, "reward/num_errors": 2, "reward/seconds_p50": 0.2, "reward/seconds_p99": 0.298}
-    )
-    assert "reward/seconds_p50" not in reward_metrics(0, 0, [])
-    assert throughput_metrics(1000, 5.0, num_devices=2) == {
-        "perf/total_num_tokens": 1000,
-        "perf/time_per_step": 5,
-        "perf/throughput": 100,
-    }
-    assert 0.01 < memory_metrics()["perf/cpu_memory_peak_gb"] < 1000
-
-
 def test_every_emitted_key_is_explained() -> None:
     log_probs, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     emitted = {
         **data_metrics(filled_batch(), max_prompt_length=4),
         **group_metrics(torch.zeros(2), torch.zeros(2).long(), torch.ones(2).bool()),
         **mismatch_metrics(log_probs, log_probs, mask),
-        **reward_metrics(0, 0, [1.0]),
         **throughput_metrics(1, 1.0),
         **memory_metrics(),
         **length_metrics(torch.ones(1), torch.ones(1), torch.ones(1).bool(), max_prompt_length=1),

@@ -35,7 +35,7 @@ class PromptSampler:
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
         assert min(num_prompts, batch_size) > 0, (num_prompts, batch_size)
         self._num_prompts = num_prompts
-        self._batch_size = batch_size
+        self.batch_size = min(batch_size, num_prompts)
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
@@ -50,11 +50,11 @@ class PromptSampler:
     @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch, a short last one included."""
-        return -(-self._num_prompts // self._batch_size)
+        return -(-self._num_prompts // self.batch_size)
 
     def next_batch(self) -> list[int]:
         """Return the row numbers of the next batch: between 1 and `batch_size` of them."""
-        batch = self._order[self._cursor : self._cursor + self._batch_size].tolist()
+        batch = self._order[self._cursor : self._cursor + self.batch_size].tolist()
         self._cursor += len(batch)
         if self._cursor == self._num_prompts:
             self._epoch += 1

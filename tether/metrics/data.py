@@ -7,8 +7,6 @@ over nothing has no value: its keys are absent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -116,22 +114,6 @@ def mismatch_metrics(
         "rollout_corr/kl": -log_ratio.mean().item(),
         "rollout_corr/k3_kl": (log_ratio.expm1() - log_ratio).mean().item(),
     }
-
-
-def reward_metrics(num_abstained: int, num_errors: int, seconds: Sequence[float]) -> dict[str, float]:
-    """What scoring cost and how often it gave no score.
-
-    Args:
-        num_abstained: responses on which the reward abstained.
-        num_errors: responses on which it failed or ran out of time.
-        seconds: duration of each call.
-    """
-    metrics = {"reward/num_abstained": float(num_abstained), "reward/num_errors": float(num_errors)}
-    if seconds:
-        durations = torch.tensor(seconds, dtype=torch.float64)
-        metrics["reward/seconds_p50"] = durations.quantile(0.50).item()
-        metrics["reward/seconds_p99"] = durations.quantile(0.99).item()
-    return metrics
 
 
 def _row_sums(per_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:

@@ -48,10 +48,11 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "reward/excluded_rows": MetricInfo(
         "Responses without a score (abstained, failed or empty): left out of all statistics.", "0"
     ),
-    "reward/num_abstained": MetricInfo("Responses on which the reward abstained."),
-    "reward/num_errors": MetricInfo("Responses on which the reward failed.", "0"),
-    "reward/seconds_p50": MetricInfo("Median time to score a response, in seconds."),
-    "reward/seconds_p99": MetricInfo("Time to score a response that 99 % stay below, in seconds."),
+    "reward/error_rate": MetricInfo("Share of responses on which the reward failed.", "0"),
+    "reward/abstain_rate": MetricInfo("Share of responses on which the reward abstained."),
+    "reward/call_s/p50": MetricInfo("Median time to score a response, in seconds."),
+    "reward/call_s/p99": MetricInfo("Time to score a response that 99 % do not exceed, in seconds."),
+    "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned beside its score."),
     "group/zero_std_fraction": MetricInfo(
         "Share of prompt groups in which all scores are equal: they teach a group baseline nothing.", "below 0.5"
     ),

@@ -37,6 +37,13 @@ class Experience:
         return self.prompts[row * len(self.prompts) // len(self.texts)]
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Text of one sequence of token ids."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str)
+    return text
+
+
 @dataclass(frozen=True)
 class Collector:
     """Prompts in, experience out."""
@@ -69,7 +76,7 @@ class Collector:
         requests: dict[int, RewardRequest] = {}
 
         def submit(response: FinishedResponse) -> None:
-            text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+            text = decode(self.tokenizer, response.token_ids, skip_special_tokens=True)
             prompt = prompts[response.row // sampling.n]
             request = RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
             requests[response.row] = request

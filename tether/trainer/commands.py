@@ -11,7 +11,8 @@ from rich.console import Console
 from tether.config import LoadedConfig, load_config
 from tether.execution.interrupt import graceful_interrupt
 from tether.execution.machine import cache_dir
-from tether.models.pull import KNOWN_MODELS, pull_model
+from tether.models.pull import pull_model
+from tether.models.resolve import KNOWN_MODELS
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.build import build_evaluator, build_generator, build_run
 from tether.trainer.evaluate import EvaluationResult
@@ -38,12 +39,16 @@ def train(loaded: LoadedConfig, command: str) -> None:
         trainer = run.trainer
         console.print(f"training prompts: {trainer.dataset.report}", soft_wrap=True)
         if run.resumed_from:
-            console.print(f"going on from {run.resumed_from}, step {trainer.step_number} of {trainer.schedule.total_steps}")
+            console.print(
+                f"going on from {run.resumed_from}, step {trainer.step_number} of {trainer.schedule.total_steps}"
+            )
         elif loaded.config.trainer.preflight:
             checked = preflight(trainer, trainer.actor.plan.mini_batch_rows, trainer.actor.plan.epochs)
             checked.show(console)
             if checked.refused:
-                raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it all the same.")
+                raise ValueError(
+                    "preflight refuses the run; see above. trainer.preflight=False starts it all the same."
+                )
         with graceful_interrupt() as interrupted:
             if loaded.config.trainer.val_only:
                 trainer.loggers.log(trainer.step_number, trainer.evaluate())
@@ -87,14 +92,14 @@ def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, syste
 
 def pull(name: str) -> Path:
     """Fetch a known model into the cache."""
-    return pull_model(name, cache_dir(), progress=True)
+    return pull_model(name, cache_dir(), progress=print)
 
 
 def list_models() -> None:
     """Print the known models, and whether they are in the cache."""
     for name, model in KNOWN_MODELS.items():
         here = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
-        print(f"{name:20} {here:16} {model.description}")
+        print(f"{name:20} {here:16} {model.requirement}, {model.size_mb} MB")
 
 
 def _checkpoint(path: Path) -> Path:

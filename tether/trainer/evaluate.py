@@ -11,7 +11,7 @@ from tether.metrics.loggers.protocol import Sample
 from tether.metrics.validation import ValidationRow, validation_metrics
 from tether.rewards.outcome import RewardError, Score
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.collect import Collector, Experience
+from tether.trainer.collect import Collector, Experience, decode
 
 VALIDATION_SEED = 0x5EED
 """Keeps the noise of sampled validation apart from that of training."""
@@ -80,7 +80,7 @@ def samples_of(experience: Experience, collector: Collector) -> Iterator[Sample]
         yield Sample(
             index=prompt.index,
             data_source=prompt.data_source,
-            prompt=collector.tokenizer.decode(prompt.token_ids),
+            prompt=decode(collector.tokenizer, prompt.token_ids),
             response=text,
             reward=outcome.value if isinstance(outcome, Score) else None,
             ground_truth=prompt.ground_truth,

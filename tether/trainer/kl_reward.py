@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.algorithms import AdaptiveKLController, FixedKLController, apply_kl_penalty
-from tether.batch import TrainBatch
+from tether.batch import TrainBatch, filled
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class KLReward:
         coefficient = self.controller.value
         batch.token_level_rewards, kl = apply_kl_penalty(
             batch.token_level_scores,
-            batch.old_log_probs,
-            batch.ref_log_probs,
+            filled(batch.old_log_probs),
+            filled(batch.ref_log_probs),
             batch.response_mask,
             kl_coef=coefficient,
             kind=self.kind,

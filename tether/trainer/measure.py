@@ -12,7 +12,9 @@ from tether.training.forward import PolicyOutputs
 from tether.training.tokens import sequence_lengths
 
 
-def step_metrics(batch: TrainBatch, policy: PolicyOutputs, report: RewardReport, time: Timer) -> dict[str, float]:
+def step_metrics(
+    batch: TrainBatch, policy: PolicyOutputs, report: RewardReport, time: Timer, max_prompt_length: int
+) -> dict[str, float]:
     """What a finished step measured, beside the losses.
 
     Args:
@@ -20,12 +22,13 @@ def step_metrics(batch: TrainBatch, policy: PolicyOutputs, report: RewardReport,
         policy: log-probabilities and entropy at the start of the update.
         report: of the rewards.
         time: of the phases, with "step" the whole.
+        max_prompt_length: the limit that prompts were held to.
     """
     tokens = int(sequence_lengths(batch).sum())
     assert batch.old_log_probs is not None
     assert policy.entropy is not None
     return {
-        **data_metrics(batch),
+        **data_metrics(batch, max_prompt_length=max_prompt_length),
         **group_metrics(batch.token_level_scores.sum(dim=-1), batch.uid, batch.scored),
         **mismatch_metrics(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask),
         **report.metrics,

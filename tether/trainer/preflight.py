@@ -18,7 +18,7 @@ from tether.batch import Prompt
 from tether.data.checks import bos_problem, cut_problem, template_problem
 from tether.metrics.loggers.protocol import Sample
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.collect import Experience
+from tether.trainer.collect import Experience, decode
 from tether.trainer.evaluate import samples_of
 from tether.trainer.trainer import Trainer
 
@@ -73,7 +73,10 @@ class Preflight:
         for sample in self.samples:
             reward = "none" if sample.reward is None else f"{sample.reward:g}"
             table.add_row(
-                str(sample.index), Text(_one_line(sample.response, 80)), Text(_one_line(sample.ground_truth, 16)), reward
+                str(sample.index),
+                Text(_one_line(sample.response, 80)),
+                Text(_one_line(sample.ground_truth, 16)),
+                reward,
             )
         parts.append(table)
         parts += [
@@ -95,7 +98,7 @@ def preflight(trainer: Trainer, mini_batch_rows: int, epochs: int) -> Preflight:
     count = min(len(trainer.dataset), max(1, RESPONSES // trainer.sampling.n))
     prompts = [trainer.dataset[row] for row in range(count)]
     experience = trainer.collector.collect(prompts, trainer.sampling, NoiseKey(trainer.seed, step=0))
-    rows = min(trainer.sampler.batch_size, len(trainer.dataset)) * trainer.sampling.n
+    rows = trainer.sampler.batch_size * trainer.sampling.n
     findings = [
         *prompt_findings(trainer, prompts),
         *response_findings(trainer, experience),
@@ -103,7 +106,7 @@ def preflight(trainer: Trainer, mini_batch_rows: int, epochs: int) -> Preflight:
     ]
     shown = prompts[:PROMPTS_SHOWN]
     samples = list(samples_of(experience, trainer.collector))[:RESPONSES]
-    return Preflight(shown, [tokenizer.decode(p.token_ids) for p in shown], samples, findings)
+    return Preflight(shown, [decode(tokenizer, p.token_ids) for p in shown], samples, findings)
 
 
 def prompt_findings(trainer: Trainer, prompts: Sequence[Prompt]) -> list[Finding]:
@@ -154,7 +157,7 @@ def _never_ends(trainer: Trainer, experience: Experience) -> Finding:
         if sum(token in response for response in responses) >= SPECIAL_TOKEN_SHARE * len(responses):
             return Finding(
                 "missed_eos",
-                f"responses go on after {tokenizer.decode([token])!r}, which is not among the end-of-sequence tokens "
+                f"responses go on after {decode(tokenizer, [token])!r}, which is not among the end-of-sequence tokens "
                 f"{sorted(eos)}. Add {token} to eos_token_id in the model's generation_config.json.",
             )
     return Finding(

@@ -64,7 +64,10 @@ def _samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table
         later = after_by_index.get(sample["index"])
         if later:
             table.add_row(
-                Text(_end(sample["prompt"])), str(sample["ground_truth"])[:40], Text(_answer(sample)), Text(_answer(later))
+                Text(_end(sample["prompt"])),
+                str(sample["ground_truth"])[:40],
+                Text(_answer(sample)),
+                Text(_answer(later)),
             )
     return table
 

@@ -24,6 +24,7 @@ from tether.trainer.measure import step_metrics
 from tether.trainer.persistence import Persistence
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.learner import Learner
+from tether.training.protocol import TrainingEngine
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class Trainer:
                 with time("update_weights"):
                     self.collector.engine.sync_weights()
         self.step_number = number
-        return step_metrics(batch, policy, experience.report, time) | metrics | self._position()
+        measured = step_metrics(batch, policy, experience.report, time, self.dataset.report.max_prompt_length)
+        epoch = (number - 1) // self.sampler.batches_per_epoch
+        return measured | metrics | {"training/global_step": float(number), "training/epoch": float(epoch)}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
@@ -113,9 +116,10 @@ class Trainer:
             stopping = interrupted()
             if self.evaluation and self.schedule.tests_at(done) and not stopping:
                 metrics |= self.evaluate()
-            if self.schedule.saves_at(done) or stopping:
-                metrics |= self.save()
             self.loggers.log(done, metrics)
+            # After the log: a run killed in between does the step again, and its line is replaced, never missing.
+            if self.schedule.saves_at(done) or stopping:
+                self.save()
             if stopping:
                 return
 
@@ -128,12 +132,10 @@ class Trainer:
         self.loggers.log_samples(self.step_number, result.samples)
         return result.metrics | time.metrics()
 
-    def save(self) -> dict[str, float]:
+    def save(self) -> None:
         """Write a checkpoint of the current step."""
-        time = Timer(on_phase=self.loggers.phase)
-        with time("save_checkpoint"):
-            self.persistence.save(self.step_number, self.actor.engine, self.critic and self.critic.engine, self.state())
-        return time.metrics()
+        self.loggers.phase("save_checkpoint")
+        self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
 
     def state(self) -> dict[str, Any]:
         """All state that is not in an engine."""
@@ -150,11 +152,13 @@ class Trainer:
         if self.kl_reward:
             self.kl_reward.load_state_dict(state["kl_reward"])
 
+    @property
+    def critic_engine(self) -> TrainingEngine[ValueOutputs] | None:
+        """The critic's engine, if there is a critic."""
+        return self.critic.engine if self.critic else None
+
     def _show_progress(self, done: int, total: int) -> None:
         self.loggers.phase("gen", done, total)
-
-    def _position(self) -> dict[str, float]:
-        return {"training/global_step": float(self.step_number), "training/epoch": float(self.sampler.epoch)}
 
 
 def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -69,7 +69,7 @@ class LocalEngine(Generic[Outputs]):
         with torch.no_grad(), self.precision.autocast():
             pieces = [forward(batch[torch.tensor(rows)]) for rows in groups]
         place = torch.tensor([row for rows in groups for row in rows]).argsort()
-        return torch.cat(pieces)[place]
+        return torch.cat(pieces)[place]  # type: ignore[arg-type, return-value]  # tensordict's classes
 
     def update(
         self, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], plan: UpdatePlan, step: int
@@ -108,7 +108,8 @@ class LocalEngine(Generic[Outputs]):
         """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches."""
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
-        sizes = LossSizes(*count_valid(mini.response_mask))
+        valid = count_valid(mini.response_mask)
+        sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
         measured: list[dict[str, Metric]] = []
         shares: dict[str, float] = {}
         for rows in self.micro.split(sequence_lengths(mini).tolist()):

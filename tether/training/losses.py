@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tether.algorithms import POLICY_LOSSES, aggregate_loss, kl_penalty, value_loss
-from tether.batch import TrainBatch
+from tether.batch import TrainBatch, filled
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.protocol import LossSizes, LossTerm
 
@@ -58,7 +58,7 @@ class PolicyLoss:
             entropy = self.aggregation(outputs.entropy, mask, sizes)
             total = total - self.entropy_coeff * entropy
         if self.kl_coef:
-            kl = self.aggregation(kl_penalty(outputs.log_probs, batch.ref_log_probs, self.kl_kind), mask, sizes)
+            kl = self.aggregation(kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), self.kl_kind), mask, sizes)
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
         return LossTerm(total, token_loss.metrics, shares)
@@ -77,8 +77,8 @@ class CriticLoss:
         mask = batch.response_mask
         token_loss = value_loss(
             outputs.values,
-            batch.values,
-            batch.returns,
+            filled(batch.values),
+            filled(batch.returns),
             mask,
             cliprange_value=self.cliprange_value,
             huber_delta=self.huber_delta,
