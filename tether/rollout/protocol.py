@@ -44,6 +44,18 @@ class FinishedResponse:
     token_ids: list[int]
 
 
+@dataclass(frozen=True)
+class RolloutProgress:
+    """Handed to `on_progress` after every decoding step."""
+
+    finished: int
+    """Responses that are complete."""
+    total: int
+    """Responses asked for."""
+    tokens: int
+    """Tokens sampled so far."""
+
+
 class RolloutEngine(Protocol):
     """Samples responses from the current policy."""
 
@@ -53,6 +65,7 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> RolloutBatch:
         """Sample ``n`` responses to each prompt.
 

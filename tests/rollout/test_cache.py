@@ -1,0 +1,68 @@
+"""The cache and its two layouts, against attention over plain whole sequences."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tether.models.attention import AttentionSpec, Packed
+from tether.rollout.cache import Decode, KVCache, Prefill
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, SIZE, VALUE_SIZE = 6, 2, 4, 3
+SPECS = {
+    "plain": AttentionSpec(layer=0, scale=0.5),
+    "window": AttentionSpec(layer=0, scale=0.5, sliding_window=3),
+    "softcap": AttentionSpec(layer=0, scale=0.5, softcap=2.0),
+    "window and softcap": AttentionSpec(layer=0, scale=0.5, sliding_window=3, softcap=2.0),
+}
+
+
+def random_tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, VALUE_SIZE))
+    query, key, value = (torch.randn(1, h, count, d, dtype=torch.float64, generator=generator) for h, d in shapes)
+    return query, key, value
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("garbage", [0.0, 1e9])
+def test_decoding_token_by_token_equals_whole_sequences(spec: AttentionSpec, garbage: float) -> None:
+    """Two sequences of 5 and 8 tokens: prompts of 2 and 5, then three decoding steps. Unused places are never seen."""
+    query, key, value = random_tokens(13)
+    whole = Packed((5, 8)).attend(query, key, value, spec)
+    prompt = torch.tensor([0, 1, 5, 6, 7, 8, 9])
+    cache = KVCache(num_slots=3, capacity=20, device=CPU)
+    cache._layers[0] = (
+        torch.full((3, KV_HEADS, 20, SIZE), garbage, dtype=torch.float64),
+        torch.full((3, KV_HEADS, 20, VALUE_SIZE), garbage, dtype=torch.float64),
+    )
+    prefill = Prefill.plan(cache, lengths=[2, 5], copies=[1, 1], first_slot=0)
+    out = prefill.attend(query[:, :, prompt], key[:, :, prompt], value[:, :, prompt], spec)
+    assert torch.allclose(out, whole[:, :, prompt], atol=1e-12)
+    for step in range(3):
+        token = torch.tensor([2 + step, 10 + step])
+        layout = Decode(cache, torch.tensor([2 + step, 5 + step]), length=6 + step)
+        new = (x[0, :, token].transpose(0, 1).unsqueeze(2) for x in (query, key, value))
+        out = layout.attend(*new, spec)
+        assert torch.allclose(out[:, :, 0].transpose(0, 1), whole[0, :, token], atol=1e-12)
+
+
+def test_prefill_writes_each_prompt_to_all_its_slots() -> None:
+    cache = KVCache(num_slots=5, capacity=6, device=CPU)
+    layout = Prefill.plan(cache, lengths=[2, 3], copies=[3, 1], first_slot=1)
+    assert layout.source.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 4]
+    assert layout.slot.tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 4]
+    assert layout.position.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 2]
+
+
+def test_move_copies_a_slot_in_every_layer() -> None:
+    cache = KVCache(num_slots=3, capacity=4, device=CPU)
+    slot, position = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
+    for layer in (0, 1):
+        content = torch.arange(3.0).view(3, 1, 1) + 10 * layer
+        cache.write(layer, slot, position, content, -content)
+    cache.move(torch.tensor([2]), torch.tensor([0]), length=1)
+    for layer in (0, 1):
+        keys, values = cache.read(layer, rows=3, length=1)
+        assert (keys.flatten() - 10 * layer).tolist() == [2, 1, 2]
+        assert torch.equal(values, -keys)

@@ -1,0 +1,144 @@
+"""The `native` engine: in-process generation over any transformers causal language model.
+
+The model's own forward runs every step; only its attention is ours (`tether.rollout.cache`). Up to `max_num_seqs`
+responses are decoded at a time. One that ends leaves at once, the last row takes its place, and a waiting prompt gets
+the free slot, so the rows being decoded are always the first ones and no time goes into finished ones::
+
+    waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
+                                 ^ n responses of a prompt share one prefill
+
+What is sampled for a row depends on its prompt, the weights and the `NoiseKey`, not on which rows it ran with: up to
+the float rounding of the model's forward, which may differ with the number of rows in a matrix product.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.batch import RolloutBatch
+from tether.models.attention import use_tether_attention
+from tether.rollout.generation import Generation
+from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Every token that ends a response, by the model's generation config; empty if it names none."""
+    config = model.generation_config
+    ids = None if config is None else config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+class NativeEngine:
+    """Generates with the trainer's own model.
+
+    In the model's own dtype the weights are shared and nothing is copied. With another `dtype` (bfloat16 beside fp32
+    master weights) the engine keeps a private copy of the parameters in that dtype, refreshed by `sync_weights`: on a
+    CPU this is about twice as fast as autocast, which casts activations around every product.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: frozenset[int],
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take the model over for generation.
+
+        Args:
+            model: from now on its forward needs ``attention_layout=`` (see `tether.models.attention`).
+            eos_token_ids: tokens that end a response.
+            max_num_seqs: responses decoded at a time; the KV cache has as many slots.
+            max_num_batched_tokens: prompt tokens in one prefill; a single longer prompt still runs.
+            dtype: to generate in; None is the model's own.
+        """
+        use_tether_attention(model)
+        self._source = model
+        self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
+        self._eos = eos_token_ids
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def sync_weights(self) -> None:
+        """See `RolloutEngine.sync_weights`."""
+        if self._model is not self._source:
+            with torch.no_grad():
+                for mine, theirs in zip(_tensors(self._model), _tensors(self._source), strict=True):
+                    mine.copy_(theirs)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        on_finished: Callable[[FinishedResponse], None] | None = None,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> RolloutBatch:
+        """See `RolloutEngine.generate`; the batch lies on the model's device and is as wide as its longest response.
+
+        Raises:
+            ValueError: no prompts, an empty prompt, or one too long for the model's context with `max_new_tokens`.
+            RuntimeError: the model's logits for a sample are NaN or infinite.
+        """
+        self._check(prompts, sampling)
+        # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
+        with torch.no_grad(), _evaluating(self._model):
+            call = Generation(
+                self._model,
+                prompts,
+                sampling,
+                key,
+                eos=self._eos,
+                num_slots=min(self._max_num_seqs, len(prompts) * sampling.n),
+                max_prefill_tokens=self._max_num_batched_tokens,
+                on_finished=on_finished,
+            )
+            while call.step():
+                if on_progress is not None:
+                    on_progress(call.progress())
+        return call.result()
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+        if not prompts:
+            raise ValueError("prompts: the list is empty. Pass at least one prompt")
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompts[{index}]: no tokens. A prompt needs at least one, such as the BOS token")
+            if context is not None and len(prompt) + sampling.max_new_tokens > context:
+                raise ValueError(
+                    f"prompts[{index}]: {len(prompt)} prompt tokens + {sampling.max_new_tokens} new tokens exceed the "
+                    f"model's max_position_embeddings of {context}. "
+                    "Lower data.max_prompt_length or data.max_response_length"
+                )
+
+
+def _copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy with parameters in `dtype`; ties between them survive, and buffers (RoPE frequencies) keep theirs."""
+    parameters = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, parameters)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode; on exit each has the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
