@@ -79,7 +79,10 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/reward_kl_penalty_coeff": MetricInfo("Weight of the KL penalty in the reward."),
     "actor/grad_norm": MetricInfo("Norm of the actor's gradient before clipping.", "steady; spikes are clipped"),
     "actor/lr": MetricInfo("Learning rate of the actor."),
-    **_spread("actor/ratio", "raw importance ratio of a token, before any clipping", "1 in the first update of a step"),
+    "actor/ratio_mean": MetricInfo("Mean raw importance ratio of a token, before any clipping.", "close to 1"),
+    "actor/ratio_max": MetricInfo("Largest raw importance ratio of a token."),
+    "actor/ratio_min": MetricInfo("Smallest raw importance ratio of a token."),
+    "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
 }
 
 LENGTHS: Mapping[str, MetricInfo] = {
@@ -105,7 +108,7 @@ MISMATCH: Mapping[str, MetricInfo] = {
 PROGRESS: Mapping[str, MetricInfo] = {
     "training/global_step": MetricInfo("Number of the training step, from 1."),
     "training/epoch": MetricInfo("Pass over the training data."),
-    "training/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
+    "critic/skipped_updates": MetricInfo("Optimizer steps of the critic skipped for a non-finite gradient.", "0"),
     "perf/total_num_tokens": MetricInfo("Tokens of the step, prompts and responses."),
     "perf/time_per_step": MetricInfo("Duration of the step, in seconds."),
     "perf/throughput": MetricInfo("Tokens a second and device, prompts and responses."),

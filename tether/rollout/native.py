@@ -63,7 +63,7 @@ class NativeEngine:
         use_tether_attention(model)
         self._source = model
         self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
-        self._eos = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
 
@@ -96,7 +96,7 @@ class NativeEngine:
                 prompts,
                 sampling,
                 key,
-                eos=self._eos,
+                eos=self.eos_token_ids,
                 num_slots=min(self._max_num_seqs, len(prompts) * sampling.n),
                 max_prefill_tokens=self._max_num_batched_tokens,
                 on_finished=on_finished,

@@ -59,6 +59,9 @@ class RolloutProgress:
 class RolloutEngine(Protocol):
     """Samples responses from the current policy."""
 
+    eos_token_ids: frozenset[int]
+    """Tokens that end a response."""
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

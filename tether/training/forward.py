@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
+from tether.models.backbone import hidden_states
 from tether.models.critic import value_head_of, values_from_hidden
-from tether.models.logprobs import hidden_states, lm_head_of, token_log_probs
+from tether.models.logprobs import lm_head_of, token_log_probs
 from tether.training.tokens import TokenRows, token_rows
 
 

@@ -99,7 +99,7 @@ class LocalEngine(Generic[Outputs]):
         return metrics | {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "lr": learning_rate(self.options, step),
-            "skipped_steps": float(skipped),
+            "skipped_updates": float(skipped),
         }
 
     def accumulate_gradients(

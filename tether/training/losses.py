@@ -84,4 +84,4 @@ class CriticLoss:
             huber_delta=self.huber_delta,
         )
         total = self.aggregation(token_loss.loss, mask, sizes)
-        return LossTerm(total, token_loss.metrics, {"critic/vf_loss": total})
+        return LossTerm(total, token_loss.metrics)

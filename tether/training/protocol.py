@@ -84,7 +84,7 @@ class TrainingEngine(Protocol[Outputs]):
             step: training step, counted from 0; sets the learning rate and the permutation.
 
         Returns:
-            Metrics: those of the loss, `grad_norm` (mean over optimizer steps), `lr`, `skipped_steps`.
+            Metrics: those of the loss, `grad_norm` (mean over optimizer steps), `lr`, `skipped_updates`.
         """
         ...
 
