@@ -11,7 +11,7 @@ from tests.algorithms.cases import CASES, Case
 from tether.algorithms import ADVANTAGE_ESTIMATORS, Advantages
 
 pytestmark = pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 def run(name: str, case: Case) -> Advantages:

@@ -13,10 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tether.algorithms.masking import masked_mean, masked_sum, masked_var, select
+from tether.algorithms.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from tether.algorithms.shapes import Mask, Rows, Tokens
-
-BOUND = 20.0
-"""Log ratios are held within +-20, where exp() is finite in float32."""
 
 RejectionBounds = Mapping[str, tuple[float, float]]
 """Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
@@ -172,11 +170,11 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
     over tokens, or over rows with rho the product over the row.
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    log_ratio = bounded_log_ratio(log_probs, rollout_log_probs, mask)
     trainer = -masked_mean(log_probs, mask, dim=-1)
     sampler = -masked_mean(rollout_log_probs, mask, dim=-1)
     difference = trainer - sampler
-    row_log_ratio = log_ratio.sum(dim=-1).clamp(-BOUND, BOUND)
+    row_log_ratio = log_ratio.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     metrics: dict[str, Tensor | float] = {
         "training_ppl": masked_mean(trainer.exp(), rows),
         "training_log_ppl": masked_mean(trainer, rows),
@@ -195,15 +193,10 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
     return {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
 
 
-def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
-    difference = select(log_probs, response_mask) - select(rollout_log_probs, response_mask)
-    return difference.detach().clamp(-BOUND, BOUND)
-
-
 def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, level: str) -> Tokens:
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, response_mask)
+    log_ratio = bounded_log_ratio(log_probs, rollout_log_probs, response_mask).detach()
     if level == "sequence":
-        log_ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-BOUND, BOUND).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
     elif level != "token":
         raise ValueError(f"rollout_is: unknown level {level!r}. Use token or sequence")
     return select(log_ratio.exp(), response_mask)
@@ -239,7 +232,7 @@ def _divergence(
     mode: str, log_probs: Tokens, rollout_log_probs: Tokens, mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, " B #T"]:
     level, _, kind = mode.rpartition("_")
-    tokens = select(_TOKEN_DIVERGENCES[kind](_log_ratio(log_probs, rollout_log_probs, mask)), mask)
+    tokens = select(_TOKEN_DIVERGENCES[kind](bounded_log_ratio(log_probs, rollout_log_probs, mask)), mask)
     reductions: dict[str, Callable[[], Rows]] = {
         "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
         "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),
