@@ -13,7 +13,12 @@ class Section(BaseModel):
     """A frozen group of keys. Values have exactly the type that the field names (a float may be written as 1)."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # only the whole tree is ever validated, so that no section needs a validator of its own
     )
 
 
