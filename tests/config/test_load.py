@@ -151,6 +151,7 @@ def test_marks_of_printed_verl_configs_are_passed_over(write):
     [
         ("a: [", "cannot be read as YAML (while parsing a flow node"),
         ("trainer:\n  seed: 1\n  seed: 2", "found duplicate key seed"),
+        ("42", "cannot be read"),
         ("- a\n- b", "holds a list, not keys. write key: value lines"),
         ("trainer: {seed: '${'}", "no viable alternative"),
     ],
@@ -322,6 +323,7 @@ MISTYPED = [
     ("trainer.total_training_steps=0", "trainer.total_training_steps: 0 is not a whole number above 0 or null"),
     ("data.train_batch_size=-4", "data.train_batch_size: -4 is not a whole number above 0. the default is 1024"),
     ("critic.ppo_epochs=0", "critic.ppo_epochs: 0 is not a whole number above 0. leave it out to inherit"),
+    ("data.val_files='[a,{b]'", "data.val_files: '[a,{b]' is not a string or a list of strings. the default is []"),
     (f"{MICRO}=x", f"{MICRO}: 'x' is not a whole number above 0"),
     ("algorithm.gamma=nan", "algorithm.gamma: nan is not a number from 0 to 1"),
     ("trainer.resume_mode=yes", "trainer.resume_mode: 'yes' is not one of auto, disable, resume_path"),

@@ -56,7 +56,9 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read ({error.strerror})", "give a YAML file")]) from error
+        raise ConfigError(
+            [Problem(str(path), f"cannot be read ({error.strerror or error})", "give a YAML file")]
+        ) from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         what = f"cannot be read as YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem(str(path), what, "correct that line")]) from error
