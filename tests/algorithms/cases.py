@@ -97,4 +97,4 @@ def make_case(seed: int, rows: int = 7, width: int = 5) -> Case:
     )
 
 
-CASES = st.builds(make_case, st.integers(0, 2**31), st.integers(2, 9), st.integers(1, 7))
+CASES = st.builds(make_case, st.integers(0, 2**31), st.integers(2, 6), st.integers(1, 5))

@@ -11,7 +11,7 @@ from tests.algorithms.cases import CASES, Case
 from tether.algorithms import ADVANTAGE_ESTIMATORS, Advantages
 
 pytestmark = pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 def run(name: str, case: Case) -> Advantages:
@@ -33,10 +33,10 @@ def test_masked_poison_changes_no_bit(name: str, case: Case, poison: float) -> N
     assert not clean.returns[~case.mask].any()
 
 
-@given(CASES, st.randoms())
+@given(CASES, st.integers(0, 1000))
 @few
-def test_rows_may_come_in_any_order(name: str, case: Case, random: object) -> None:
-    order = torch.tensor(random.sample(range(len(case.mask)), len(case.mask)))  # type: ignore[attr-defined]
+def test_rows_may_come_in_any_order(name: str, case: Case, seed: int) -> None:
+    order = torch.randperm(len(case.mask), generator=torch.Generator().manual_seed(seed))
     plain = run(name, case)
     assert_same(run(name, case.rows(order)), Advantages(plain.advantages[order], plain.returns[order]))
 

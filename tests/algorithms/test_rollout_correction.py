@@ -54,11 +54,22 @@ def test_importance_metrics() -> None:
             "ratio_fraction_high": 1 / 3,
             "ratio_fraction_low": 0,
             "seq_mean": (2.25 + 1.1) / 2,
+            "seq_std": 1.15 / math.sqrt(2),
             "seq_max": 2.25,
             "seq_min": 1.1,
+            "seq_max_deviation": 1.25,
+            "seq_fraction_high": 1 / 2,
+            "seq_fraction_low": 0,
             "batch_norm_factor": 1.2,
         }
     )
+
+
+def test_importance_metrics_of_rows() -> None:
+    metrics = importance_metrics(*ARGS, level="sequence", threshold=1.5)  # row weights 2 and 1.1
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.55)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 1 / 2
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx((1.5 + 1.1) / 2)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,15 @@ def test_a_clipped_value_has_no_gradient() -> None:
     assert values.grad.tolist() == [[-0.5, 0, 1, 0]]
 
 
+def test_values_inside_the_clip_are_not_counted_as_clipped() -> None:
+    """Not even by a rounding error: old + (new - old) is not new in floating point."""
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(50, 20, generator=generator)
+    new = old + 0.1 * torch.rand(50, 20, generator=generator)
+    result = value_loss(new, old, torch.zeros(50, 20), torch.ones(50, 20), cliprange_value=0.2)
+    assert float(result.metrics["critic/vf_clipfrac"]) == 0
+
+
 def test_metrics() -> None:
     metrics = value_loss(VALUES, VALUES * 0, RETURNS, MASK, cliprange_value=0.5).metrics
     assert {name: float(metric) for name, metric in metrics.items()} == pytest.approx(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from tether.algorithms.shapes import Mask
+from tether.algorithms.shapes import Mask, Rows, Tokens
 
 
 class ValidCounts(NamedTuple):
@@ -30,6 +30,11 @@ def select(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> F
     """Keep the values where the mask is true, with exactly 0 elsewhere, in float32 or better."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     return torch.where(mask.bool(), wide, 0.0)
+
+
+def spread(per_row: Rows, mask: Mask) -> Tokens:
+    """Give every valid token of a row the number of the row; 0 to the others."""
+    return select(per_row[:, None].expand(mask.shape), mask)
 
 
 def masked_sum(

@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tether.algorithms.masking import masked_mean, masked_sum, select
+from tether.algorithms.masking import masked_mean, masked_sum, masked_var, select
+from tether.algorithms.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from tether.algorithms.shapes import Mask, Rows, Tokens
-
-BOUND = 20.0
-"""Log ratios are held within +-20, where exp() is finite in float32."""
 
 RejectionBounds = Mapping[str, tuple[float, float]]
 """Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
@@ -57,30 +55,35 @@ def importance_metrics(
 ) -> dict[str, float]:
     """Describe the weights of `importance_weights` over the whole batch, before truncation.
 
-    Standard deviation and effective sample size, 1 / mean((w / mean w)^2), are of weights held in [1 / threshold,
-    threshold], since one outlier would be all they show.
+    One weight a token or, for level ``sequence``, a row; ``seq_*`` is of the mean weight of each row. Standard
+    deviation and effective sample size, 1 / mean((w / mean w)^2), are of weights held in [1 / threshold, threshold],
+    since one outlier would be all they show.
     """
     mask = response_mask.bool()
-    weights = _ratio(log_probs, rollout_log_probs, response_mask, level)
+    tokens = _ratio(log_probs, rollout_log_probs, mask, level)
+    row_mean, rows = masked_mean(tokens, mask, dim=-1), mask.any(dim=-1)
+    weights, valid = (row_mean, rows) if level == "sequence" else (tokens, mask)
     bounded = weights.clamp(1 / threshold, threshold)
-    mean = masked_mean(bounded, mask)
-    row_mean, rows = masked_mean(weights, mask, dim=-1), mask.any(dim=-1)
+    mean = masked_mean(bounded, valid)
     normalized = bounded / mean.clamp(min=1e-8)
-    return {
-        "rollout_corr/rollout_is_mean": float(masked_mean(weights, mask)),
-        "rollout_corr/rollout_is_max": _largest(weights, mask),
-        "rollout_corr/rollout_is_min": -_largest(-weights, mask),
-        "rollout_corr/rollout_is_std": float(masked_mean((bounded - mean).square(), mask).sqrt()),
-        "rollout_corr/rollout_is_eff_sample_size": float(1 / masked_mean(normalized.square(), mask).clamp(min=1e-8)),
-        "rollout_corr/rollout_is_ratio_fraction_high": _fraction(weights > threshold, mask),
-        "rollout_corr/rollout_is_ratio_fraction_low": _fraction(weights < 1 / threshold, mask),
-        "rollout_corr/rollout_is_seq_mean": float(masked_mean(row_mean, rows)),
-        "rollout_corr/rollout_is_seq_max": _largest(row_mean, rows),
-        "rollout_corr/rollout_is_seq_min": -_largest(-row_mean, rows),
-        "rollout_corr/rollout_is_batch_norm_factor": float(
-            _batch_mean(weights.clamp(max=threshold), response_mask, level)
-        ),
+    metrics: dict[str, Tensor | float] = {
+        "mean": masked_mean(weights, valid),
+        "max": _largest(weights, valid),
+        "min": -_largest(-weights, valid),
+        "std": masked_mean((bounded - mean).square(), valid).sqrt(),
+        "eff_sample_size": 1 / masked_mean(normalized.square(), valid).clamp(min=1e-8),
+        "ratio_fraction_high": _fraction(weights > threshold, valid),
+        "ratio_fraction_low": _fraction(weights < 1 / threshold, valid),
+        "seq_mean": masked_mean(row_mean, rows),
+        "seq_std": masked_var(row_mean, rows).sqrt(),
+        "seq_max": _largest(row_mean, rows),
+        "seq_min": -_largest(-row_mean, rows),
+        "seq_max_deviation": _largest((row_mean - 1).abs(), rows),
+        "seq_fraction_high": _fraction(row_mean > threshold, rows),
+        "seq_fraction_low": _fraction(row_mean < 1 / threshold, rows),
+        "batch_norm_factor": _batch_mean(tokens.clamp(max=threshold), mask, level),
     }
+    return {f"rollout_corr/rollout_is_{name}": float(value) for name, value in metrics.items()}
 
 
 _TOKEN_DIVERGENCES: dict[str, Callable[[Tokens], Tokens]] = {
@@ -167,11 +170,11 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
     over tokens, or over rows with rho the product over the row.
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    log_ratio = bounded_log_ratio(log_probs, rollout_log_probs, mask)
     trainer = -masked_mean(log_probs, mask, dim=-1)
     sampler = -masked_mean(rollout_log_probs, mask, dim=-1)
     difference = trainer - sampler
-    row_log_ratio = log_ratio.sum(dim=-1).clamp(-BOUND, BOUND)
+    row_log_ratio = log_ratio.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     metrics: dict[str, Tensor | float] = {
         "training_ppl": masked_mean(trainer.exp(), rows),
         "training_log_ppl": masked_mean(trainer, rows),
@@ -190,15 +193,10 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
     return {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
 
 
-def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
-    difference = select(log_probs, response_mask) - select(rollout_log_probs, response_mask)
-    return difference.detach().clamp(-BOUND, BOUND)
-
-
 def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, level: str) -> Tokens:
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, response_mask)
+    log_ratio = bounded_log_ratio(log_probs, rollout_log_probs, response_mask).detach()
     if level == "sequence":
-        log_ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-BOUND, BOUND).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
     elif level != "token":
         raise ValueError(f"rollout_is: unknown level {level!r}. Use token or sequence")
     return select(log_ratio.exp(), response_mask)
@@ -234,7 +232,7 @@ def _divergence(
     mode: str, log_probs: Tokens, rollout_log_probs: Tokens, mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, " B #T"]:
     level, _, kind = mode.rpartition("_")
-    tokens = select(_TOKEN_DIVERGENCES[kind](_log_ratio(log_probs, rollout_log_probs, mask)), mask)
+    tokens = select(_TOKEN_DIVERGENCES[kind](bounded_log_ratio(log_probs, rollout_log_probs, mask)), mask)
     reductions: dict[str, Callable[[], Rows]] = {
         "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
         "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),

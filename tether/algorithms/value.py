@@ -26,7 +26,7 @@ def value_loss(
     unclipped = _penalty(values - returns, huber_delta)
     clipped = unclipped
     if cliprange_value is not None:
-        near_old = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+        near_old = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = _penalty(near_old - returns, huber_delta)
     loss = torch.maximum(unclipped, clipped)
     metrics: dict[str, Metric] = {

@@ -56,7 +56,9 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read ({error.strerror})", "give a YAML file")]) from error
+        raise ConfigError(
+            [Problem(str(path), f"cannot be read ({error.strerror or error})", "give a YAML file")]
+        ) from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         what = f"cannot be read as YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem(str(path), what, "correct that line")]) from error
@@ -68,7 +70,9 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any] | Problem]:
     """Split a nested value along the schema; what lies below a mapping key stays one value."""
     if path in keys():
-        yield _grammar_problem(path, value) or (path, None if value == "???" else value)
+        # "???" is OmegaConf's word for a value that is still to be given.
+        if value != "???":
+            yield _grammar_problem(path, value) or (path, value)
     elif isinstance(value, dict) and (value or path in sections()):
         for name, inner in value.items():
             # Hydra's class marker, which verl's printed configs are full of; it sets nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from tether.config.elsewhere import ELSEWHERE
@@ -12,6 +13,7 @@ from tether.config.refused import REFUSED, allowed_choices
 from tether.config.switches import SWITCHED, Switch
 
 
+@cache
 def live_keys() -> tuple[str, ...]:
     """Every key that can change what a run does: each must be read somewhere."""
     return tuple(path for path in keys() if _can_act(path))

@@ -64,7 +64,9 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
         problems += _check(resolved.given, config)
     except ValidationError as error:
         mistyped = type_problems(error, resolved)
-        problems += mistyped + _check_the_rest(given, {problem.path for problem in mistyped})
+        named = {problem.path for problem in resolved.problems}
+        problems += [problem for problem in mistyped if problem.path not in named]
+        problems += _check_the_rest(given, {problem.path for problem in mistyped})
     if problems:
         raise ConfigError(problems)
     return LoadedConfig(config, resolved.sources, (*resolved.notes, *notes(resolved.given, values_of(config))))

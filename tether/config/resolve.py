@@ -37,18 +37,18 @@ def resolve(given: Given) -> Resolved:
     Order: interpolations of the user, then second names move to the key that they name (the later one counts),
     then each unset key inherits or takes its default.
     """
-    out = Resolved(given=given)
-    _drop_unresolvable(out)
-    _drop_unset(out)
-    tree = _tree(out.given)
+    out = Resolved(given=dict(given))
+    tree = OmegaConf.create(nest({key.path: _start_value(key, given) for key in keys().values()}))
+    for path in given:
+        _drop_if_void(path, tree, out)
     for key in keys().values():
         if key.alias_of and key.path in out.given:
             _settle(key.path, key.alias_of, tree, out)
     for key in keys().values():
-        value, source = _final_value(key, out.given, tree)
+        value = _value(key, out.given, tree)
         if value is not None or not key.required:
             out.values[key.path] = value
-        out.sources[key.path] = source
+        out.sources[key.path] = _source(key, out.given)
     return out
 
 
@@ -64,27 +64,33 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _tree(given: Given) -> DictConfig:
-    """All keys with their values still unresolved; an unset key that inherits stands as an interpolation."""
-    return OmegaConf.create(nest({key.path: _start_value(key, given) for key in keys().values()}))
-
-
 def _start_value(key: Key, given: Given) -> Any:
+    """A key's value, still unresolved; an unset key that inherits stands as an interpolation."""
     if key.path in given:
         return given[key.path].value
     return f"${{{key.inherits.key}}}" if key.inherits else deepcopy(key.default)
 
 
-def _final_value(key: Key, given: Given, tree: DictConfig) -> tuple[Any, str]:
-    value = _select(tree, key.path)
-    if key.path in given:
-        return value, given[key.path].source
+def _value(key: Key, given: Given, tree: DictConfig) -> Any:
+    if key.path in given or _is_built(key):
+        return _select(tree, key.path)
     if key.inherits is None:
-        built = isinstance(key.default, str) and "${" in key.default
-        return value, f"inherits {key.default}" if built else "default"
-    if key.inherits.equals is not None:
-        value = value == key.inherits.equals
-    return value, f"inherits {key.inherits.key}"
+        return deepcopy(key.default)
+    value = _value(keys()[key.inherits.key], given, tree)
+    return value if key.inherits.equals is None else value == key.inherits.equals
+
+
+def _source(key: Key, given: Given) -> str:
+    if key.path in given:
+        return given[key.path].source
+    if key.inherits is not None:
+        return f"inherits {key.inherits.key}"
+    return f"inherits {key.default}" if _is_built(key) else "default"
+
+
+def _is_built(key: Key) -> bool:
+    """Whether the default is put together from other keys."""
+    return isinstance(key.default, str) and "${" in key.default
 
 
 def _select(tree: DictConfig, path: str) -> Any:
@@ -92,42 +98,31 @@ def _select(tree: DictConfig, path: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
 
 
-def _drop_unresolvable(out: Resolved) -> None:
-    """Take out values whose `${...}` leads nowhere; each becomes a problem."""
-    tree = _tree(out.given)
-    for path, setting in list(out.given.items()):
-        try:
-            _select(tree, path)
-        except OmegaConfBaseException as error:
-            what = f"{setting.value!r} does not resolve ({str(error).splitlines()[0]})"
-            out.problems.append(Problem(path, what, "name an existing key, or set the environment variable"))
-            out.given = _without(out.given, path)
-
-
-def _drop_unset(out: Resolved) -> None:
-    """Take out nulls that mean "as if it were not there"."""
-    tree = _tree(out.given)
-    for path in list(out.given):
-        if keys()[path].null_is_unset and _select(tree, path) is None:
-            out.given = _without(out.given, path)
-
-
-def _without(given: Given, path: str) -> Given:
-    return {other: setting for other, setting in given.items() if other != path}
+def _drop_if_void(path: str, tree: DictConfig, out: Resolved) -> None:
+    """Take out a null that means "as if it were not there", and a `${...}` that leads nowhere, which is a problem."""
+    key = keys()[path]
+    try:
+        void = _select(tree, path) is None and key.null_is_unset
+    except OmegaConfBaseException as error:
+        void = True
+        what = f"{out.given[path].value!r} does not resolve ({str(error).splitlines()[0]})"
+        out.problems.append(Problem(path, what, "name an existing key, or set the environment variable"))
+    if void:
+        del out.given[path]
+        OmegaConf.update(tree, path, _start_value(key, {}), merge=False)
 
 
 def _settle(alias: str, key: str, tree: DictConfig, out: Resolved) -> None:
     """Move the value of a second name to the key that it names, unless that key was given later."""
-    value, own = _select(tree, alias), out.given[alias]
+    value, own = _select(tree, alias), out.given.pop(alias)
     rival = out.given.get(key)
     rival_value = _select(tree, key) if rival else None
     OmegaConf.update(tree, alias, None)
-    out.given = _without(out.given, alias)
     if value is None or value == rival_value:
         return
     if rival is not None and rival_value is not None:
         if rival.position == own.position:
-            what = f"{value!r} contradicts {key}={rival_value!r} in the same file; both name one quantity"
+            what = f"{value!r} contradicts {key}={rival_value!r} given in the same place; both name one quantity"
             out.problems.append(Problem(alias, what, f"keep {key}"))
             return
         if rival.position > own.position:
@@ -136,4 +131,4 @@ def _settle(alias: str, key: str, tree: DictConfig, out: Resolved) -> None:
         out.notes.append(f"{alias}={value} counts, being later than its other name {key}={rival_value}")
     OmegaConf.update(tree, key, value)
     out.moved[key] = alias
-    out.given = {**out.given, key: Setting(value, f"{own.source}, as {alias}", own.position)}
+    out.given[key] = Setting(value, f"{own.source}, as {alias}", own.position)

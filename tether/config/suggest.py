@@ -32,12 +32,20 @@ def unknown_key(path: str) -> Problem:
 
 
 def nearest(path: str) -> str | None:
-    """The key that was most likely meant by `path`; None where nothing is like it."""
+    """The key that was most likely meant by `path`; None where nothing is like it.
+
+    Tried in this order: the same name in another section, a similar name in this section, a similar path.
+    """
     respelled = _respell(path)
-    leaf = _leaf(respelled)
-    misplaced = [key for key in keys() if _leaf(key) == leaf]
-    best = get_close_matches(respelled, misplaced, n=1, cutoff=0.0) or get_close_matches(respelled, keys(), n=1)
-    return best[0] if best and _is_like(leaf, _leaf(best[0])) else None
+    section, leaf = _split(respelled)
+    misplaced = [key for key in keys() if _split(key)[1] == leaf]
+    if misplaced:
+        return get_close_matches(respelled, misplaced, n=1, cutoff=0.0)[0]
+    siblings = [_split(key)[1] for key in keys() if _split(key)[0] == section]
+    if similar := get_close_matches(leaf, siblings, n=1):
+        return f"{section}.{similar[0]}"
+    best = next(iter(get_close_matches(respelled, keys(), n=1)), None)
+    return best if best and _is_like(leaf, _split(best)[1]) else None
 
 
 def _respell(path: str) -> str:
@@ -47,8 +55,9 @@ def _respell(path: str) -> str:
     return path
 
 
-def _leaf(path: str) -> str:
-    return path.rsplit(".", 1)[-1]
+def _split(path: str) -> tuple[str, str]:
+    section, _, leaf = path.rpartition(".")
+    return section, leaf
 
 
 def _is_like(name: str, other: str) -> bool:

@@ -2,8 +2,8 @@
 
 import torch
 
-from tether.algorithms.advantages.result import Advantages, spread
-from tether.algorithms.masking import masked_sum, masked_whiten, select
+from tether.algorithms.advantages.result import Advantages
+from tether.algorithms.masking import masked_sum, masked_whiten, select, spread
 from tether.algorithms.shapes import Mask, Rows, Tokens
 
 
@@ -55,8 +55,8 @@ def length_adaptive_lambda(response_mask: Mask, alpha: float) -> Rows:
 def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gamma: float = 1.0) -> Advantages:
     """Whitened discounted return of each token (REINFORCE++, Hu 2025, arXiv 2501.03262); needs no critic, no groups.
 
-    G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. verl restarts G at a masked
-    token between two policy tokens, so that what comes after a tool call is not credited before it; here it carries.
+    G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. What comes after a tool's
+    output is credited to the tokens before it too.
     """
     returns = discounted_returns(token_level_rewards, response_mask, gamma)
     return Advantages(masked_whiten(returns, response_mask), returns)

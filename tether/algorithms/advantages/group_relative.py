@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tether.algorithms.advantages.groups import score_groups
-from tether.algorithms.advantages.result import Advantages, outcome, spread
-from tether.algorithms.masking import masked_whiten
+from tether.algorithms.advantages.result import Advantages, outcome
+from tether.algorithms.masking import masked_whiten, spread
 from tether.algorithms.shapes import Mask, RowIds, Tokens
 
 EPSILON = 1e-6

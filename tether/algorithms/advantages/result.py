@@ -1,8 +1,8 @@
-"""What an advantage estimator returns, and the two ways to fill it."""
+"""What an advantage estimator returns."""
 
 from dataclasses import dataclass
 
-from tether.algorithms.masking import select
+from tether.algorithms.masking import spread
 from tether.algorithms.shapes import Mask, Rows, Tokens
 
 
@@ -12,11 +12,6 @@ class Advantages:
 
     advantages: Tokens
     returns: Tokens
-
-
-def spread(per_row: Rows, response_mask: Mask) -> Tokens:
-    """Give every token of a row the number of the row."""
-    return select(per_row[:, None].expand(response_mask.shape), response_mask)
 
 
 def outcome(per_row: Rows, response_mask: Mask) -> Advantages:

@@ -2,7 +2,8 @@
 
 from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.clipped import vanilla
-from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.policy_losses.common import ratio_metrics, weighted
+from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.rollout_correction import RejectionBounds, importance_weights, rejection_mask
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss

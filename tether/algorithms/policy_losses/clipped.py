@@ -3,7 +3,8 @@
 import torch
 
 from tether.algorithms.masking import select
-from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.policy_losses.common import ratio_metrics, weighted
+from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, RowIds, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss
 

@@ -1,17 +1,8 @@
-"""What the policy losses share: the importance ratio, its metrics, and the end of every loss."""
+"""What the policy losses share: the metrics of the importance ratio, and the end of every loss."""
 
 from tether.algorithms.masking import select
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Max, Mean, Metric, Min, TokenLoss
-
-MAX_LOG_RATIO = 20.0
-"""exp() of it is finite in float32; a policy that moved further has no meaningful ratio."""
-
-
-def bounded_log_ratio(log_probs: Tokens, old_log_probs: Tokens, response_mask: Mask) -> Tokens:
-    """Return log p - log p_old within +-20; 0 outside the mask."""
-    difference = select(log_probs, response_mask) - select(old_log_probs, response_mask)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio_metrics(log_ratio: Tokens, response_mask: Mask) -> dict[str, Metric]:

@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tether.algorithms.masking import masked_mean, select
-from tether.algorithms.policy_losses.common import bounded_log_ratio
+from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
 
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from tether.algorithms.masking import masked_mean, select
-from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.masking import masked_mean, select, spread
+from tether.algorithms.policy_losses.common import ratio_metrics, weighted
+from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss
 
@@ -50,7 +51,7 @@ def geo_mean(
 
     e_t = sgn(A_t) min(sgn(A_t) d_t, sgn(A_t) clip(d_t, -low, high)) with d = log r: the clip acts on the *log* ratio.
     L = -mean_t(A_t) exp(mean_t e_t), the same for all tokens of the row, so that ``seq-mean-token-mean`` gives the
-    mean over rows.
+    mean over rows. Rollout weights are put together in the same way, by their geometric mean.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     advantages = select(advantages, response_mask)
@@ -59,9 +60,11 @@ def geo_mean(
     bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
     ratio = masked_mean(bounded, response_mask, dim=-1).exp()
     row_loss = -masked_mean(advantages, response_mask, dim=-1) * ratio
+    if rollout_is_weights is not None:
+        row_loss = row_loss * masked_mean(rollout_is_weights.log(), response_mask, dim=-1).exp()
     outside = clipped != log_ratio
     metrics = ratio_metrics(log_ratio, response_mask) | {
         "actor/pg_clipfrac": Mean.of(outside & (advantages > 0), response_mask),
         "actor/pg_clipfrac_lower": Mean.of(outside & (advantages < 0), response_mask),
     }
-    return weighted(row_loss[:, None].expand_as(log_ratio), response_mask, rollout_is_weights, metrics)
+    return TokenLoss(spread(row_loss, response_mask), metrics)

@@ -5,7 +5,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from tether.algorithms.masking import select
-from tether.algorithms.policy_losses.common import bounded_log_ratio, ratio_metrics, weighted
+from tether.algorithms.policy_losses.common import ratio_metrics, weighted
+from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss
 

@@ -13,7 +13,12 @@ class Section(BaseModel):
     """A frozen group of keys. Values have exactly the type that the field names (a float may be written as 1)."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # only the whole tree is ever validated, so that no section needs a validator of its own
     )
 
 
@@ -60,7 +65,10 @@ def as_strings(value: Any) -> Any:
     """Make a tuple of one name or of a list of names, also where the list stands inside quotes."""
     # '["console","wandb"]' and "['a.parquet']" are what is left of lists once shells and launchers have quoted them.
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-        value = yaml.safe_load(value)
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError("not a list") from error
     return (value,) if isinstance(value, str) else _as_tuple(value)
 
 

@@ -1,0 +1,78 @@
+"""What a run is told: keys without effect, the engine that samples, and the printed tree."""
+
+import pytest
+import yaml
+
+from tests.config.loading import load
+from tether.config import format_tree
+from tether.config.elsewhere import ELSEWHERE
+from tether.config.keys import keys, values_of
+from tether.config.live import why_idle
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def test_a_plain_config_needs_no_notes():
+    assert load().notes == ()
+
+
+def test_settings_of_elsewhere_are_noted_once_for_each_reason():
+    utilization, eager = f"{ROLLOUT}.gpu_memory_utilization=0.4", f"{ROLLOUT}.enforce_eager=True"
+    server, shards = load(utilization, eager, "trainer.balance_batch=False").notes
+    assert server.startswith(f"no effect: {utilization}, {eager} (the native engine")
+    assert shards == "no effect: trainer.balance_batch=False (on one device there are no shards to place)"
+
+
+def test_a_default_that_is_written_out_is_not_noted():
+    assert load(f"{ROLLOUT}.gpu_memory_utilization=0.5", f"{ACTOR}.fsdp_config.param_offload=False").notes == ()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
+def test_another_engine_is_never_silently_replaced(engine):
+    assert load(f"{ROLLOUT}.name={engine}").notes == (
+        f"{ROLLOUT}.name={engine}: this installation samples with the native engine instead",
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "setting", "reason"),
+    [
+        ([], f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.use_kl_loss is False"),
+        ([], "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward is False"),
+        ([], "reward_model.model.path=rm", "reward_model.enable is False"),
+        (["data.val_files=[]"], "trainer.val_before_train=False", "data.val_files is []"),
+        (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], "critic.optim.lr=0.1", "critic.enable is False"),
+        (
+            [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"],
+            f"{ACTOR}.clip_ratio=0.1",
+            "clip_ratio_low and clip_ratio_high are set",
+        ),
+    ],
+)
+def test_a_key_whose_switch_is_off_is_noted(context, setting, reason):
+    assert load(*context, setting).notes == (f"no effect: {setting} ({reason})",)
+
+
+def test_a_key_whose_switch_is_on_is_not_noted():
+    assert load(f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1").notes == ()
+
+
+def test_every_key_of_elsewhere_has_a_reason():
+    values = values_of(load().config)
+    for pattern in ELSEWHERE:
+        if pattern in keys():
+            assert why_idle(pattern, values), pattern
+
+
+def test_the_tree_is_yaml_with_sources():
+    loaded = load("trainer.seed=3", f"{ROLLOUT}.gpu_memory_utilization=0.4")
+    text = format_tree(loaded)
+    tree = yaml.safe_load(text)
+    assert tree["trainer"]["seed"] == tree["data"]["seed"] == 3
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines() if "#" in line}
+    assert lines["clip_ratio_low"].endswith("# inherits actor_rollout_ref.actor.clip_ratio")
+    assert lines["total_epochs"].endswith("# default")
+    assert "  seed: 3" in text
+    assert text.splitlines()[-1].startswith("# note: no effect: actor_rollout_ref.rollout.gpu_memory_utilization=0.4")
+    assert "megatron" not in text
+    assert "keys at their default that do nothing in this run" in text

@@ -1,0 +1,193 @@
+"""Contradictions between keys: each is found, says both keys, and its fix works."""
+
+import pytest
+
+from tests.config.loading import load, problems_of
+from tether.config.keys import keys
+from tether.config.rules import RULES
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VAL = f"{ROLLOUT}.val_kwargs"
+
+# rule -> (overrides, path of the problem, text in it, overrides that mend it)
+CASES = {
+    "training_data_is_named": (["data.train_files=[]"], "data.train_files", "names no file", ["data.train_files=a"]),
+    "actor_mini_batch_fits": (
+        ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=65"],
+        f"{ACTOR}.ppo_mini_batch_size",
+        "65 prompts are more than data.train_batch_size=64. set it to at most 64",
+        [f"{ACTOR}.ppo_mini_batch_size=64"],
+    ),
+    "critic_mini_batch_fits": (
+        ["data.train_batch_size=256", "critic.ppo_mini_batch_size=257"],
+        "critic.ppo_mini_batch_size",
+        "257 prompts are more than data.train_batch_size=256",
+        ["critic.ppo_mini_batch_size=256"],
+    ),
+    "group_has_peers": (
+        ["algorithm.adv_estimator=grpo"],
+        f"{ROLLOUT}.n",
+        "1 response a prompt carries no signal for algorithm.adv_estimator=grpo",
+        [f"{ROLLOUT}.n=2"],
+    ),
+    "gae_has_a_critic": (
+        ["critic.enable=False"],
+        "critic.enable",
+        "False leaves algorithm.adv_estimator=gae without values",
+        ["critic.enable=null"],
+    ),
+    "adaptive_kl_moves": (
+        ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0"],
+        "algorithm.kl_ctrl.horizon",
+        "0 cannot be divided by, as algorithm.kl_ctrl.type=adaptive does",
+        ["algorithm.kl_ctrl.type=fixed"],
+    ),
+    "actor_warmup_is_said_once": (
+        [f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
+        f"{ACTOR}.optim.lr_warmup_steps",
+        f"5 and {ACTOR}.optim.lr_warmup_steps_ratio=0.1 give the warm-up twice",
+        [f"{ACTOR}.optim.lr_warmup_steps=-1"],
+    ),
+    "critic_warmup_is_said_once": (
+        ["critic.optim.lr_warmup_steps=5", "critic.optim.lr_warmup_steps_ratio=0.1"],
+        "critic.optim.lr_warmup_steps",
+        "give the warm-up twice",
+        ["critic.optim.lr_warmup_steps_ratio=0"],
+    ),
+    "critic_warmup_has_a_critic": (
+        ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2", "trainer.critic_warmup=3"],
+        "trainer.critic_warmup",
+        "3 steps train a critic, and critic.enable is False",
+        ["trainer.critic_warmup=0"],
+    ),
+    "critic_warmup_ends": (
+        ["trainer.critic_warmup=9", "trainer.total_training_steps=9"],
+        "trainer.critic_warmup",
+        "9 leaves the actor untrained in trainer.total_training_steps=9",
+        ["trainer.critic_warmup=8"],
+    ),
+    "prompt_length_is_one": (
+        [f"{ROLLOUT}.prompt_length=8"],
+        f"{ROLLOUT}.prompt_length",
+        "8 contradicts data.max_prompt_length=512",
+        ["data.max_prompt_length=8"],
+    ),
+    "response_length_is_one": (
+        [f"{ROLLOUT}.response_length=8"],
+        f"{ROLLOUT}.response_length",
+        "8 contradicts data.max_response_length=512",
+        ["data.max_response_length=8"],
+    ),
+    "validation_sampling_agrees": (
+        [f"{VAL}.temperature=0.6"],
+        f"{VAL}.do_sample",
+        f"False contradicts {VAL}.temperature=0.6",
+        [f"{VAL}.do_sample=True"],
+    ),
+    "greedy_validation_answers_once": (
+        [f"{VAL}.n=4"],
+        f"{VAL}.n",
+        "4 greedy answers to a prompt are all the same",
+        [f"{VAL}.do_sample=True", f"{VAL}.temperature=1"],
+    ),
+    "validation_has_data": (
+        ["data.val_files=[]", "trainer.test_freq=5"],
+        "data.val_files",
+        "empty, and trainer.test_freq asks for validation",
+        ["trainer.test_freq=-1"],
+    ),
+    "resume_path_is_given": (
+        ["trainer.resume_mode=resume_path"],
+        "trainer.resume_from_path",
+        "missing with trainer.resume_mode=resume_path",
+        ["trainer.resume_from_path=c/global_step_3"],
+    ),
+    "checkpoints_are_kept_together": (
+        ["trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=3"],
+        "trainer.max_critic_ckpt_to_keep",
+        "3 contradicts trainer.max_actor_ckpt_to_keep=2",
+        ["trainer.max_critic_ckpt_to_keep=2"],
+    ),
+    "custom_dataset_is_complete": (
+        ["data.custom_cls.path=x.py"],
+        "data.custom_cls.name",
+        "missing beside the other key of data.custom_cls",
+        ["data.custom_cls.name=Mine"],
+    ),
+    "subsets_are_not_empty": (
+        ["data.train_max_samples=0"],
+        "data.train_max_samples",
+        "0 leaves no row",
+        ["data.train_max_samples=-1"],
+    ),
+}
+SEQUENCE_PARALLEL = {"actor_sequence_parallel_packs", "critic_sequence_parallel_packs"}
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_contradiction(rule):
+    overrides, path, message, _ = CASES[rule]
+    problems = problems_of(*overrides)
+    assert list(problems) == [path]
+    assert message in problems[path]
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_mended(rule):
+    overrides, _, _, mended = CASES[rule]
+    load(*overrides, *mended)
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in RULES} == set(CASES) | SEQUENCE_PARALLEL
+
+
+@pytest.mark.parametrize(("section", "model"), [(ACTOR, "actor_rollout_ref.model"), ("critic", "critic.model")])
+def test_sequence_parallelism_without_packing(section, model):
+    packing = f"{model}.use_remove_padding"
+    key = f"{section}.ulysses_sequence_parallel_size"
+    texts = [str(problem) for problem in problem_list(f"{key}=2", f"{packing}=False")]
+    assert f"{key}: 2 needs packed rows, and {packing} is False. set {packing}=True" in texts
+    assert len(texts) == 2  # and it is refused as long as there is one device
+
+
+def problem_list(*overrides):
+    from tether.config import ConfigError
+
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    return error.value.problems
+
+
+def test_the_other_direction_of_resuming():
+    problems = problems_of("trainer.resume_from_path=c/global_step_3")
+    assert "c/global_step_3 is not read with trainer.resume_mode=auto" in problems["trainer.resume_from_path"]
+
+
+def test_greedy_asked_for_by_name_only():
+    problems = problems_of(f"{VAL}.do_sample=True")
+    assert f"True contradicts {VAL}.temperature=0.0" in problems[f"{VAL}.do_sample"]
+
+
+def test_both_kinds_of_kl_may_be_on():
+    config = load("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True").config
+    assert config.algorithm.use_kl_in_reward
+    assert config.actor_rollout_ref.actor.use_kl_loss
+
+
+def test_no_divisibility_is_asked_for():
+    load("data.train_batch_size=7", f"{ACTOR}.ppo_mini_batch_size=5", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3")
+
+
+def test_a_rule_is_silent_about_a_key_that_is_wrong_by_itself():
+    problems = problems_of("data.train_batch_size=x", f"{ACTOR}.ppo_mini_batch_size=2000")
+    assert list(problems) == ["data.train_batch_size"]
+
+
+def test_an_inheriting_key_takes_whatever_its_source_takes():
+    looser = {"actor_rollout_ref.actor.clip_ratio_high", "data.gen_batch_size", "reward_manager.name"}
+    looser |= {key.path for key in keys().values() if key.path.endswith(("rollout_n", "forward_max_token_len_per_gpu"))}
+    for key in keys().values():
+        if key.inherits and key.inherits.equals is None and key.path not in looser:
+            source = keys()[key.inherits.key].type_text
+            assert key.type_text in (source, f"{source} or null"), key.path
