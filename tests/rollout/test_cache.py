@@ -25,17 +25,19 @@ def random_tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("garbage", [0.0, 1e9])
-def test_decoding_token_by_token_equals_whole_sequences(spec: AttentionSpec, garbage: float) -> None:
-    """Two sequences of 5 and 8 tokens: prompts of 2 and 5, then three decoding steps. Unused places are never seen."""
+@pytest.mark.parametrize("garbage", [0.0, 1e9, None])
+def test_decoding_token_by_token_equals_whole_sequences(spec: AttentionSpec, garbage: float | None) -> None:
+    """Two sequences of 5 and 8 tokens: prompts of 2 and 5, then three decoding steps.
+
+    Whatever finite numbers stand in unused places are never seen; without them (None) the cache grows as it goes.
+    """
     query, key, value = random_tokens(13)
     whole = Packed((5, 8)).attend(query, key, value, spec)
     prompt = torch.tensor([0, 1, 5, 6, 7, 8, 9])
-    cache = KVCache(num_slots=3, capacity=20, device=CPU)
-    cache._layers[0] = (
-        torch.full((3, KV_HEADS, 20, SIZE), garbage, dtype=torch.float64),
-        torch.full((3, KV_HEADS, 20, VALUE_SIZE), garbage, dtype=torch.float64),
-    )
+    cache = KVCache(num_slots=3, max_length=20, device=CPU)
+    if garbage is not None:
+        shape = (3, KV_HEADS, 20)
+        cache._layers[0] = (key.new_full((*shape, SIZE), garbage), value.new_full((*shape, VALUE_SIZE), garbage))
     prefill = Prefill.plan(cache, lengths=[2, 5], copies=[1, 1], first_slot=0)
     out = prefill.attend(query[:, :, prompt], key[:, :, prompt], value[:, :, prompt], spec)
     assert torch.allclose(out, whole[:, :, prompt], atol=1e-12)
@@ -48,7 +50,7 @@ def test_decoding_token_by_token_equals_whole_sequences(spec: AttentionSpec, gar
 
 
 def test_prefill_writes_each_prompt_to_all_its_slots() -> None:
-    cache = KVCache(num_slots=5, capacity=6, device=CPU)
+    cache = KVCache(num_slots=5, max_length=6, device=CPU)
     layout = Prefill.plan(cache, lengths=[2, 3], copies=[3, 1], first_slot=1)
     assert layout.source.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 4]
     assert layout.slot.tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 4]
@@ -56,13 +58,24 @@ def test_prefill_writes_each_prompt_to_all_its_slots() -> None:
 
 
 def test_move_copies_a_slot_in_every_layer() -> None:
-    cache = KVCache(num_slots=3, capacity=4, device=CPU)
+    cache = KVCache(num_slots=3, max_length=4, device=CPU)
     slot, position = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
     for layer in (0, 1):
         content = torch.arange(3.0).view(3, 1, 1) + 10 * layer
-        cache.write(layer, slot, position, content, -content)
+        cache.write(layer, slot, position, 1, content, -content)
     cache.move(torch.tensor([2]), torch.tensor([0]), length=1)
     for layer in (0, 1):
         keys, values = cache.read(layer, rows=3, length=1)
         assert (keys.flatten() - 10 * layer).tolist() == [2, 1, 2]
         assert torch.equal(values, -keys)
+
+
+def test_capacity_follows_the_lengths_that_occur_up_to_the_limit() -> None:
+    cache = KVCache(num_slots=1, max_length=10, device=CPU)
+    capacities = []
+    for position in (0, 1, 2, 3, 8, 9):
+        token = torch.full((1, 1, 2), float(position))
+        cache.write(0, torch.tensor([0]), torch.tensor([position]), position + 1, token, token)
+        capacities.append(cache._layers[0][0].shape[2])
+    assert capacities == [2, 2, 6, 6, 10, 10]
+    assert cache.read(0, rows=1, length=10)[0][0, 0, :, 0].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 8, 9]

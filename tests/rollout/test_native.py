@@ -40,7 +40,7 @@ def packed_logits(model: PreTrainedModel, batch: RolloutBatch) -> list[Tensor]:
     lengths = [len(row) for row in rows]
     with torch.no_grad():
         logits = model(
-            torch.tensor([sum(rows, [])]),
+            torch.tensor([list(itertools.chain.from_iterable(rows))]),
             position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
             use_cache=False,
             attention_layout=Packed(tuple(lengths)),
@@ -53,10 +53,9 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
     """Ragged prompts, fewer slots than rows, and responses that end by themselves after different times."""
     length = 10
     theirs, ours = tiny_model(name), tiny_model(name)
+    theirs.generation_config.eos_token_id = None
     free = [
-        theirs.generate(torch.tensor([p]), max_new_tokens=length, do_sample=False, eos_token_id=None)[
-            0, len(p) :
-        ].tolist()
+        theirs.generate(torch.tensor([p]), max_new_tokens=length, do_sample=False)[0, len(p) :].tolist()
         for p in PROMPTS
     ]
     eos = frozenset({free[0][3], free[3][7]})  # two tokens that the model is known to produce

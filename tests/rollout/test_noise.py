@@ -1,4 +1,4 @@
-"""The addressed random numbers: the published hash, and numbers that look independent along every part of the address."""
+"""The published hash, and numbers that look independent along every part of their address."""
 
 import pytest
 import torch

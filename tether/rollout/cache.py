@@ -21,25 +21,38 @@ from tether.models.attention import AttentionSpec, Packed, visible_keys
 
 
 class KVCache:
-    """One pair of tensors [S, K, capacity, D] and [S, K, capacity, E] a layer, made when the layer is first written."""
+    """One pair of tensors [S, K, capacity, D] and [S, K, capacity, E] a layer.
 
-    def __init__(self, num_slots: int, capacity: int, device: torch.device) -> None:
+    A layer's tensors are made when it is first written, with room for twice the longest prefix, and made anew like that
+    when it is used up: memory follows the lengths that occur and not the limit. Positions are written in place.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
+        """No sequence will be longer than `max_length`."""
         self.num_slots = num_slots
-        self.capacity = capacity
+        self.max_length = max_length
         self.device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put key [N, K, D] and value [N, K, E] of N tokens at their slots [N] and positions [N]."""
+    def write(self, layer: int, slot: Tensor, position: Tensor, length: int, key: Tensor, value: Tensor) -> None:
+        """Put key [N, K, D] and value [N, K, E] of N tokens at their slots [N] and positions [N], under `length`."""
         if layer not in self._layers:
-            self._layers[layer] = (self._allocate(key), self._allocate(value))
+            self._layers[layer] = (self._zeros(key, 2 * length), self._zeros(value, 2 * length))
+        elif length > self._layers[layer][0].shape[2]:
+            keys, values = self._layers[layer]
+            self._layers[layer] = (self._grown(keys, 2 * length), self._grown(values, 2 * length))
         keys, values = self._layers[layer]
         keys[slot, :, position] = key
         values[slot, :, position] = value
 
-    def _allocate(self, like: Tensor) -> Tensor:
+    def _zeros(self, like: Tensor, capacity: int) -> Tensor:
         # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
-        return like.new_zeros(self.num_slots, like.shape[1], self.capacity, like.shape[2])
+        return like.new_zeros(self.num_slots, like.shape[1], min(capacity, self.max_length), like.shape[-1])
+
+    def _grown(self, cached: Tensor, capacity: int) -> Tensor:
+        larger = self._zeros(cached, capacity)
+        larger[:, :, : cached.shape[2]] = cached
+        return larger
 
     def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Views of the first `length` positions of the first `rows` slots: [R, K, L, D] and [R, K, L, E]."""
@@ -81,7 +94,7 @@ class Prefill:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`: [1, H, N, D] in, [1, H, N, E] out."""
         keys, values = (x[0].transpose(0, 1)[self.source] for x in (key, value))
-        self.cache.write(spec.layer, self.slot, self.position, keys, values)
+        self.cache.write(spec.layer, self.slot, self.position, max(self.packed.lengths), keys, values)
         return self.packed.attend(query, key, value, spec)
 
 
@@ -99,7 +112,7 @@ class Decode:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`: [R, H, 1, D] in, [R, H, 1, E] out."""
         rows, heads, _, size = query.shape
-        self._cache.write(spec.layer, self._slot, self._position, key.squeeze(2), value.squeeze(2))
+        self._cache.write(spec.layer, self._slot, self._position, self._length, key.squeeze(2), value.squeeze(2))
         keys, values = self._cache.read(spec.layer, rows, self._length)
         # The G query heads of one key head stand in the place of G query positions: keys are never repeated.
         query = query.reshape(rows, keys.shape[1], -1, size)

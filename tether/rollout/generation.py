@@ -81,10 +81,9 @@ class Generation:
             copies.append(len(list(rows)))
         layout = Prefill.plan(self._cache, lengths, copies, first_slot=self._active)
         length = torch.tensor(lengths)
+        ends = (length.cumsum(0) - 1).to(self._device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
-        logits = self._forward(
-            torch.tensor(tokens, device=self._device)[None], positions[None], layout, keep=length.cumsum(0) - 1
-        )
+        logits = self._forward(torch.tensor(tokens, device=self._device)[None], positions[None], layout, keep=ends)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))
         self._occupy(length[owner])
         return logits[0, owner.to(self._device)]
@@ -127,7 +126,7 @@ class Generation:
 
         broken = ~torch.isfinite(log_prob)
         ended = torch.isin(token, self._eos) | (count == self._sampling.max_new_tokens)
-        if (ended | broken).any():  # the only wait for the device in a step
+        if (ended | broken).any():
             if broken.any():
                 self._refuse(int(row[broken][0]))
             self._release(slots.start + ended.nonzero().flatten())
