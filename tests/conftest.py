@@ -5,7 +5,9 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["tether.algorithms"], "beartype.beartype")
+import tests.typecheck  # noqa: F401  # the hook below names it
+
+install_import_hook(["tether.algorithms"], "tests.typecheck.check")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

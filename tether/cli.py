@@ -49,6 +49,9 @@ def train(arguments: ConfigArguments = None) -> None:
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
     loaded = _load(arguments)
+    from tether.execution.memory import restart_with_huge_pages
+
+    restart_with_huge_pages()
     from tether.trainer.commands import train as run
 
     run(loaded, command=shlex.join(["tether", *sys.argv[1:]]))

@@ -64,13 +64,13 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
     console = Console(highlight=False)
-    with build_evaluator(loaded, checkpoint / "actor") as (evaluation, collector):
-        with console.status("sampling") as status:
-            result = evaluation.run(
-                collector,
-                NoiseKey(loaded.config.trainer.seed, step_of(checkpoint)),
-                lambda done, total: status.update(f"sampling: {done} of {total} responses"),
-            )
+    evaluator, waiting = build_evaluator(loaded, checkpoint / "actor"), console.status("sampling")
+    with evaluator as (evaluation, collector), waiting as status:
+        result = evaluation.run(
+            collector,
+            NoiseKey(loaded.config.trainer.seed, step_of(checkpoint)),
+            lambda done, total: status.update(f"sampling: {done} of {total} responses"),
+        )
     for name, value in result.metrics.items():
         console.print(f"{name:60} {value:.4f}")
     console.print(f"written to {_write(checkpoint, result)}")

@@ -1,4 +1,4 @@
-"""What a finished run shows: the score before and after, the same questions answered before and after, what is where."""
+"""What a finished run shows: the score and some answers before and after, and what is where."""
 
 from __future__ import annotations
 

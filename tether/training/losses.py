@@ -58,7 +58,9 @@ class PolicyLoss:
             entropy = self.aggregation(outputs.entropy, mask, sizes)
             total = total - self.entropy_coeff * entropy
         if self.kl_coef:
-            kl = self.aggregation(kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), self.kl_kind), mask, sizes)
+            kl = self.aggregation(
+                kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), self.kl_kind, mask), mask, sizes
+            )
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
         return LossTerm(total, token_loss.metrics, shares)
