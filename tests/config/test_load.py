@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import ValidationError
@@ -415,12 +415,18 @@ def test_a_saved_config_still_passes_changes_on(write):
     assert again.trainer.default_local_dir == "checkpoints/verl_examples/b"
 
 
-@settings(deadline=None, max_examples=25)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("\\\\${}ab'\" #:\\n"))
+@settings(deadline=None, max_examples=40)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("\\${}ab'\" #:\n\x85é"))
+@example("\x85")
+@example("two\n\nlines ${x} \\${y}")
 def test_any_text_survives_saving(text):
-    path = "data.chat_template"
-    saved = to_yaml(values_of(DEFAULT.config) | {path: text}, DEFAULT.sources | {path: "command line"})
-    assert OmegaConf.create(saved).data.chat_template == text
+    path, mapping = "data.chat_template", "data.apply_chat_template_kwargs"
+    values = values_of(DEFAULT.config) | {path: text, mapping: {"a": [text, 1]}}
+    saved = to_yaml(values, DEFAULT.sources | {path: "command line", mapping: "command line"})
+    data = OmegaConf.to_container(OmegaConf.create(saved), resolve=True)["data"]
+    assert data["chat_template"] == text
+    assert data["apply_chat_template_kwargs"] == {"a": [text, 1]}
+    assert len(saved.split("\n")) == len(DEFAULT.to_yaml().split("\n"))
 
 
 # Cost
