@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import ValidationError
@@ -415,12 +415,18 @@ def test_a_saved_config_still_passes_changes_on(write):
     assert again.trainer.default_local_dir == "checkpoints/verl_examples/b"
 
 
-@settings(deadline=None, max_examples=25)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("\\\\${}ab'\" #:\\n"))
+@settings(deadline=None, max_examples=40)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("\\${}ab'\" #:\n\x85é"))
+@example("\x85")
+@example("two\n\nlines ${x} \\${y}")
 def test_any_text_survives_saving(text):
-    path = "data.chat_template"
-    saved = to_yaml(values_of(DEFAULT.config) | {path: text}, DEFAULT.sources | {path: "command line"})
-    assert OmegaConf.create(saved).data.chat_template == text
+    path, mapping = "data.chat_template", "data.apply_chat_template_kwargs"
+    values = values_of(DEFAULT.config) | {path: text, mapping: {"a": [text, 1]}}
+    saved = to_yaml(values, DEFAULT.sources | {path: "command line", mapping: "command line"})
+    data = OmegaConf.to_container(OmegaConf.create(saved), resolve=True)["data"]
+    assert data["chat_template"] == text
+    assert data["apply_chat_template_kwargs"] == {"a": [text, 1]}
+    assert len(saved.split("\n")) == len(DEFAULT.to_yaml().split("\n"))
 
 
 # Cost
@@ -434,18 +440,20 @@ def test_errors_come_before_torch_and_in_two_seconds():
         "except ConfigError as error: print(error)\n"
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    assert min(cpu_seconds(code) for _ in range(3)) < 2
+    seconds, text = run(code)
+    assert len(text.splitlines()) == 4
+    assert "did you mean trainer.logger?" in text
+    if seconds >= 2:  # too busy a machine to tell by the clock: compare with its libraries alone, a third of it at rest
+        assert seconds < 8 * run("import pydantic.main, omegaconf, hydra.core.override_parser.overrides_parser")[0]
 
 
-def cpu_seconds(code):
-    """CPU time of a process that must report four problems: on a busy machine, steadier than the clock."""
+def run(code):
+    """Run code in a fresh process; returns its CPU seconds and what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert "did you mean trainer.logger?" in done.stdout
-    assert len(done.stdout.splitlines()) == 4
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
 def test_a_bad_call_raises_one_kind_of_error():

@@ -63,8 +63,22 @@ def _common(left: list[str], right: list[str]) -> int:
 
 
 def _text(path: str, value: Any) -> str:
-    dumped = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
+    plain = _plain(value)
+    # Line breaks and the like are escaped, so that every key stays on one line, also as a comment.
+    one_line = all(text.isprintable() for text in _strings(plain))
+    style = None if one_line else '"'
+    dumped = yaml.safe_dump(
+        plain, default_flow_style=True, default_style=style, width=10**6, allow_unicode=one_line, sort_keys=False
+    )
     return f"{path.rsplit('.', 1)[-1]}: {dumped.removesuffix('...' + chr(10)).strip()}"
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.items() for part in item for text in _strings(part)]
+    if isinstance(value, list):
+        return [text for part in value for text in _strings(part)]
+    return [value] if isinstance(value, str) else []
 
 
 def _plain(value: Any) -> Any:
