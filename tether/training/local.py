@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Generic
 
@@ -22,51 +21,48 @@ from transformers import PreTrainedModel
 from tether.algorithms import Mean, Metric, count_valid, merge_metrics
 from tether.batch import TrainBatch
 from tether.training import incident
+from tether.training.master import MasterWeights
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, UpdatePlan
 from tether.training.tokens import sequence_lengths
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Where and in which dtype the model runs; master weights keep the dtype that they were loaded in."""
-
-    device: torch.device
-    autocast_dtype: torch.dtype | None = None
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast context, or none where weights and activations share a dtype."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
-
-
 class LocalEngine(Generic[Outputs]):
-    """Runs and updates one model (policy, critic or reference) in this process."""
+    """Runs and updates one model (policy, critic or reference) in this process.
+
+    Args:
+        model: policy, critic or reference, on its device; in float32 if it is trained.
+        micro: limits of a forward and backward pass.
+        optimizer: None for a model that is only run.
+        compute_dtype: dtype of forward and backward; a trained model gets float32 master weights beside it.
+        save: writes the model as a Hugging Face directory.
+        incident_dir: where an update with a non-finite gradient is kept.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        precision: Precision,
         micro: MicroBatching,
         optimizer: OptimizerOptions | None = None,
+        compute_dtype: torch.dtype | None = None,
         save: Callable[[PreTrainedModel, Path], None] | None = None,
         incident_dir: Path | None = None,
     ) -> None:
         self.model = model
-        self.precision = precision
         self.micro = micro
         self.options = optimizer
         self.save = save
         self.incident_dir = incident_dir
-        self.optimizer = build_adamw(model.parameters(), optimizer) if optimizer else None
+        self.masters = MasterWeights(model, compute_dtype) if compute_dtype not in (None, model.dtype) else None
+        self.trained = self.masters.parameters() if self.masters else [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = build_adamw(self.trained, optimizer) if optimizer else None
 
     def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
         """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
         self.model.eval()
         groups = (micro or self.micro).split(sequence_lengths(batch).tolist())
-        with torch.no_grad(), self.precision.autocast():
+        with torch.no_grad():
             pieces = [forward(batch[torch.tensor(rows)]) for rows in groups]
         place = torch.tensor([row for rows in groups for row in rows]).argsort()
         return torch.cat(pieces)[place]  # type: ignore[arg-type, return-value]  # tensordict's classes
@@ -87,9 +83,11 @@ class LocalEngine(Generic[Outputs]):
             for rows in plan.mini_batches(len(batch), step, epoch):
                 mini = batch[rows]
                 measured += self.accumulate_gradients(mini, forward, loss)
-                norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.grad_clip))
+                norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.options.grad_clip))
                 if math.isfinite(norm):
                     self.optimizer.step()
+                    if self.masters:
+                        self.masters.copy_to_model()
                     norms.append(norm)
                 else:
                     skipped += 1
@@ -114,9 +112,7 @@ class LocalEngine(Generic[Outputs]):
         shares: dict[str, float] = {}
         for rows in self.micro.split(sequence_lengths(mini).tolist()):
             micro = mini[torch.tensor(rows)]
-            with self.precision.autocast():
-                outputs = forward(micro)
-            term = loss(outputs, micro, sizes)
+            term = loss(forward(micro), micro, sizes)
             term.loss.backward()
             measured.append(term.metrics)
             for name, share in term.shares.items():
@@ -127,7 +123,8 @@ class LocalEngine(Generic[Outputs]):
     def save_model(self, folder: Path) -> None:
         """Write the model as a plain Hugging Face directory."""
         assert self.save, "a frozen model is not saved"
-        self.save(self.model, folder)
+        with self.masters.installed() if self.masters else nullcontext():
+            self.save(self.model, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """All state beside the weights: the optimizer's."""

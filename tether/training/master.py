@@ -1,0 +1,79 @@
+"""Mixed precision: the model computes in bfloat16, the optimizer updates float32 master weights.
+
+The model's parameters are themselves bfloat16, so no forward casts them and the sampler shares them as they are. Each
+gradient is added to the master's float32 gradient the moment it is complete and then freed, so that micro-batches add
+up in float32 and never two sets of gradients are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class MasterWeights:
+    """The float32 weights of a model that computes in a narrower dtype.
+
+    Args:
+        model: in float32; its parameters become `dtype`, but for a critic's head, whose values bfloat16 would round.
+        dtype: to compute in.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        head = set() if model.get_output_embeddings() is not None else _outside_backbone(model)
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for parameter in model.parameters():
+            if id(parameter) in head:
+                self._pairs.append((parameter, parameter))
+                continue
+            master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            parameter.data = master.data.to(dtype)
+            self._pairs.append((parameter, master))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_hand_over(master))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates."""
+        return [master for _, master in self._pairs if master.requires_grad]
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round the masters into the model, in place; after each optimizer step."""
+        for parameter, master in self._pairs:
+            if parameter is not master and master.requires_grad:
+                parameter.copy_(master)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the model holds the masters themselves: to save it."""
+        narrow = [parameter.data for parameter, _ in self._pairs]
+        for parameter, master in self._pairs:
+            parameter.data = master.data
+        try:
+            yield
+        finally:
+            for (parameter, _), data in zip(self._pairs, narrow, strict=True):
+                parameter.data = data
+
+
+def _outside_backbone(model: PreTrainedModel) -> set[int]:
+    backbone = {id(p) for p in model.base_model.parameters()}
+    return {id(p) for p in model.parameters()} - backbone
+
+
+def _hand_over(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's gradient to its master's and frees it."""
+
+    def hook(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)
+
+    return hook
