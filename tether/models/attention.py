@@ -52,6 +52,10 @@ class Packed:
         parts = zip(*(x.split(list(self.lengths), dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([_causal(q, k, v, spec) for q, k, v in parts], dim=2)
 
+    def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
+        """[1, N]: each token's position in its own sequence."""
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])[None]
+
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     length = query.shape[2]
