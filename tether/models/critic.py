@@ -101,8 +101,8 @@ def _empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
             critic: PreTrainedModel = auto_class.from_config(config)
             return critic
     raise ValueError(
-        f"{type(config).__name__}: transformers has neither a token nor a sequence classification model of this family, "
-        "so no critic can be built on it. Name a model of another family as critic.model.path."
+        f"{type(config).__name__}: transformers has neither a token nor a sequence classification model of this "
+        "family, so no critic can be built on it. Name a model of another family as critic.model.path."
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -134,8 +135,10 @@ def from_checkpoint(
         model, report = auto_class.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: its weights could not be loaded ({_first_line(error)}).") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
+        ) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

@@ -1,0 +1,108 @@
+"""Loading: what comes out is ready for training, and every bad path gives one clear error."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tether.models.backbone import hidden_states
+from tether.models.critic import critic_from
+from tether.models.load import load_causal_lm, load_tokenizer
+
+
+@pytest.fixture
+def tiny_dir(tmp_path):
+    return save_tiny(tmp_path / "tiny", "llama")
+
+
+def test_a_directory_loads_and_saves_back_bit_for_bit(tiny_dir, tmp_path, packed):
+    model = load_causal_lm(tiny_dir, dtype=torch.float32)
+    assert not model.training
+    assert hidden_states(model, *packed).shape == (packed[0].shape[1], 32)
+    model.save_pretrained(tmp_path / "again")
+    for key, value in load_file(tiny_dir / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[key], value), key
+    ids = packed[0]
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(ids).logits, AutoModelForCausalLM.from_pretrained(tiny_dir)(ids).logits)
+
+
+def test_transformers_own_attention_can_be_kept(tiny_dir):
+    model = load_causal_lm(tiny_dir, dtype=torch.bfloat16, attn="sdpa")
+    assert model.dtype == torch.bfloat16
+    assert model(torch.arange(5)[None]).logits.shape == (1, 5, model.config.vocab_size)
+
+
+def test_override_config(tiny_dir):
+    model = load_causal_lm(tiny_dir, dtype=torch.float32, override_config={"max_position_embeddings": 64})
+    assert model.config.max_position_embeddings == 64
+    with pytest.raises(ValueError, match=r"override_config.rope_thetta.*|override_config.max_positions.*mean 'max_pos"):
+        load_causal_lm(tiny_dir, dtype=torch.float32, override_config={"max_positions": 64})
+
+
+def test_weights_that_lack_are_refused(tiny_dir):
+    weights = load_file(tiny_dir / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tiny_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks 1 weights of LlamaForCausalLM, such as model.layers.1.mlp.up_proj.weight"
+    ):
+        load_causal_lm(tiny_dir, dtype=torch.float32)
+
+
+def test_a_damaged_weights_file_is_refused(tiny_dir):
+    file = tiny_dir / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=f"{tiny_dir}: its weights could not be loaded"):
+        load_causal_lm(tiny_dir, dtype=torch.float32)
+
+
+def test_a_critic_is_no_policy(tmp_path):
+    critic_from(tiny_model("qwen2")).save_pretrained(tmp_path)  # tied: without the check it would load silently
+    with pytest.raises(ValueError, match=r"is a critic or classifier \(Qwen2ForTokenClassification\)"):
+        load_causal_lm(tmp_path, dtype=torch.float32)
+
+
+def test_a_hub_id_that_is_nowhere(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="no-such-org/no-such-model: no model config could be loaded"):
+        load_causal_lm("no-such-org/no-such-model", dtype=torch.float32)
+    with pytest.raises(ValueError, match="no-such-org/no-such-model: no tokenizer could be loaded"):
+        load_tokenizer("no-such-org/no-such-model")
+
+
+def test_tokenizer(tiny_dir):
+    tokenizer = load_tokenizer(tiny_dir)
+    assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+    assert tokenizer.chat_template == tiny_tokenizer().chat_template
+    assert tokenizer.pad_token_id == 0
+
+
+def edit_tokenizer_config(directory, **entries):
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def test_tokenizer_without_padding_token_pads_with_end_of_sequence(tiny_dir):
+    edit_tokenizer_config(tiny_dir, pad_token=None)
+    tokenizer = load_tokenizer(tiny_dir)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+
+
+def test_tokenizer_without_end_of_sequence_is_refused(tiny_dir):
+    edit_tokenizer_config(tiny_dir, eos_token=None)
+    with pytest.raises(ValueError, match="names no end-of-sequence token"):
+        load_tokenizer(tiny_dir)
+
+
+def test_a_directory_without_tokenizer_is_refused(tiny_dir):
+    for file in tiny_dir.glob("*token*"):
+        file.unlink()
+    shutil.rmtree(tiny_dir / "x", ignore_errors=True)
+    with pytest.raises(ValueError, match=f"{tiny_dir}: no tokenizer could be loaded"):
+        load_tokenizer(tiny_dir)

@@ -1,0 +1,124 @@
+"""LoRA: off is exactly the base, layouts and log-probs go through, and both forms of saving load back."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.tiny import TINY_CONFIGS, tiny_model
+from tether.models.attention import use_tether_attention
+from tether.models.backbone import enable_gradient_checkpointing, hidden_states, prepare_for_packing
+from tether.models.critic import critic_from, value_head_of
+from tether.models.logprobs import lm_head_of, token_log_probs
+from tether.models.lora import LoraOptions, adapter_off, add_lora, load_lora, save_adapter, save_merged
+
+
+def trained_lora(model, options=LoraOptions(rank=4)):
+    """Adapters as training leaves them: B is no longer zero."""
+    torch.manual_seed(5)
+    add_lora(model, options)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def trainable(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_off_is_exactly_the_base(name, packed):
+    model = tiny_model(name)
+    use_tether_attention(model)
+    with torch.no_grad():
+        base = hidden_states(model, *packed)
+        add_lora(model, LoraOptions(rank=4))
+        assert torch.equal(hidden_states(model, *packed), base)  # adapters start as no change
+        trained = trained_lora(tiny_model(name))
+        use_tether_attention(trained)
+        on = hidden_states(trained, *packed)
+        with adapter_off(trained):
+            assert torch.equal(hidden_states(trained, *packed), base)
+        assert torch.equal(hidden_states(trained, *packed), on)
+    assert (on - base).abs().max() > 0.01
+
+
+def test_only_adapters_get_gradients_also_with_checkpointing(packed):
+    model = trained_lora(tiny_model("llama"))
+    prepare_for_packing(model)
+    model.train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            enable_gradient_checkpointing(model)
+        hidden = hidden_states(model, *packed)
+        token_log_probs(hidden, lm_head_of(model), packed[0][0]).log_probs.sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert found[0].keys() == trainable(model)
+    assert all("lora_" in name for name in found[0])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_which_layers():
+    model = tiny_model("llama")
+    add_lora(model, LoraOptions(rank=2, target_modules=("q_proj", "v_proj"), exclude_modules=("v_proj",)))
+    assert {name.split(".")[4] for name in trainable(model)} == {"q_proj"}
+    everything = tiny_model("llama")
+    add_lora(everything, LoraOptions(rank=2))
+    names = {name.split(".")[4] for name in trainable(everything)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="lora_rank=0: must be at least 1"):
+        add_lora(tiny_model("llama"), LoraOptions(rank=0))
+    with pytest.raises(
+        ValueError, match=r"'query' is no linear layer of LlamaForCausalLM. It has: down_proj, .*q_proj"
+    ):
+        add_lora(tiny_model("llama"), LoraOptions(rank=2, target_modules=("q_proj", "query")))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2_moe"])
+def test_merged_directory_loads_in_transformers_and_leaves_the_model_alone(name, tmp_path, packed):
+    model = trained_lora(tiny_model(name, dtype=torch.float64))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    save_merged(model, tmp_path)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    with torch.no_grad():
+        assert torch.allclose(merged(packed[0]).logits, model(packed[0]).logits, rtol=1e-9, atol=1e-9)
+    assert merged.generation_config.eos_token_id == model.generation_config.eos_token_id
+
+
+def test_adapter_directory_loads_in_peft_and_here(tmp_path, packed):
+    model = trained_lora(tiny_model("qwen2"))
+    save_adapter(model, tmp_path)
+    with torch.no_grad():
+        expected = model(packed[0]).logits
+        assert torch.equal(PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path).eval()(packed[0]).logits, expected)
+        again = tiny_model("qwen2")
+        load_lora(again, tmp_path)
+        assert torch.equal(again(packed[0]).logits, expected)
+    assert trainable(again) == trainable(model)
+
+
+def test_bad_adapter_directories(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}: holds no LoRA adapter"):
+        load_lora(tiny_model("llama"), tmp_path)
+    save_adapter(trained_lora(tiny_model("llama", num_hidden_layers=3)), tmp_path)
+    with pytest.raises(ValueError, match="the adapter does not fit LlamaForCausalLM"):
+        load_lora(tiny_model("llama"), tmp_path)
+
+
+def test_a_critics_head_stays_trainable_and_is_merged_with_it(tmp_path, packed):
+    critic = critic_from(tiny_model("llama"))
+    trained_lora(critic)
+    heads = {name for name in trainable(critic) if "lora_" not in name}
+    assert heads == {"score.weight", "score.bias"}
+    torch.nn.init.normal_(value_head_of(critic).weight)
+    save_merged(critic, tmp_path)
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.allclose(plain(packed[0]).logits, critic.eval()(packed[0]).logits, rtol=1e-4, atol=1e-4)
