@@ -40,7 +40,8 @@ def test_local_paths(tmp_path):
 
 def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_model_path("~/model", tmp_path) == model_directory(tmp_path / "model")
+    directory = model_directory(tmp_path / "model")
+    assert resolve_model_path("~/model", tmp_path) == directory
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B-Instruct", "gpt2"])

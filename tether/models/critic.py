@@ -97,7 +97,7 @@ def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
 
 def _empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
     for auto_class in _AUTO_CLASSES.values():
-        if type(config) in auto_class._model_mapping:
+        if type(config) in auto_class._model_mapping:  # type: ignore[operator]  # set by transformers at import
             critic: PreTrainedModel = auto_class.from_config(config)
             return critic
     raise ValueError(

@@ -75,8 +75,8 @@ def load_causal_lm(
         override(model.config, override_config or {}, path)
     else:
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-        if any(name.endswith(CRITIC_CLASSES) for name in config.architectures or ()):
-            raise ValueError(f"{path}: is a critic or classifier ({config.architectures[0]}), not a causal LM.")
+        if critics := [name for name in config.architectures or () if name.endswith(CRITIC_CLASSES)]:
+            raise ValueError(f"{path}: is a critic or classifier ({critics[0]}), not a causal LM.")
         model = from_checkpoint(AutoModelForCausalLM, path, config, dtype, trust_remote_code=trust_remote_code)
     disable_dropout(model)
     model.eval()
