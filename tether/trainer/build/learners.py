@@ -1,0 +1,258 @@
+"""The policy, the reference and the critic, each with its engine, loss and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tether.batch import TrainBatch
+from tether.config import RunConfig
+from tether.config.schema.actor import ActorConfig
+from tether.config.schema.critic import CriticConfig
+from tether.config.schema.model import ModelConfig
+from tether.config.schema.optim import OptimConfig
+from tether.models.backbone import enable_gradient_checkpointing
+from tether.models.critic import load_critic
+from tether.models.load import load_causal_lm
+from tether.models.lora import LoraOptions, add_lora, adapter_off, load_lora, save_adapter, save_merged
+from tether.trainer.build.inputs import Inputs
+from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel, ValueOutputs
+from tether.training.learner import Learner
+from tether.training.local import LocalEngine, Precision
+from tether.training.losses import Aggregation, CriticLoss, PolicyLoss
+from tether.training.micro_batches import MicroBatching
+from tether.training.optimizer import OptimizerOptions
+from tether.training.protocol import UpdatePlan
+
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+Reference = Callable[[TrainBatch], PolicyOutputs]
+
+
+def precision(dtype: str, model_dtype: str, device: torch.device) -> Precision:
+    """Autocast to `dtype` unless the weights already have it."""
+    compute, master = DTYPES[dtype], DTYPES[model_dtype]
+    return Precision(device, None if compute is master else compute)
+
+
+def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
+    """Optimizer and schedule of one model."""
+    steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+    return OptimizerOptions(
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        grad_clip=optim.clip_grad,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool) -> MicroBatching:
+    """Rows a micro-batch, or tokens under ``use_dynamic_bsz``."""
+    return MicroBatching(max_rows=None if dynamic else rows, max_tokens=tokens if dynamic else None, packed=packed)
+
+
+def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model; transformers' own `to` is typed for a decorator that hides its argument."""
+    nn.Module.to(model, device)
+    return model
+
+
+def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:
+    """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it."""
+    model_config = config.actor_rollout_ref.model
+    dtype = DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else inputs.model_path
+    model = load_causal_lm(
+        source,
+        dtype=dtype,
+        trust_remote_code=model_config.trust_remote_code,
+        override_config=model_config.override_config,
+    )
+    on_device(model, device)
+    if model_config.lora_rank:
+        adapter = checkpoint / "adapter" if checkpoint else model_config.lora_adapter_path
+        if adapter:
+            load_lora(model, Path(adapter))
+        else:
+            torch.manual_seed(config.trainer.seed)  # peft draws the adapter's start from the global generator
+            add_lora(model, _lora_options(model_config))
+    if model_config.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def _lora_options(model: ModelConfig) -> LoraOptions:
+    named = model.target_modules
+    return LoraOptions(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules="all-linear" if named == ("all-linear",) else named,
+        exclude_modules=model.exclude_modules,
+    )
+
+
+def _save_with_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """The merged model, which loads anywhere, and the adapter itself, from which training goes on."""
+    save_merged(model, folder)
+    save_adapter(model, folder.parent / "adapter")
+
+
+def _save_model(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def build_actor(
+    config: RunConfig, model: PreTrainedModel, device: torch.device, total_steps: int, incidents: Path
+) -> Learner[PolicyOutputs]:
+    """The policy's learner."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    temperature = rollout.temperature
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(
+        model,
+        precision(actor.fsdp_config.dtype, actor.fsdp_config.model_dtype, device),
+        _update_micro(actor, packed),
+        build_optimizer(actor.optim, total_steps),
+        save=_save_with_adapter if config.actor_rollout_ref.model.lora_rank else _save_model,
+        incident_dir=incidents / "actor",
+    )
+    return Learner(
+        engine=engine,
+        forward=PolicyModel(model, temperature, packed, with_entropy=actor.entropy_coeff != 0),
+        loss=_policy_loss(actor),
+        plan=_plan(actor, rollout.n, config.trainer.seed),
+        infer_forward=PolicyModel(model, temperature, packed, with_entropy=True),
+        infer_micro=micro_batching(
+            dynamic=rollout.log_prob_use_dynamic_bsz,
+            rows=rollout.log_prob_micro_batch_size_per_gpu,
+            tokens=rollout.log_prob_max_token_len_per_gpu,
+            packed=packed,
+        ),
+    )
+
+
+def build_reference(
+    config: RunConfig, inputs: Inputs, policy: PreTrainedModel, device: torch.device
+) -> Reference | None:
+    """Log-probabilities under the policy that training started from; None where no KL asks for them.
+
+    With LoRA it is the policy with its adapter off, else a frozen model of its own.
+    """
+    settings = config.actor_rollout_ref
+    if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
+        return None
+    packed, dtype = settings.model.use_remove_padding, settings.ref.fsdp_config.dtype
+    master = settings.actor.fsdp_config.model_dtype
+    micro = micro_batching(
+        dynamic=settings.ref.log_prob_use_dynamic_bsz,
+        rows=settings.ref.log_prob_micro_batch_size_per_gpu,
+        tokens=settings.ref.log_prob_max_token_len_per_gpu,
+        packed=packed,
+    )
+    shared = settings.model.lora_rank > 0
+    if shared:
+        model = policy
+    else:
+        model = load_causal_lm(
+            inputs.model_path,
+            dtype=DTYPES[master],
+            trust_remote_code=settings.model.trust_remote_code,
+            override_config=settings.model.override_config,
+        )
+        on_device(model, device)
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(
+        model, precision(dtype, master, device), micro
+    )
+    forward = PolicyModel(model, settings.rollout.temperature, packed)
+
+    def reference(batch: TrainBatch) -> PolicyOutputs:
+        if not shared:
+            return engine.infer(batch, forward)
+        with adapter_off(model):
+            return engine.infer(batch, forward)
+
+    return reference
+
+
+def build_critic(
+    config: RunConfig, inputs: Inputs, device: torch.device, total_steps: int, checkpoint: Path | None, incidents: Path
+) -> Learner[ValueOutputs] | None:
+    """The critic's learner; None where the advantage estimator needs no values."""
+    critic = config.critic
+    if not critic.enable:
+        return None
+    fsdp, packed = critic.model.fsdp_config, critic.model.use_remove_padding
+    model = load_critic(
+        checkpoint / "critic" if checkpoint else inputs.critic_path,
+        dtype=DTYPES[fsdp.model_dtype],
+        trust_remote_code=critic.model.trust_remote_code,
+        override_config=critic.model.override_config,
+    )
+    on_device(model, device)
+    if critic.model.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    engine: LocalEngine[ValueOutputs] = LocalEngine(
+        model,
+        precision(fsdp.dtype, fsdp.model_dtype, device),
+        _update_micro(critic, packed),
+        build_optimizer(critic.optim, total_steps),
+        save=_save_model,
+        incident_dir=incidents / "critic",
+    )
+    forward = ValueModel(model, packed)
+    return Learner(
+        engine=engine,
+        forward=forward,
+        loss=CriticLoss(critic.cliprange_value, aggregation=Aggregation(critic.loss_agg_mode)),
+        plan=_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
+        infer_forward=forward,
+        infer_micro=micro_batching(
+            dynamic=critic.use_dynamic_bsz,
+            rows=critic.forward_micro_batch_size_per_gpu,
+            tokens=critic.forward_max_token_len_per_gpu,
+            packed=packed,
+        ),
+    )
+
+
+def _policy_loss(actor: ActorConfig) -> PolicyLoss:
+    return PolicyLoss(
+        name=actor.policy_loss.loss_mode,
+        options={
+            "clip_ratio_low": actor.clip_ratio_low,
+            "clip_ratio_high": actor.clip_ratio_high,
+            "clip_ratio_c": actor.clip_ratio_c,
+        },
+        aggregation=Aggregation(actor.loss_agg_mode, actor.loss_scale_factor),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_kind=actor.kl_loss_type,
+    )
+
+
+def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:
+    return micro_batching(
+        dynamic=role.use_dynamic_bsz,
+        rows=role.ppo_micro_batch_size_per_gpu,
+        tokens=role.ppo_max_token_len_per_gpu,
+        packed=packed,
+    )
+
+
+def _plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+    return UpdatePlan(
+        mini_batch_rows=role.ppo_mini_batch_size * responses,
+        epochs=role.ppo_epochs,
+        shuffle=role.shuffle,
+        seed=seed if role.data_loader_seed is None else role.data_loader_seed,
+    )

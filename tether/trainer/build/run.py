@@ -1,0 +1,199 @@
+"""All parts of a run, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tether.algorithms import ADVANTAGE_ESTIMATORS, AdaptiveKLController, FixedKLController
+from tether.batch import TrainBatch
+from tether.config import LoadedConfig, RunConfig
+from tether.config.schema.algorithm import AlgorithmConfig
+from tether.data.sampler import PromptSampler
+from tether.execution.machine import resolve_device, set_threads
+from tether.metrics.loggers import Loggers, build_loggers
+from tether.metrics.loggers.protocol import RunInfo
+from tether.rewards.pool import RewardPool
+from tether.rollout.native import NativeEngine, eos_token_ids
+from tether.rollout.protocol import SamplingParams
+from tether.trainer.build.inputs import Inputs, build_inputs, build_rewards
+from tether.trainer.build.learners import DTYPES, build_actor, build_critic, build_reference, load_policy
+from tether.trainer.collect import Collector
+from tether.trainer.evaluate import Evaluation
+from tether.trainer.kl_reward import KLReward
+from tether.trainer.persistence import Persistence, check_identity, model_fingerprint, restore
+from tether.trainer.trainer import Schedule, Trainer
+from tether.training.checkpoint import CheckpointStore, step_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer, and what must be closed after it."""
+
+    trainer: Trainer
+    rewards: RewardPool
+    directory: Path
+    """Checkpoints, logs and samples."""
+    resumed_from: Path | None
+
+    def close(self) -> None:
+        """End the reward processes and write what the loggers hold back."""
+        self.rewards.close()
+        self.trainer.loggers.close()
+
+
+def build_run(loaded: LoadedConfig) -> Run:
+    """Build everything that a run needs, and go on from a checkpoint where ``trainer.resume_mode`` says so.
+
+    Raises:
+        ValueError: the inputs are not usable; see the message.
+    """
+    config = loaded.config
+    set_threads(config.trainer.num_threads)
+    device = resolve_device(config.trainer.device)
+    directory = Path(config.trainer.default_local_dir)
+    store = CheckpointStore(directory, keep=config.trainer.max_actor_ckpt_to_keep)
+    resume_path = config.trainer.resume_from_path
+    checkpoint = store.resolve(config.trainer.resume_mode, Path(resume_path) if resume_path else None)
+    inputs = build_inputs(config)
+    identity = _identity(inputs)
+    if checkpoint:
+        check_identity(checkpoint, identity)
+    persistence = Persistence(store, inputs.tokenizer, identity, loaded.to_yaml())
+    rewards = build_rewards(config)
+    sampler = PromptSampler(
+        len(inputs.train), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
+    )
+    schedule = _schedule(config, sampler.batches_per_epoch)
+    policy = load_policy(config, inputs, device, checkpoint)
+    incidents = directory / "incidents"
+    trainer = Trainer(
+        dataset=inputs.train,
+        sampler=sampler,
+        collector=Collector(
+            _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
+        ),
+        sampling=_sampling(config),
+        actor=build_actor(config, policy, device, schedule.total_steps, incidents),
+        critic=build_critic(config, inputs, device, schedule.total_steps, checkpoint, incidents),
+        reference=build_reference(config, inputs, policy, device),
+        kl_reward=_kl_reward(config.algorithm),
+        estimate_advantages=_advantage_estimator(config.algorithm),
+        evaluation=_evaluation(config, inputs),
+        schedule=schedule,
+        persistence=persistence,
+        loggers=_loggers(loaded, directory, schedule, checkpoint),
+        seed=config.trainer.seed,
+    )
+    if checkpoint:
+        trainer.load_state(restore(checkpoint, trainer.actor.engine, trainer.critic_engine))
+    return Run(trainer, rewards, directory, checkpoint)
+
+
+def _identity(inputs: Inputs) -> dict[str, str]:
+    identity = {"data.train_files": inputs.train.fingerprint()}
+    if isinstance(inputs.model_path, Path):
+        identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
+    if isinstance(inputs.critic_path, Path):
+        identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
+    return identity
+
+
+def _schedule(config: RunConfig, batches_per_epoch: int) -> Schedule:
+    trainer = config.trainer
+    return Schedule(
+        total_steps=trainer.total_training_steps or trainer.total_epochs * batches_per_epoch,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+        critic_warmup=trainer.critic_warmup,
+    )
+
+
+def _rollout_engine(config: RunConfig, policy: PreTrainedModel) -> NativeEngine:
+    rollout = config.actor_rollout_ref.rollout
+    return NativeEngine(
+        policy,
+        eos_token_ids=eos_token_ids(policy),
+        max_num_seqs=rollout.max_num_seqs,
+        dtype=DTYPES[rollout.dtype],
+    )
+
+
+def _sampling(config: RunConfig) -> SamplingParams:
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        n=rollout.n,
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def _evaluation(config: RunConfig, inputs: Inputs) -> Evaluation | None:
+    if inputs.validation is None:
+        return None
+    return Evaluation(inputs.validation, validation_sampling(config), config.data.val_batch_size)
+
+
+def validation_sampling(config: RunConfig) -> SamplingParams:
+    """How responses to held-out prompts are drawn."""
+    rollout = config.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        n=val.n,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_k=val.top_k,
+        top_p=val.top_p,
+    )
+
+
+def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
+    if not algorithm.use_kl_in_reward:
+        return None
+    control = algorithm.kl_ctrl
+    if control.type == "adaptive":
+        return KLReward(
+            AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty
+        )
+    return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
+
+
+def _advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], TrainBatch]:
+    estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+
+    def estimate(batch: TrainBatch) -> TrainBatch:
+        result = estimator(
+            batch.token_level_rewards,
+            batch.response_mask,
+            values=batch.values,
+            uid=batch.uid,
+            old_log_probs=batch.old_log_probs,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        )
+        batch.advantages, batch.returns = result.advantages, result.returns
+        return batch
+
+    return estimate
+
+
+def _loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+    trainer = loaded.config.trainer
+    info = RunInfo(
+        directory=directory,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        config=loaded.tree(),
+        total_steps=schedule.total_steps,
+        resumed_step=step_of(checkpoint) if checkpoint else None,
+    )
+    return build_loggers(trainer.logger, info)
