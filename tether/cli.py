@@ -95,7 +95,10 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the curves of runs to a PNG."""
-    from tether.metrics.plot import plot_run
+    try:
+        from tether.metrics.plot import plot_run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"tether plot needs {error.name}: pip install 'tether[quickstart]'") from error
 
     typer.echo(plot_run(runs, out, keys))
 
@@ -150,12 +153,14 @@ def list_models() -> None:
 
 
 def main() -> None:
-    """Entry point: user errors are printed without a traceback and exit with 2."""
+    """Entry point: what the user can mend is printed without a traceback and exits with 2."""
     try:
         app()
-    except ValueError as error:
-        # ConfigError, missing files, damaged checkpoints: all tell what is wrong and what to do.
-        if type(error) is ValueError or type(error).__module__.startswith("tether."):
-            typer.secho(str(error), fg=typer.colors.RED, err=True)
-            raise SystemExit(2) from None
-        raise
+    except Exception as error:
+        # Unusable inputs, damaged checkpoints, failing rewards, a full disk: all tell what is wrong and what to do.
+        # They are plain ValueErrors or classes of tether's own; anything else is a bug and keeps its traceback.
+        if type(error) is not ValueError and not type(error).__module__.startswith("tether."):
+            raise
+        message = error.strerror if isinstance(error, OSError) else str(error)
+        typer.secho(message, fg=typer.colors.RED, err=True)
+        raise SystemExit(2) from None

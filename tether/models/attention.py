@@ -103,10 +103,6 @@ class Padded:
         """See `AttentionLayout.attend`; Q is the padded width, and what comes out at padding is not used."""
         return _causal(query, key, value, spec)
 
-    def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """[1, N]: each token's position in its own sequence."""
-        return torch.cat([torch.arange(length, device=device) for length in self.lengths])[None]
-
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     length = query.shape[2]

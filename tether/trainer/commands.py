@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from tether.config import LoadedConfig, load_config
 from tether.execution.interrupt import graceful_interrupt
@@ -31,6 +32,7 @@ def train(loaded: LoadedConfig, command: str) -> None:
     Raises:
         ValueError: unusable inputs, or a preflight that refuses.
     """
+    disable_progress_bar()  # transformers' own, which would appear at every checkpoint
     console = Console(highlight=False)
     for note in loaded.notes:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
@@ -56,11 +58,17 @@ def train(loaded: LoadedConfig, command: str) -> None:
                 trainer.fit(interrupted)
     finally:
         run.close()
+    if loaded.config.trainer.resume_mode != "auto":
+        command += " trainer.resume_mode=auto '~trainer.resume_from_path'"
     show_report(run.directory, console, command)
+    if interrupted.signal:
+        done, total = trainer.step_number, trainer.schedule.total_steps
+        console.print(f"stopped by {interrupted.signal.name} after step {done} of {total}; the command above goes on")
 
 
 def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
     """Score a checkpoint on held-out prompts; prints the metrics and writes them beside it."""
+    disable_progress_bar()
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
     console = Console(highlight=False)
@@ -78,6 +86,7 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
 
 def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:
     """Print the replies of a model."""
+    disable_progress_bar()
     folder = Path(model)
     if folder.is_dir() and not (folder / "config.json").exists():
         model = str(_checkpoint(folder) / "actor")

@@ -91,10 +91,12 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
         )
 
 
-def model_fingerprint(folder: Path) -> str:
-    """Hash a model directory by its config, and by name, size and both ends of each weight file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+def model_fingerprint(path: Path) -> str:
+    """Hash a model directory by its config, and by name, size and both ends of each weight file; or a GGUF file."""
+    digest = hashlib.sha256()
+    if path.is_dir():
+        digest.update((path / "config.json").read_bytes())
+    for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin")]) if path.is_dir() else [path]:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
         with file.open("rb") as stream:

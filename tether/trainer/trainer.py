@@ -67,6 +67,8 @@ class Trainer:
     seed: int
     step_number: int = 0
     """Training steps done."""
+    validation_due: bool = False
+    """An interrupt came before the validation of the last step: it is made up for when the run goes on."""
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Do one training step on these prompts; returns its metrics."""
@@ -109,13 +111,19 @@ class Trainer:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
         if self.step_number == 0 and self.evaluation and self.schedule.val_before_train:
             self.loggers.log(0, self.evaluate())
+        if self.validation_due:
+            self.validation_due = False
+            self.loggers.log(self.step_number, self.evaluate())
         while self.step_number < self.schedule.total_steps:
             rows = self.sampler.next_batch()
             metrics = self.step([self.dataset[row] for row in rows])
             done = self.step_number
             stopping = interrupted()
-            if self.evaluation and self.schedule.tests_at(done) and not stopping:
-                metrics |= self.evaluate()
+            if self.evaluation and self.schedule.tests_at(done):
+                if stopping:
+                    self.validation_due = True
+                else:
+                    metrics |= self.evaluate()
             self.loggers.log(done, metrics)
             # After the log: a run killed in between does the step again, and its line is replaced, never missing.
             if self.schedule.saves_at(done) or stopping:
@@ -141,6 +149,7 @@ class Trainer:
         """All state that is not in an engine."""
         return {
             "step": self.step_number,
+            "validation_due": self.validation_due,
             "sampler": self.sampler.state_dict(),
             "kl_reward": self.kl_reward.state_dict() if self.kl_reward else None,
         }
@@ -148,8 +157,9 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave."""
         self.step_number = state["step"]
+        self.validation_due = state["validation_due"] and self.evaluation is not None
         self.sampler.load_state_dict(state["sampler"])
-        if self.kl_reward:
+        if self.kl_reward and state["kl_reward"]:
             self.kl_reward.load_state_dict(state["kl_reward"])
 
     @property

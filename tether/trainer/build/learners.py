@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -18,7 +20,6 @@ from tether.config.schema.optim import OptimConfig
 from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import load_critic
 from tether.models.load import load_causal_lm
-from tether.models.lora import LoraOptions, add_lora, adapter_off, load_lora, save_adapter, save_merged
 from tether.trainer.build.inputs import Inputs
 from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel, ValueOutputs
 from tether.training.learner import Learner
@@ -76,38 +77,49 @@ def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpo
     if model_config.lora_rank:
         adapter = checkpoint / "adapter" if checkpoint else model_config.lora_adapter_path
         if adapter:
-            load_lora(model, Path(adapter))
+            _lora().load_lora(model, Path(adapter))
         else:
             torch.manual_seed(config.trainer.seed)  # peft draws the adapter's start from the global generator
-            add_lora(model, _lora_options(model_config))
+            _add_lora(model, model_config)
     if model_config.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
 
 
-def _lora_options(model: ModelConfig) -> LoraOptions:
-    named = model.target_modules
-    return LoraOptions(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
+def _lora() -> ModuleType:
+    """`tether.models.lora`; imported where it is used, since peft is an extra."""
+    try:
+        return importlib.import_module("tether.models.lora")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"actor_rollout_ref.model.lora_rank: LoRA needs the package {error.name}, which is not installed. "
+            "Run: pip install 'tether[lora]', or leave lora_rank out."
+        ) from error
+
+
+def _add_lora(model: PreTrainedModel, config: ModelConfig) -> None:
+    lora, named = _lora(), config.target_modules
+    options = lora.LoraOptions(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
         target_modules="all-linear" if named == ("all-linear",) else named,
-        exclude_modules=model.exclude_modules,
+        exclude_modules=config.exclude_modules,
     )
+    lora.add_lora(model, options)
 
 
 def _save_with_adapter(model: PreTrainedModel, folder: Path) -> None:
     """The merged model, which loads anywhere, and the adapter itself, from which training goes on."""
-    save_merged(model, folder)
-    save_adapter(model, folder.parent / "adapter")
+    lora = _lora()
+    lora.save_merged(model, folder)
+    lora.save_adapter(model, folder.parent / "adapter")
 
 
 def _save_model(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def build_actor(
-    config: RunConfig, model: PreTrainedModel, total_steps: int, incidents: Path
-) -> Learner[PolicyOutputs]:
+def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, incidents: Path) -> Learner[PolicyOutputs]:
     """The policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
@@ -169,7 +181,7 @@ def build_reference(
     def reference(batch: TrainBatch) -> PolicyOutputs:
         if not shared:
             return engine.infer(batch, forward)
-        with adapter_off(model):
+        with _lora().adapter_off(model):
             return engine.infer(batch, forward)
 
     return reference

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from tether.algorithms import ADVANTAGE_ESTIMATORS, AdaptiveKLController, FixedKLController
@@ -64,36 +64,38 @@ def build_run(loaded: LoadedConfig) -> Run:
     if checkpoint:
         check_identity(checkpoint, identity)
     persistence = Persistence(store, inputs.tokenizer, identity, loaded.to_yaml())
-    rewards = build_rewards(config)
-    sampler = PromptSampler(
-        len(inputs.train), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
-    )
-    schedule = _schedule(config, sampler.batches_per_epoch)
-    policy = load_policy(config, inputs, device, checkpoint)
-    incidents = directory / "incidents"
-    # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-    actor = build_actor(config, policy, schedule.total_steps, incidents)
-    trainer = Trainer(
-        dataset=inputs.train,
-        sampler=sampler,
-        collector=Collector(
-            _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
-        ),
-        sampling=_sampling(config),
-        actor=actor,
-        critic=build_critic(config, inputs, device, schedule.total_steps, checkpoint, incidents),
-        reference=build_reference(config, inputs, policy, device),
-        kl_reward=_kl_reward(config.algorithm),
-        estimate_advantages=_advantage_estimator(config.algorithm),
-        evaluation=_evaluation(config, inputs),
-        schedule=schedule,
-        persistence=persistence,
-        loggers=_loggers(loaded, directory, schedule, checkpoint),
-        seed=config.trainer.seed,
-    )
-    if checkpoint:
-        trainer.load_state(restore(checkpoint, trainer.actor.engine, trainer.critic_engine))
-    return Run(trainer, rewards, directory, checkpoint)
+    with ExitStack() as undo:
+        rewards = undo.enter_context(build_rewards(config))  # ended if something below fails
+        sampler = PromptSampler(
+            len(inputs.train), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
+        )
+        schedule = _schedule(config, sampler.batches_per_epoch)
+        policy = load_policy(config, inputs, device, checkpoint)
+        incidents = directory / "incidents"
+        # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
+        actor = build_actor(config, policy, schedule.total_steps, incidents)
+        trainer = Trainer(
+            dataset=inputs.train,
+            sampler=sampler,
+            collector=Collector(
+                _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
+            ),
+            sampling=_sampling(config),
+            actor=actor,
+            critic=build_critic(config, inputs, device, schedule.total_steps, checkpoint, incidents),
+            reference=build_reference(config, inputs, policy, device),
+            kl_reward=_kl_reward(config.algorithm),
+            estimate_advantages=_advantage_estimator(config.algorithm),
+            evaluation=_evaluation(config, inputs),
+            schedule=schedule,
+            persistence=persistence,
+            loggers=_loggers(loaded, directory, schedule, checkpoint),
+            seed=config.trainer.seed,
+        )
+        if checkpoint:
+            trainer.load_state(restore(checkpoint, trainer.actor.engine, trainer.critic_engine))
+        undo.pop_all()
+        return Run(trainer, rewards, directory, checkpoint)
 
 
 def _identity(inputs: Inputs) -> dict[str, str]:
@@ -162,9 +164,7 @@ def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
         return None
     control = algorithm.kl_ctrl
     if control.type == "adaptive":
-        return KLReward(
-            AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty
-        )
+        return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
     return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
 
 

@@ -36,7 +36,9 @@ def build_evaluator(loaded: LoadedConfig, model_dir: Path) -> Iterator[tuple[Eva
     """
     config = loaded.config
     if not config.data.val_files:
-        raise ValueError("data.val_files: nothing to evaluate on. Give held-out prompts, for example data.val_files=FILE")
+        raise ValueError(
+            "data.val_files: nothing to evaluate on. Give held-out prompts, for example data.val_files=FILE"
+        )
     set_threads(config.trainer.num_threads)
     tokenizer = load_tokenizer(model_dir, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)

@@ -1,0 +1,159 @@
+"""Promise 2: a run that was stopped and goes on is bitwise the run that was never stopped."""
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
+from tether.config import load_config
+from tether.metrics.loggers.jsonl import read_samples
+from tether.trainer.build import build_run
+from tether.training.checkpoint import TRACKER, load_state
+from tether.training.local import LocalEngine
+
+TOTAL = 5
+ALGORITHMS = {
+    "gae": [*GAE, "trainer.critic_warmup=2"],
+    "grpo": GRPO,
+    "lora": [*GAE, "actor_rollout_ref.model.lora_rank=4"],
+}
+Straight = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def straight(inputs: Path, tmp_path_factory) -> Straight:
+    """Name of an algorithm -> folder of its uninterrupted run, with a checkpoint of every step."""
+    done: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in done:
+            done[name] = train([*arguments(name, inputs, tmp_path_factory.mktemp(name)), "trainer.save_freq=1"])
+        return done[name]
+
+    return run
+
+
+def arguments(name: str, inputs: Path, directory: Path) -> list[str]:
+    total = f"trainer.total_training_steps={TOTAL}"
+    return [*base_overrides(inputs, directory), *ALGORITHMS[name], total, "trainer.test_freq=2"]
+
+
+def going_on(name: str, inputs: Path, checkpoint: Path, directory: Path) -> list[str]:
+    return [
+        *arguments(name, inputs, directory),
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={checkpoint}",
+        f"trainer.save_freq={TOTAL}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        pytest.param("gae", 1, id="gae-during-critic-warmup"),
+        pytest.param("gae", 2, id="gae-mid-epoch"),
+        pytest.param("gae", 3, id="gae-epoch-boundary"),
+        pytest.param("grpo", 2, id="grpo-mid-epoch"),
+        pytest.param("grpo", 3, id="grpo-epoch-boundary"),
+        pytest.param("lora", 2, id="lora"),
+    ],
+)
+def test_going_on_is_exact(name: str, step: int, straight: Straight, inputs: Path, tmp_path: Path):
+    whole = straight(name)
+    rest = train(going_on(name, inputs, whole / f"global_step_{step}", tmp_path))
+    assert_same_end(whole / f"global_step_{TOTAL}", rest / f"global_step_{TOTAL}")
+    expected = {n: metrics for n, metrics in measured(whole).items() if n > step}
+    assert list(expected) == list(range(step + 1, TOTAL + 1))
+    assert same(expected, measured(rest))
+    assert {n: s for n, s in read_samples(whole).items() if n > step} == read_samples(rest)
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    roles = ["actor", "critic"] if (one / "critic").exists() else ["actor"]
+    for role in roles:
+        assert same(weights(one, role), weights(other, role)), role
+        assert same(state(one, role), state(other, role)), role
+    assert same(state(one, "trainer"), state(other, "trainer"))
+
+
+def state(checkpoint: Path, name: str) -> dict[str, object]:
+    return load_state(checkpoint / "training" / f"{name}.pt")
+
+
+def test_what_must_be_restored_does_change(straight: Straight):
+    """Otherwise the tests above would pass with half of the state missing."""
+    metrics = measured(straight("gae"))
+    assert len({metrics[n]["actor/reward_kl_penalty_coeff"] for n in metrics}) == TOTAL
+    assert len({metrics[n]["actor/lr"] for n in metrics if n > 2}) == TOTAL - 2
+    assert "actor/pg_loss" not in metrics[2]
+    assert not same(weights(straight("gae") / "global_step_3"), weights(straight("gae") / "global_step_4"))
+
+
+def test_a_lost_optimizer_state_would_be_noticed(straight: Straight, inputs: Path, tmp_path: Path, monkeypatch):
+    whole = straight("grpo")
+    monkeypatch.setattr(LocalEngine, "load_state_dict", lambda self, state: None)
+    rest = train(going_on("grpo", inputs, whole / "global_step_2", tmp_path))
+    assert not same(weights(whole / f"global_step_{TOTAL}"), weights(rest / f"global_step_{TOTAL}"))
+
+
+def test_stopped_before_a_validation_makes_up_for_it(straight: Straight, inputs: Path, tmp_path: Path):
+    whole = straight("grpo")
+    command = [*arguments("grpo", inputs, tmp_path), "trainer.save_freq=1"]
+    run = build_run(load_config(None, command))
+    try:
+        run.trainer.fit(interrupted=lambda: run.trainer.step_number == 2)
+    finally:
+        run.close()
+    assert list(measured(tmp_path)) == [1, 2]
+    assert not read_samples(tmp_path)
+    train(command)
+    assert same(measured(whole), measured(tmp_path))
+    assert read_samples(whole) == read_samples(tmp_path)
+    assert_same_end(whole / f"global_step_{TOTAL}", tmp_path / f"global_step_{TOTAL}")
+
+
+KILLS, LONG = 12, 16
+MOMENTS = ("metrics.jsonl", ".writing_global_step_*", TRACKER, "global_step_*")
+"""The process is killed shortly after one of these changes: while training, saving, pruning, or starting."""
+
+
+def test_killed_again_and_again(inputs: Path, tmp_path: Path):
+    settings = [*GAE, f"trainer.total_training_steps={LONG}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    whole = train([*base_overrides(inputs, tmp_path / "whole"), *settings])
+    directory = tmp_path / "killed"
+    overrides = [*base_overrides(inputs, directory), *settings]
+    context = multiprocessing.get_context("forkserver")  # each child is a fresh process with everything imported
+    context.set_forkserver_preload(["tests.trainer.tiny_run"])
+    noise = random.Random(0)
+    for kill in range(KILLS):
+        process = context.Process(target=train, args=(overrides,))
+        begun = time.time_ns()
+        process.start()
+        wait_for_change(process, directory, MOMENTS[kill % len(MOMENTS)], begun)
+        time.sleep(noise.uniform(0, 0.03))
+        assert process.is_alive(), f"ended before kill {kill}"
+        process.kill()
+        process.join()
+    process = context.Process(target=train, args=(overrides,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert same(measured(whole), measured(directory))
+    assert_same_end(whole / f"global_step_{LONG}", directory / f"global_step_{LONG}")
+    assert sorted(p.name for p in directory.glob("*global_step*")) == [f"global_step_{n}" for n in (LONG - 1, LONG)]
+
+
+def wait_for_change(process, directory: Path, pattern: str, since_ns: int) -> None:
+    """Return once a file or folder of that name was made or changed, or the process ended."""
+    while process.is_alive():
+        for path in directory.glob(pattern):
+            try:
+                if path.stat().st_mtime_ns > since_ns:
+                    return
+            except FileNotFoundError:
+                continue
+        time.sleep(0.001)
