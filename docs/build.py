@@ -1,0 +1,88 @@
+"""Fills the generated blocks of the documentation from the code that they describe.
+
+    python docs/build.py
+
+A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; `tests/test_docs.py` compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from tether.config import live_keys  # noqa: E402
+from tether.config.keys import keys  # noqa: E402
+from tether.metrics import keys as metrics  # noqa: E402
+
+METRIC_GROUPS = {
+    "Rewards and critic": metrics.REWARD_AND_CRITIC,
+    "Actor": metrics.ACTOR,
+    "Lengths": metrics.LENGTHS,
+    "Sampler against trainer": metrics.MISMATCH,
+    "Progress": metrics.PROGRESS,
+    "Time": metrics.TIMING,
+    "Validation": metrics.VALIDATION,
+}
+
+
+def inheritance_table() -> str:
+    """Return each key that acts here and takes another one's value while it is unset."""
+    inheriting = [key for key in keys().values() if key.inherits and key.path in live_keys()]
+    rows = ["| key | takes, while it is unset |", "|---|---|"]
+    for key in inheriting:
+        assert key.inherits is not None
+        test = f" is `{key.inherits.equals}`" if key.inherits.equals is not None else ""
+        rows.append(f"| `{key.path}` | `{key.inherits.key}`{test} |")
+    return "\n".join(rows)
+
+
+def metrics_tables() -> str:
+    """Return every metric with its meaning and healthy range; mean, max and min of one thing share a row."""
+    return "\n\n".join(f"## {title}\n\n{_metrics_table(group)}" for title, group in METRIC_GROUPS.items())
+
+
+def _metrics_table(group: Mapping[str, metrics.MetricInfo]) -> str:
+    rows = ["| key | meaning | healthy |", "|---|---|---|"]
+    for key, info in group.items():
+        stem, _, last = key.rpartition("/")
+        spread = [f"{stem}/{moment}" for moment in ("mean", "max", "min")]
+        if last in ("max", "min") and spread[0] in group:
+            continue
+        together = spread if last == "mean" and set(spread) <= set(group) else [key]
+        names = ", ".join(f"`{name}`" for name in together)
+        rows.append(f"| {names} | {info.meaning} | {info.healthy or ''} |")
+    return "\n".join(rows)
+
+
+BLOCKS = {
+    ("configuration.md", "inheritance"): inheritance_table,
+    ("metrics.md", "metrics"): metrics_tables,
+}
+"""(page, name of the block) -> what stands in it."""
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """Put `content` into the block `name` of a page."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    pattern = re.compile(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", re.DOTALL)
+    assert pattern.search(text), f"the page has no block {name}"
+    return pattern.sub(lambda _: f"\n{content}\n", text)
+
+
+def pages() -> dict[Path, str]:
+    """Return every page with generated blocks, as it should read."""
+    texts: dict[Path, str] = {}
+    for (page, name), content in BLOCKS.items():
+        path = DOCS / page
+        texts[path] = filled(texts.get(path) or path.read_text(encoding="utf-8"), name, content())
+    return texts
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,116 @@
+"""The documentation says what is true: its examples run, its keys, files and links exist, its tables are the code's."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tether.cli import app
+from tether.config.keys import keys, sections
+from tether.config.suggest import MISSPELLINGS
+from tether.metrics.keys import METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
+TOP = "|".join(sorted({path.split(".")[0] for path in keys()}))
+FOLDERS = "benchmarks|docs|recipes|scripts|tests|tether"
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def code_spans(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def is_key(name: str) -> bool:
+    owners = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+    in_mapping = any(owner in keys() and keys()[owner].is_mapping for owner in owners)
+    return name in keys() or name in sections() or in_mapping
+
+
+def test_there_are_pages() -> None:
+    assert len(PAGES) > 12
+
+
+@each_page
+def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for number, code in enumerate(blocks(page, "python")):
+        # "__main__" parts reach out to the network; they are compiled, not run.
+        exec(compile(code, f"{page.name}, example {number + 1}", "exec"), {"__name__": "example"})
+
+
+@each_page
+def test_config_commands_work(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for line in "".join(blocks(page, "bash")).splitlines():
+        command = shlex.split(line)
+        assert command[:2] == ["tether", "config"], f"{line}: mark what is not run here as sh"
+        result = CliRunner().invoke(app, command[1:])
+        assert result.exit_code == 0, f"{line}: {result.exception}"
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    groups = {group.name for group in app.registered_groups}
+    lines = "".join(blocks(page, "sh")).splitlines() + code_spans(page)
+    used = {match[1] for line in lines if (match := re.match(r"tether (\w+)", line))}
+    assert used <= commands | groups
+
+
+@each_page
+def test_keys_exist(page: Path) -> None:
+    spans = [span.split("=")[0] for span in code_spans(page)]
+    in_prose = {span for span in spans if re.fullmatch(rf"({TOP})(\.\w+)+", span)}
+    shell = "".join(blocks(page, "sh") + blocks(page, "bash"))
+    in_commands = set(re.findall(rf"(?<![\w./])((?:{TOP})(?:\.\w+)+)=", shell))
+    shown_as_wrong = {name for name in in_prose if any(name.startswith(wrong) for wrong in MISSPELLINGS)}
+    assert [name for name in sorted(in_prose | in_commands) if not is_key(name) and name not in shown_as_wrong] == []
+
+
+@each_page
+def test_metrics_exist(page: Path) -> None:
+    groups = "|".join(sorted({key.split("/")[0] for key in METRICS}))
+    named = {span for span in code_spans(page) if re.fullmatch(rf"({groups})(/[\w<>@]+)+", span)}
+    assert named <= set(METRICS)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", prose(page))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@each_page
+def test_named_files_exist(page: Path) -> None:
+    named = {span for span in code_spans(page) if re.fullmatch(rf"({FOLDERS})/[\w./-]*", span)}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_page_is_in_the_index_and_short() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_generated_tables_are_the_codes() -> None:
+    for path, text in runpy.run_path(str(ROOT / "docs/build.py"))["pages"]().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is behind the code: run python docs/build.py"
+
+
+def test_every_metric_has_its_row() -> None:
+    listed = set(code_spans(ROOT / "docs/metrics.md"))
+    assert set(METRICS) <= listed

@@ -1,0 +1,63 @@
+"""Every recipe's configuration is sound, and verl's command is verl's."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_reference_command import PAGE, RUN_GEMMA
+from tether.config import LoadedConfig, load_config
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RUNS = sorted(RECIPES.glob("*/run.yaml"))
+
+
+def load(name: str) -> LoadedConfig:
+    return load_config(RECIPES / name / "run.yaml", [])
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+def test_a_recipe_loads_without_a_note(path: Path) -> None:
+    assert load_config(path, []).notes == ()
+
+
+@pytest.mark.parametrize("folder", sorted(path for path in RECIPES.iterdir() if path.is_dir()), ids=lambda p: p.name)
+def test_a_recipe_has_a_readme(folder: Path) -> None:
+    assert "## Result" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_ppo_on_words_has_all_three_models_and_a_clip_that_acts() -> None:
+    for name in ("quickstart", "gsm8k-smollm2"):
+        config = load(name).config
+        assert config.critic.enable
+        assert config.algorithm.use_kl_in_reward  # which is what a reference is loaded for
+        assert config.actor_rollout_ref.actor.ppo_mini_batch_size < config.data.train_batch_size
+        assert config.data.val_files
+
+
+def test_quickstart_never_trains_on_a_test_question() -> None:
+    data = load("quickstart").config.data
+    assert all("part=train" in source for source in data.train_files)
+    assert all("part=test" in source for source in data.val_files)
+
+
+def arguments_of(script: Path, **environment: str) -> list[str]:
+    """The arguments that a script hands to tether, one a line."""
+    environment = {**os.environ, "TETHER": r"printf %s\n", **environment}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_verls_page_key_for_key() -> None:
+    script = RECIPES / "verl-ppo-page/run.sh"
+    given = arguments_of(script, DATA="/root/data", MODEL="Qwen/Qwen2.5-0.5B-Instruct")
+    assert [argument.split("=")[0] for argument in given] == [line.split("=")[0] for line in [*RUN_GEMMA, *PAGE]]
+    assert load_config(None, given).config == load_config(None, [*RUN_GEMMA, *PAGE]).config
+
+
+def test_verls_page_takes_local_paths() -> None:
+    given = arguments_of(RECIPES / "verl-ppo-page/run.sh", DATA="here", MODEL="my/model")
+    config = load_config(None, given).config
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == "my/model"
+    assert config.data.train_files == ("here/gsm8k/train.parquet",)
