@@ -24,7 +24,8 @@ KL_KINDS = [kind for kind in KL_ESTIMATORS if kind != "full"]  # that one is no 
 ACTOR_CASES = list(zip(product(ESTIMATORS, AGGREGATIONS), cycle(KL_KINDS), strict=False))
 WHOLE = MicroBatching(max_rows=ROWS)
 SPLITS = [MicroBatching(max_rows=rows) for rows in (1, 2, 3)] + [
-    MicroBatching(max_tokens=tokens) for tokens in (14, 30)  # the longest row has 16
+    MicroBatching(max_tokens=tokens)
+    for tokens in (14, 30)  # the longest row has 16
 ]
 
 
