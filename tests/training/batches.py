@@ -1,4 +1,4 @@
-"""A tiny policy, a tiny critic and a batch for them, in float64: ragged rows, a tool's output, a row without a score."""
+"""A tiny policy, a tiny critic and a batch in float64: ragged rows, a tool's output, a row without a score."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,10 @@ from tether.batch import RolloutBatch, TrainBatch, filled
 from tether.models.attention import use_tether_attention
 from tether.models.critic import critic_from, value_head_of
 from tether.training.forward import PolicyModel, ValueModel
-from tether.training.local import LocalEngine, Precision
+from tether.training.local import LocalEngine
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
 
-CPU = Precision(torch.device("cpu"))
 PROMPT_LENGTHS = (3, 7, 1)  # of each group of three rows
 RESPONSE_LENGTHS = (4, 9, 1, 6, 2, 8, 5, 3, 7)
 ROWS, WIDTH = len(RESPONSE_LENGTHS), max(RESPONSE_LENGTHS)
@@ -95,7 +94,7 @@ def make_engine(
     model: PreTrainedModel, micro: MicroBatching | None = None, *, lr: float = 1e-2, **options: object
 ) -> LocalEngine:
     """An engine with an optimizer; by default all rows go through at once."""
-    return LocalEngine(model, CPU, micro or MicroBatching(max_rows=ROWS), OptimizerOptions(lr=lr), **options)
+    return LocalEngine(model, micro or MicroBatching(max_rows=ROWS), OptimizerOptions(lr=lr), **options)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:

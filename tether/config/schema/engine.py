@@ -24,7 +24,7 @@ class FsdpConfig(Section):
     """`*.fsdp_config`: number formats, and where FSDP keeps its shards."""
 
     dtype: Dtype = "bfloat16"
-    """Number format of the forward and backward pass (autocast)."""
+    """Number format of the forward and backward pass; weights and optimizer stay float32."""
     model_dtype: MasterDtype = "fp32"
     """Number format of the weights that the optimizer updates."""
     wrap_policy: WrapPolicyConfig
