@@ -73,7 +73,6 @@ class LocalEngine(Generic[Outputs]):
         """See `tether.training.protocol.TrainingEngine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
-        self.model.train()
         set_learning_rate(self.optimizer, learning_rate(self.options, step))
         batch = batch[batch.response_mask.any(dim=-1)]
         measured: list[dict[str, Metric]] = []
@@ -104,7 +103,8 @@ class LocalEngine(Generic[Outputs]):
         self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs]
     ) -> list[dict[str, Metric]]:
         """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches."""
-        assert self.optimizer is not None
+        assert self.optimizer
+        self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
         self.optimizer.zero_grad(set_to_none=False)  # the same memory again: fresh pages are slow
         valid = count_valid(mini.response_mask)
         sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
