@@ -1,0 +1,112 @@
+"""Promise 6: on-policy means ratio one. Sampler, old policy and current policy give a token the same probability."""
+
+import math
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.training.batches import CPU, make_policy
+from tether.batch import TrainBatch, filled
+from tether.metrics.data import mismatch_metrics
+from tether.rollout.native import NativeEngine
+from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.training.forward import PolicyModel, PolicyOutputs
+from tether.training.learner import Learner
+from tether.training.local import LocalEngine, Precision
+from tether.training.losses import PolicyLoss
+from tether.training.micro_batches import MicroBatching
+from tether.training.optimizer import OptimizerOptions
+from tether.training.protocol import UpdatePlan
+
+PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
+EOS = frozenset(range(0, 260, 12))
+LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16 autocast": 0.3}
+"""Largest |rollout - old| of a token. The sampler runs in the dtype of the weights, so that under autocast this is
+what bfloat16 does to a log-probability; the random model's logits are about ten times those of a trained one."""
+RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16 autocast": 0.1}
+"""Largest |ratio - 1| of a token in the first mini-batch, where the two forwards differ in their micro-batches alone."""
+SETTINGS = {
+    "float64": (torch.float64, CPU),
+    "float32": (torch.float32, CPU),
+    "bfloat16 autocast": (torch.float32, Precision(torch.device("cpu"), torch.bfloat16)),
+}
+
+
+def sample(policy: PreTrainedModel, temperature: float) -> TrainBatch:
+    engine = NativeEngine(policy, eos_token_ids=EOS, max_num_seqs=5)
+    sampling = SamplingParams(max_new_tokens=12, n=3, temperature=temperature)
+    rollout = engine.generate(PROMPTS, sampling, NoiseKey(seed=1, step=1))
+    return TrainBatch.assemble(rollout, torch.arange(len(rollout)) % 4.0)
+
+
+def make_learner(policy: PreTrainedModel, precision: Precision, temperature: float) -> Learner[PolicyOutputs]:
+    """Log-probs before the update and in it run in other micro-batches and layouts."""
+    engine = LocalEngine(policy, precision, MicroBatching(max_rows=2, packed=False), OptimizerOptions(lr=1e-3))
+    return Learner(
+        engine=engine,
+        forward=PolicyModel(policy, temperature, packed=False),
+        loss=PolicyLoss(),
+        plan=UpdatePlan(mini_batch_rows=12),
+        infer_forward=PolicyModel(policy, temperature, packed=True, with_entropy=True),
+        infer_micro=MicroBatching(max_tokens=40),
+    )
+
+
+def largest_difference(batch: TrainBatch) -> float:
+    return float((batch.rollout_log_probs - filled(batch.old_log_probs))[batch.response_mask].abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_first_update_starts_at_ratio_one(setting: str, temperature: float) -> None:
+    dtype, precision = SETTINGS[setting]
+    policy = make_policy(dtype=dtype)
+    batch = sample(policy, temperature)
+    learner = make_learner(policy, precision, temperature)
+    batch.old_log_probs = learner.infer(batch).log_probs
+    assert len(set(batch.response_length.tolist())) > 3
+    assert largest_difference(batch) <= LOG_PROB_TOLERANCE[setting]
+    batch.advantages = torch.where(batch.response_mask, torch.randn(batch.response_mask.shape), 0.0)
+    metrics = learner.update(batch, step=0)
+    for name in ("actor/ratio_mean", "actor/ratio_max", "actor/ratio_min"):
+        assert metrics[name] == pytest.approx(1.0, abs=RATIO_TOLERANCE[setting], rel=0), name
+    assert metrics["actor/pg_clipfrac"] == 0
+    assert metrics["actor/pg_clipfrac_lower"] == 0
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=RATIO_TOLERANCE[setting])
+
+
+def perturbed(policy: PreTrainedModel, share: float) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.mul_(1 + share * noise)
+    return policy
+
+
+def mismatch_after(share: float) -> dict[str, float]:
+    policy = make_policy()
+    batch = sample(policy, 1.0)
+    old = make_learner(perturbed(policy, share), CPU, 1.0).infer(batch).log_probs
+    return mismatch_metrics(batch.rollout_log_probs, old, batch.response_mask)
+
+
+def test_another_policy_than_the_sampler_shows_in_the_mismatch_metrics() -> None:
+    """The negative control: with weights off by 1 % every metric that should see it rises by orders of magnitude."""
+    same, other = mismatch_after(0.0), mismatch_after(0.01)
+    for name in ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "rollout_corr/k3_kl"):
+        assert abs(same[name]) < 1e-9, name
+        assert other[name] > 1e4 * max(abs(same[name]), 1e-9), name
+    assert 1 - same["training/rollout_actor_probs_pearson_corr"] < 1e-9
+    assert 1 - other["training/rollout_actor_probs_pearson_corr"] > 1e-5
+
+
+@pytest.mark.parametrize("wrong", [0.9, 1.1])
+def test_the_trainer_must_divide_by_the_samplers_temperature(wrong: float) -> None:
+    """The second negative control: log-probs at another temperature are those of another distribution."""
+    policy = make_policy()
+    batch = sample(policy, 1.0)
+    batch.old_log_probs = make_learner(policy, CPU, wrong).infer(batch).log_probs
+    assert largest_difference(batch) > 1e-2
+    assert math.isfinite(largest_difference(batch))

@@ -1,0 +1,81 @@
+"""Promise 7: a sample is named by (seed, step, sample, token); who runs it, beside what and when, does not matter.
+
+tests/rollout/test_native.py states it for slots and prefill sizes; here a whole step is dealt out to workers.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.batches import make_policy
+from tether.rollout.native import NativeEngine
+from tether.rollout.protocol import NoiseKey, SamplingParams
+
+KEY = NoiseKey(seed=5, step=9)
+N = 3
+SAMPLING = SamplingParams(max_new_tokens=10, n=N, temperature=0.9)
+EOS = frozenset(range(0, 260, 15))
+LENGTHS = (4, 1, 9, 2, 6, 3)
+PROMPTS = [[4 + (17 * i + 5 * j) % 250 for j in range(length)] for i, length in enumerate(LENGTHS)]
+
+Samples = dict[int, tuple[tuple[int, ...], torch.Tensor]]
+"""Number of the sample within the step -> its tokens and their log-probabilities."""
+
+
+def engine(max_num_seqs: int = 64) -> NativeEngine:
+    return NativeEngine(make_policy(), eos_token_ids=EOS, max_num_seqs=max_num_seqs)
+
+
+def sample(worker: NativeEngine, prompts: list[list[int]], key: NoiseKey = KEY) -> Samples:
+    batch = worker.generate(prompts, SAMPLING, key)
+    rows = zip(batch.response_ids, batch.rollout_log_probs, batch.response_length.tolist(), strict=True)
+    return {key.first_sample + row: (tuple(ids[:n].tolist()), probs[:n]) for row, (ids, probs, n) in enumerate(rows)}
+
+
+def assert_same(found: Samples, expected: Samples) -> None:
+    """The same tokens; log-probs up to the order of sums in matrix products of other heights."""
+    assert {number: tokens for number, (tokens, _) in found.items()} == {
+        number: tokens for number, (tokens, _) in expected.items()
+    }
+    for number, (_, log_probs) in expected.items():
+        torch.testing.assert_close(found[number][1], log_probs, rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Samples:
+    samples = sample(engine(), PROMPTS)
+    assert len({len(tokens) for tokens, _ in samples.values()}) > 2
+    return samples
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64])
+def test_any_number_of_slots(expected: Samples, max_num_seqs: int) -> None:
+    assert_same(sample(engine(max_num_seqs), PROMPTS), expected)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_any_number_of_workers_in_any_order(expected: Samples, workers: int) -> None:
+    """Each worker has contiguous prompts and the number of its first sample; they run in a shuffled order."""
+    size = len(PROMPTS) // workers
+    firsts = list(range(0, len(PROMPTS), size))
+    random.Random(workers).shuffle(firsts)
+    assert firsts != sorted(firsts)
+    found: Samples = {}
+    for first in firsts:
+        found |= sample(engine(4), PROMPTS[first : first + size], replace(KEY, first_sample=N * first))
+    assert_same(found, expected)
+
+
+def test_other_prompts_behind_change_nothing(expected: Samples) -> None:
+    found = sample(engine(7), [*PROMPTS, [8, 9], [100] * 12])
+    assert_same({number: found[number] for number in expected}, expected)
+
+
+@pytest.mark.parametrize("key", [replace(KEY, seed=6), replace(KEY, step=10), replace(KEY, first_sample=1)])
+def test_another_name_gives_other_samples(expected: Samples, key: NoiseKey) -> None:
+    """The negative control."""
+    found = [tokens for tokens, _ in sample(engine(), PROMPTS, key).values()]
+    different = [a != b for a, (b, _) in zip(found, expected.values(), strict=True)]
+    assert sum(different) > len(different) // 2
