@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -70,8 +71,9 @@ def load_causal_lm(
             or a model class that packing does not fit.
     """
     if is_gguf(path):
+        if override_config:
+            raise ValueError(f"{path}: override_config does not act on a GGUF file. Save it as a directory first.")
         model = load_gguf_model(Path(path), dtype)
-        override(model.config, override_config or {}, path)
     else:
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         if any(name.endswith(CRITIC_CLASSES) for name in config.architectures or ()):
@@ -134,8 +136,10 @@ def from_checkpoint(
         model, report = auto_class.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: its weights could not be loaded ({_first_line(error)}).") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
+        ) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

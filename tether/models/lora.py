@@ -29,7 +29,8 @@ class LoraOptions:
     rank: int
     alpha: float = 16.0
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all but the output head."""
+    """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all but the output head. Experts
+    that a model keeps in one fused tensor are no linear layers and stay frozen."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Names, or a regular expression, of layers to take out of those."""
 
