@@ -71,8 +71,9 @@ def load_causal_lm(
             or a model class that packing does not fit.
     """
     if is_gguf(path):
+        if override_config:
+            raise ValueError(f"{path}: override_config does not act on a GGUF file. Save it as a directory first.")
         model = load_gguf_model(Path(path), dtype)
-        override(model.config, override_config or {}, path)
     else:
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         if critics := [name for name in config.architectures or () if name.endswith(CRITIC_CLASSES)]:
