@@ -33,7 +33,7 @@ def train(loaded: LoadedConfig, command: str) -> None:
         ValueError: unusable inputs, or a preflight that refuses.
     """
     disable_progress_bar()  # transformers' own, which would appear at every checkpoint
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for note in loaded.notes:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
     run = build_run(loaded)
@@ -42,7 +42,8 @@ def train(loaded: LoadedConfig, command: str) -> None:
         console.print(f"training prompts: {trainer.dataset.report}", soft_wrap=True)
         if run.resumed_from:
             console.print(
-                f"going on from {run.resumed_from}, step {trainer.step_number} of {trainer.schedule.total_steps}"
+                f"going on from {run.resumed_from}, step {trainer.step_number} of {trainer.schedule.total_steps}",
+                soft_wrap=True,
             )
         elif loaded.config.trainer.preflight:
             checked = preflight(trainer, trainer.actor.plan.mini_batch_rows, trainer.actor.plan.epochs)
@@ -71,7 +72,7 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
     disable_progress_bar()
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     evaluator, waiting = build_evaluator(loaded, checkpoint / "actor"), console.status("sampling")
     with evaluator as (evaluation, collector), waiting as status:
         result = evaluation.run(
@@ -80,8 +81,8 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
             lambda done, total: status.update(f"sampling: {done} of {total} responses"),
         )
     for name, value in result.metrics.items():
-        console.print(f"{name:60} {value:.4f}")
-    console.print(f"written to {_write(checkpoint, result)}")
+        console.print(f"{name:60} {value:.4f}", soft_wrap=True)
+    console.print(f"written to {_write(checkpoint, result)}", soft_wrap=True)
 
 
 def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:

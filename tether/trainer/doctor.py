@@ -28,7 +28,7 @@ EXTRAS = {
 
 def show_doctor() -> None:
     """Print the report."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # or the extras in brackets would vanish
     device = resolve_device("auto")
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
     console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process")

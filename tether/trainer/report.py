@@ -29,10 +29,10 @@ def show_report(directory: Path, console: Console, command: str) -> None:
     if len(samples) > 1:
         console.print(_samples(samples[min(samples)], samples[max(samples)]))
     checkpoint = CheckpointStore(directory).latest()
-    console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})")
+    console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
     if checkpoint:
-        console.print(f"checkpoint  {checkpoint}   (the policy: {checkpoint / 'actor'})")
-        console.print(f'try it      tether generate {checkpoint / "actor"} "your question"')
+        console.print(f"checkpoint  {checkpoint}   (the policy: {checkpoint / 'actor'})", soft_wrap=True)
+        console.print(f'try it      tether generate {checkpoint / "actor"} "your question"', soft_wrap=True)
         console.print(f"go on       {command}", soft_wrap=True)
     else:
         console.print("checkpoint  none saved; set trainer.save_freq")

@@ -1,0 +1,267 @@
+"""The `tether` command: what it prints, its exit codes, and that user errors never end in a traceback."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides, write_inputs
+from tether.cli import main
+from tether.metrics.loggers.jsonl import read_metrics
+from tether.training.checkpoint import TRACKER
+from tether.training.manifest import MANIFEST
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "model")
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Said]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run the command in this process."""
+
+    def run(*arguments: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["tether", *arguments])
+        monkeypatch.setenv("GLIBC_TUNABLES", os.environ.get("GLIBC_TUNABLES", ""))  # set: `train` does not restart
+        monkeypatch.setenv("COLUMNS", "120")
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def run_arguments(inputs: Path, tmp_path_factory) -> tuple[list[str], Path]:
+    """Arguments of a run, and its folder, which the first test to run it fills."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    extra = ["trainer.save_freq=2", "trainer.test_freq=2", "trainer.val_before_train=True"]
+    return ["train", *base_overrides(inputs, folder), *GAE, *extra, "trainer.logger=[console,file]"], folder
+
+
+@pytest.fixture
+def finished(cli: Cli, run_arguments: tuple[list[str], Path]) -> Path:
+    arguments, folder = run_arguments
+    if not folder.exists():
+        assert cli(*arguments).code == 0
+    return folder
+
+
+def refused(said: Said) -> str:
+    """The message of a refusal: exit code 2, said once, no traceback."""
+    assert said.code == 2, said
+    assert "Traceback" not in said.out + said.err
+    assert said.err.strip()
+    return said.err
+
+
+# --- what every command says --------------------------------------------------------------------------------------
+
+
+def test_help(cli: Cli):
+    said = cli("--help")
+    assert said.code == 0
+    assert all(command in said.out for command in COMMANDS)
+    assert "KEY=VALUE" in cli("train", "--help").out
+
+
+def test_unknown_command(cli: Cli):
+    assert "trian" in refused(cli("trian"))
+
+
+def test_config_check_names_every_problem_at_once(cli: Cli, inputs: Path, tmp_path: Path):
+    sound = ["config", "check", *base_overrides(inputs, tmp_path), *GAE]
+    assert cli(*sound).out.endswith("the configuration is sound\n")
+    message = refused(cli(*sound, "algorithm.gemma=0.9", "algorithm.adv_estimator=gea"))
+    assert "algorithm.gamma" in message
+    assert "algorithm.adv_estimator" in message
+
+
+def test_config_show_says_where_values_come_from(cli: Cli, inputs: Path, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm:\n  lam: 0.9\n")
+    said = cli("config", "show", str(file), *base_overrides(inputs, tmp_path), "algorithm.gamma=0.5")
+    assert said.code == 0
+    lines = {line.split(":")[0].strip(): line for line in said.out.splitlines() if ":" in line}
+    assert "0.9" in lines["lam"]
+    assert "run.yaml" in lines["lam"]
+    assert "0.5" in lines["gamma"]
+    assert "command line" in lines["gamma"]
+
+
+def test_config_explain(cli: Cli):
+    assert "algorithm.lam" in cli("config", "explain", "algorithm.lam").out
+    assert "algorithm.gamma" in refused(cli("config", "explain", "algorithm.gemma"))
+
+
+def test_doctor(cli: Cli):
+    said = cli("doctor")
+    assert said.code == 0
+    assert "device: " in said.out
+    assert "torch" in said.out
+    assert "bfloat16" in said.out
+
+
+def test_doctor_says_how_to_install_what_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    from tether.trainer import doctor
+
+    monkeypatch.setattr(doctor, "EXTRAS", {"a-package-that-is-not-here": ("some", "nothing")})
+    assert "pip install 'tether[some]'" in cli("doctor").out
+
+
+# --- a run from its first to its last command ---------------------------------------------------------------------
+
+
+def test_train_reports_and_the_same_command_goes_on(cli: Cli, run_arguments: tuple[list[str], Path]):
+    arguments, folder = run_arguments
+    first = cli(*arguments)
+    assert first.code == 0, first
+    assert "training prompts: 10 prompts of 10 rows" in first.out
+    assert "nothing suspicious found" in first.out
+    assert "held-out score" in first.out
+    assert f"checkpoint  {folder / 'global_step_3'} " in first.out
+    assert "trainer.logger=[console,file]" in first.out  # brackets are no markup
+    assert list(read_metrics(folder)) == [0, 1, 2, 3]
+    weights = (folder / "global_step_3" / "actor" / "model.safetensors").read_bytes()
+    second = cli(*arguments)
+    assert second.code == 0
+    assert f"going on from {folder / 'global_step_3'}, step 3 of 3" in second.out
+    assert "preflight" not in second.out
+    assert list(read_metrics(folder)) == [0, 1, 2, 3]
+    assert (folder / "global_step_3" / "actor" / "model.safetensors").read_bytes() == weights
+
+
+def test_eval(cli: Cli, finished: Path, inputs: Path):
+    said = cli("eval", str(finished), f"data.val_files={inputs / 'train.jsonl'}")
+    assert said.code == 0, said
+    assert "val-core/tiny/sums/reward/mean@1" in said.out
+    assert (finished / "eval_global_step_3.json").exists()
+
+
+def test_generate(cli: Cli, finished: Path):
+    for model in (finished, finished / "global_step_3", finished / "global_step_3" / "actor"):
+        said = cli("generate", str(model), "1+1?", "2+2?", "--max-new-tokens", "3", "--n", "2", "--temperature", "1")
+        assert said.code == 0, said
+        assert said.out.count("--- 1+1?\n") == said.out.count("--- 2+2?\n") == 2
+    assert "no checkpoint" in refused(cli("generate", str(finished.parent), "1+1?"))
+
+
+def test_plot(cli: Cli, finished: Path, tmp_path: Path):
+    picture = tmp_path / "curves.png"
+    said = cli("plot", str(finished), "--out", str(picture))
+    assert said.code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "metrics.jsonl" in refused(cli("plot", str(tmp_path)))
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+def test_unusable_input(cli: Cli, inputs: Path, tmp_path: Path):
+    arguments = ["train", *base_overrides(inputs, tmp_path / "run"), *GAE]
+    assert "nothing.jsonl" in refused(cli(*arguments, f"data.train_files={inputs / 'nothing.jsonl'}"))
+    assert "modle" in refused(cli(*arguments, f"actor_rollout_ref.model.path={inputs / 'modle'}"))
+
+
+def test_a_refusing_preflight(cli: Cli, inputs: Path, tmp_path: Path):
+    reward = tmp_path / "abstains.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return None\n")
+    overrides = [*base_overrides(inputs, tmp_path / "run"), *GAE, f"custom_reward_function.path={reward}"]
+    said = cli("train", *overrides)
+    assert "trainer.preflight=False" in refused(said)
+    assert "refused: no sampled response has a reward" in said.out
+    assert cli("train", *overrides, "trainer.preflight=False").code == 0
+
+
+def test_ctrl_c_before_training(cli: Cli, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tether.trainer.commands.build_run", interrupted)
+    said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE)
+    assert said.code != 0
+    assert "Traceback" not in said.out + said.err
+    assert "Aborted" in said.err
+
+
+def command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-c", "from tether.cli import main; main()", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """As on a user's machine: `train` restarts itself for large pages."""
+    kept = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    return kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+
+def test_failing_reward_in_a_process_of_its_own(inputs: Path, tmp_path: Path):
+    reward = tmp_path / "raises.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 'yes'\n"
+    )
+    overrides = [*base_overrides(inputs, tmp_path / "run"), *GRPO, f"custom_reward_function.path={reward}"]
+    ended = subprocess.run(
+        command(["train", *overrides]), env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    message = refused(Said(ended.returncode, ended.stdout, ended.stderr))
+    assert "rewards failed" in message
+    assert "returned str 'yes'" in message
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+def test_full_disk(inputs: Path, tmp_path: Path):
+    overrides = [*base_overrides(inputs, tmp_path / "run"), *GRPO, "trainer.save_freq=1", "trainer.preflight=False"]
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *command(["train", *overrides])]
+    ended = subprocess.run(limited, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    message = refused(Said(ended.returncode, ended.stdout, ended.stderr))
+    assert f"disk full while saving {tmp_path / 'run' / 'global_step_1'}" in message
+    assert "Errno" not in message
+    assert not list((tmp_path / "run").glob("*global_step*"))
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(cli: Cli, inputs: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    arguments = ["train", *base_overrides(inputs, folder), *GRPO, "trainer.total_training_steps=2000"]
+    process = subprocess.Popen(
+        command(arguments), env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not ((folder / "metrics.jsonl").exists() and read_metrics(folder)):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "SIGTERM: finishing this step" in err
+    step = int((folder / TRACKER).read_text())
+    assert (folder / f"global_step_{step}" / MANIFEST).exists()
+    assert max(read_metrics(folder)) == step < 2000
+    assert f"stopped by SIGTERM after step {step} of 2000" in out
+    again = re.search(r"^go on +tether (train .*)$", out, re.MULTILINE)
+    assert again
+    said = cli(*again[1].split(), f"trainer.total_training_steps={step + 1}")
+    assert said.code == 0, said
+    assert f"going on from {folder / f'global_step_{step}'}" in said.out
+    assert list(read_metrics(folder)) == list(range(1, step + 2))

@@ -1,0 +1,152 @@
+"""The preflight names the cause: for each, a run that has it, and one run that has none."""
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
+from tests.trainer.tiny_run import GAE, set_eos
+from tether.config import load_config
+from tether.trainer.build import build_run
+from tether.trainer.preflight import Preflight, preflight
+
+
+def look(overrides: list[str]) -> Preflight:
+    run = build_run(load_config(None, overrides))
+    try:
+        plan = run.trainer.actor.plan
+        return preflight(run.trainer, plan.mini_batch_rows, plan.epochs)
+    finally:
+        run.close()
+
+
+def with_model(inputs: Path, folder: Path, change: Callable[[Path], None]) -> list[str]:
+    """A copy of the model with something spoiled; the critic stays as it is."""
+    model = folder / "spoiled"
+    shutil.copytree(inputs / "model", model)
+    change(model)
+    return [f"actor_rollout_ref.model.path={model}"]
+
+
+def with_reward(folder: Path, body: str) -> list[str]:
+    path = folder / "spoiled.py"
+    path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    return [f"custom_reward_function.path={path}"]
+
+
+def with_template(inputs: Path, folder: Path, template: str) -> list[str]:
+    return with_model(inputs, folder, lambda model: write(model / "chat_template.jinja", template))
+
+
+def write(path: Path, text: str) -> None:
+    assert path.is_file()
+    path.write_text(text)
+
+
+def says_im_end(model: Path) -> None:
+    """A model that ends its turn with <|im_end|>, while its generation config names <pad>."""
+    weights = load_file(model / "model.safetensors")
+    direction = weights["lm_head.weight"][EOS_ID].clone()
+    weights["model.embed_tokens.weight"] += 20 * direction / direction.norm()
+    weights["lm_head.weight"][EOS_ID] += direction / direction.norm()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    set_eos(model, PAD_ID)
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
+BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+Spoil = Callable[[Path, Path], list[str]]
+CAUSES: dict[str, tuple[Spoil, bool, str]] = {
+    "all_truncated": (
+        lambda inputs, tmp: [
+            *with_model(inputs, tmp, lambda model: set_eos(model, EOS_ID)),
+            "data.max_response_length=2",
+        ],
+        False,
+        "all 16 sampled responses were cut at data.max_response_length=2",
+    ),
+    "no_eos": (
+        lambda inputs, tmp: with_model(inputs, tmp, lambda model: set_eos(model, None)),
+        False,
+        "generation_config.json",
+    ),
+    "missed_eos": (
+        lambda inputs, tmp: with_model(inputs, tmp, says_im_end),
+        False,
+        f"'<|im_end|>', which is not among the end-of-sequence tokens [{PAD_ID}]. Add {EOS_ID}",
+    ),
+    "zero_reward_variance": (
+        lambda inputs, tmp: with_reward(tmp, "return 0.5"),
+        False,
+        "all 16 sampled responses have the reward 0.5",
+    ),
+    "no_reward": (lambda inputs, tmp: with_reward(tmp, "return None"), True, "no sampled response has a reward"),
+    "bos": (
+        lambda inputs, tmp: with_template(inputs, tmp, "{{ bos_token }}{{ bos_token }}" + TURN),
+        True,
+        "doubled BOS",
+    ),
+    "bos-missing": (
+        lambda inputs, tmp: with_model(inputs, tmp, lambda model: tiny_tokenizer(add_bos=True).save_pretrained(model)),
+        False,
+        "missing BOS",
+    ),
+    "prompt_cut": (
+        lambda inputs, tmp: ["data.max_prompt_length=16", "data.truncation=left"],
+        False,
+        "prompt cut: 10 of 10 prompts lost their beginning",
+    ),
+    "template_not_applied": (lambda inputs, tmp: with_template(inputs, tmp, BARE), True, "data.chat_template"),
+    "clipping_inactive": (
+        lambda inputs, tmp: ["actor_rollout_ref.actor.ppo_mini_batch_size=4"],
+        False,
+        "lower ppo_mini_batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_each_cause_is_named(name: str, base: list[str], inputs: Path, tmp_path: Path):
+    spoil, refuses, message = CAUSES[name]
+    found = look([*base, *GAE, *spoil(inputs, tmp_path)])
+    assert [finding.cause for finding in found.findings] == [name.partition("-")[0]]
+    assert message in found.findings[0].message
+    assert found.refused == refuses
+    console = Console(width=200, record=True, file=io.StringIO())
+    found.show(console)
+    screen = " ".join(console.export_text().replace("│", " ").split())
+    assert ("refused: " if refuses else "warning: ") + found.findings[0].message.split(":")[0] in screen
+
+
+def test_a_good_run_has_no_finding(base: list[str]):
+    found = look([*base, *GAE])
+    assert not found.findings
+    assert len(found.samples) == 16
+    assert len(found.prompts) == 2
+    console = Console(width=200, record=True, file=io.StringIO())
+    found.show(console)
+    screen = console.export_text()
+    assert "nothing suspicious found" in screen
+    assert "<|im_start|>user" in screen
+    assert " ".join(map(str, found.prompts[0].token_ids[:24])) in screen
+
+
+def test_several_causes_are_all_named(base: list[str], tmp_path: Path):
+    found = look([*base, *GAE, *with_reward(tmp_path, "return 1"), "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
+    assert [finding.cause for finding in found.findings] == ["zero_reward_variance", "clipping_inactive"]
+
+
+def test_looking_changes_nothing_in_the_run(base: list[str]):
+    run = build_run(load_config(None, [*base, *GAE]))
+    try:
+        before = run.trainer.state()
+        preflight(run.trainer, 4, 1)
+        assert run.trainer.state() == before
+    finally:
+        run.close()
