@@ -25,7 +25,7 @@ LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16 autocast": 0.3
 """Largest |rollout - old| of a token. The sampler runs in the dtype of the weights, so that under autocast this is
 what bfloat16 does to a log-probability; the random model's logits are about ten times those of a trained one."""
 RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16 autocast": 0.1}
-"""Largest |ratio - 1| of a token in the first mini-batch, where the two forwards differ in their micro-batches alone."""
+"""Largest |ratio - 1| of a token in the first mini-batch, where both forwards are the trainer's."""
 SETTINGS = {
     "float64": (torch.float64, CPU),
     "float32": (torch.float32, CPU),
