@@ -64,7 +64,7 @@ def test_the_others_advantages_are_those_of_a_batch_without_the_row(estimator: s
 
 
 def test_a_group_of_grpo_by_hand() -> None:
-    """Group 0 scores 1 and 0 beside an error: mean 0.5, std 0.7071. Group 2 keeps one row, and its score."""
+    """Group 0 scores 1 and 0 beside an error: mean 0.5, std 0.7071. Group 2 keeps one row, which keeps its score."""
     batch = TrainBatch.assemble(make_rollout(), SCORES)
     found = advantages(batch, "grpo")
     assert found[[0, 1], 0].tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)

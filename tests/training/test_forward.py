@@ -1,0 +1,67 @@
+"""The policy's and the critic's outputs against transformers' own forward, one row at a time."""
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from tests.training.batches import UNSCORED, make_batch, make_critic, make_policy
+from tether.models.critic import value_head_of
+from tether.training.forward import PolicyModel, ValueModel
+
+TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_and_entropy_are_those_of_transformers(packed: bool, temperature: float) -> None:
+    policy = make_policy()
+    batch = make_batch(policy, make_critic())
+    with torch.no_grad():
+        found = PolicyModel(policy, temperature, packed, with_entropy=True)(batch)
+    theirs = tiny_model("llama", dtype=torch.float64)
+    for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
+        response = batch.response_ids[row, :r]
+        ids = torch.cat([batch.prompt_ids[row, :p], response])[None]
+        with torch.no_grad():
+            log_softmax = (theirs(ids).logits[0, p - 1 : -1] / temperature).log_softmax(-1)
+        mask = batch.response_mask[row, :r]
+        expected = log_softmax.gather(-1, response[:, None])[:, 0]
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        torch.testing.assert_close(found.log_probs[row, :r][mask], expected[mask], **TOLERANCE)
+        torch.testing.assert_close(found.entropy[row, :r][mask], entropy[mask], **TOLERANCE)
+    assert not found.log_probs[~batch.response_mask].any()
+    assert not found.entropy[~batch.response_mask].any()
+    assert not batch.response_mask[UNSCORED].any()
+
+
+def test_without_entropy_there_is_none() -> None:
+    policy = make_policy()
+    assert PolicyModel(policy)(make_batch(policy, make_critic())).entropy is None
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_value_is_read_before_its_token(packed: bool) -> None:
+    """It cannot depend on the token itself, and does depend on the one before."""
+    critic = make_critic()
+    batch = make_batch(make_policy(), critic)
+    model = ValueModel(critic, packed)
+    with torch.no_grad():
+        before = model(batch).values
+        batch.response_ids[0, 2] = 77
+        after = model(batch).values
+    assert torch.equal(after[0, :3], before[0, :3])
+    assert after[0, 3] != before[0, 3]
+    assert not before[~batch.response_mask].any()
+
+
+def test_the_first_value_is_the_heads_at_the_last_prompt_token() -> None:
+    critic = make_critic()
+    batch = make_batch(make_policy(), critic)
+    with torch.no_grad():
+        values = ValueModel(critic)(batch).values
+        head = value_head_of(critic)
+        theirs = tiny_model("llama", dtype=torch.float64, seed=1).base_model
+        for row, p in enumerate(batch.prompt_length.tolist()):
+            if row != UNSCORED:
+                expected = head(theirs(batch.prompt_ids[row : row + 1, :p]).last_hidden_state[0, -1])
+                torch.testing.assert_close(values[row, :1], expected, **TOLERANCE)

@@ -1,0 +1,71 @@
+"""What is kept of a skipped update can be replayed by someone who has only the folder."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy
+from tether.batch import filled
+from tether.training.forward import PolicyModel, ValueModel
+from tether.training.incident import replay
+from tether.training.losses import CriticLoss, PolicyLoss
+from tether.training.micro_batches import MicroBatching
+from tether.training.protocol import UpdatePlan
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD_ROW = 3
+PLAN = UpdatePlan(mini_batch_rows=ROWS)
+
+
+def test_the_replay_script_names_the_row(tmp_path: Path) -> None:
+    policy = make_policy()
+    batch = make_batch(policy, make_critic())
+    filled(batch.advantages)[BAD_ROW, 0] = math.inf
+    engine = make_engine(policy, MicroBatching(max_rows=2), incident_dir=tmp_path)
+    loss = PolicyLoss(options={"clip_ratio_high": 0.3}, kl_coef=0.1)
+    assert engine.update(batch, PolicyModel(policy), loss, PLAN, step=4)["skipped_updates"] == 1
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "step_5" / "replay.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == ROWS - 1  # the row without a score was never in the mini-batch
+    assert [line.split(":")[0] for line in lines if ", 0 of " not in line] == [f"row {BAD_ROW}"]
+
+
+def test_a_critics_update_can_be_replayed(tmp_path: Path) -> None:
+    critic = make_critic()
+    batch = make_batch(make_policy(), critic)
+    filled(batch.returns)[BAD_ROW, 1] = math.nan
+    engine = make_engine(critic, incident_dir=tmp_path)
+    assert engine.update(batch, ValueModel(critic), CriticLoss(), PLAN, step=0)["skipped_updates"] == 1
+    assert replay(tmp_path / "step_1") == [BAD_ROW]
+
+
+def test_replay_returns_the_rows_and_the_first_incident_of_a_step_is_kept(tmp_path: Path) -> None:
+    policy = make_policy()
+    batch = make_batch(policy, make_critic())
+    for row in (0, 7):
+        filled(batch.advantages)[row, 0] = math.nan
+    engine = make_engine(policy, incident_dir=tmp_path)
+    metrics = engine.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
+    assert metrics["skipped_updates"] == 2  # one bad row in each of the two mini-batches
+    assert replay(tmp_path / "step_1") == [0]
+
+
+def test_a_weight_that_is_not_finite_makes_every_row_bad(tmp_path: Path) -> None:
+    policy = make_policy()
+    batch = make_batch(policy, make_critic())
+    with torch.no_grad():
+        policy.base_model.norm.weight[0] = math.nan
+    make_engine(policy, incident_dir=tmp_path).update(batch, PolicyModel(policy), PolicyLoss(), PLAN, step=0)
+    assert replay(tmp_path / "step_1") == list(range(ROWS - 1))

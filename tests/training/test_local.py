@@ -1,0 +1,145 @@
+"""The engine's update: which rows, how many steps, at which rate, and what becomes of a gradient that is not finite."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.batches import (
+    ROWS,
+    UNSCORED,
+    make_batch,
+    make_critic,
+    make_engine,
+    make_policy,
+    same_bits,
+    weights,
+)
+from tether.batch import TrainBatch, filled
+from tether.training.forward import PolicyModel
+from tether.training.local import LocalEngine, Precision
+from tether.training.losses import PolicyLoss
+from tether.training.micro_batches import MicroBatching
+from tether.training.optimizer import OptimizerOptions
+from tether.training.protocol import UpdatePlan
+
+BAD_ROW = 3
+ALL = UpdatePlan(mini_batch_rows=ROWS)
+
+
+@pytest.fixture
+def batch() -> TrainBatch:
+    return make_batch(make_policy(), make_critic())
+
+
+def update(engine: LocalEngine, batch: TrainBatch, plan: UpdatePlan = ALL, step: int = 0) -> dict[str, float]:
+    return engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, step)
+
+
+def optimizer_steps(engine: LocalEngine) -> int:
+    assert engine.optimizer
+    return int(max(state["step"] for state in engine.optimizer.state.values()))
+
+
+@pytest.mark.parametrize(("rows", "epochs", "steps"), [(ROWS, 1, 1), (4, 1, 2), (3, 2, 6), (100, 3, 3)])
+def test_one_optimizer_step_a_mini_batch(batch: TrainBatch, rows: int, epochs: int, steps: int) -> None:
+    """Eight rows are left: the one without a score is taken out before rows are dealt out."""
+    engine = make_engine(make_policy())
+    metrics = update(engine, batch, UpdatePlan(rows, epochs))
+    assert optimizer_steps(engine) == steps
+    assert metrics["skipped_updates"] == 0
+    assert all(p.grad is None for p in engine.model.parameters())
+    assert engine.model.training
+
+
+def test_a_row_without_a_valid_token_is_left_out(batch: TrainBatch) -> None:
+    whole, rest = make_engine(make_policy()), make_engine(make_policy())
+    plan = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
+    found = update(whole, batch, plan)
+    assert found == update(rest, batch[torch.arange(ROWS) != UNSCORED], plan)
+    assert same_bits(weights(whole.model), weights(rest.model))
+
+
+def test_the_rate_follows_the_training_step(batch: TrainBatch) -> None:
+    engine = LocalEngine(
+        make_policy(), Precision(torch.device("cpu")), MicroBatching(max_rows=4), OptimizerOptions(1e-2, warmup_steps=4)
+    )
+    before = weights(engine.model)
+    assert update(engine, batch, step=0)["lr"] == 0
+    assert same_bits(weights(engine.model), before)
+    assert update(engine, batch, step=1)["lr"] == 0.0025
+    assert not same_bits(weights(engine.model), before)
+
+
+def test_an_update_lowers_the_loss_and_clips_the_gradient(batch: TrainBatch) -> None:
+    engine = make_engine(make_policy(), lr=1e-3)
+    first = update(engine, batch)
+    assert first["grad_norm"] > 0  # before clipping
+    for _ in range(3):
+        last = update(engine, batch)
+    assert last["actor/pg_loss"] < first["actor/pg_loss"]
+
+
+def test_state_taken_over_goes_on_bit_for_bit(batch: TrainBatch) -> None:
+    first, second = make_engine(make_policy()), make_engine(make_policy())
+    update(first, batch)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert update(first, batch, step=1) == update(second, batch, step=1)
+    assert same_bits(weights(first.model), weights(second.model))
+
+
+def test_infer_leaves_no_gradient_and_switches_to_eval(batch: TrainBatch) -> None:
+    engine = make_engine(make_policy().train())
+    outputs = engine.infer(batch, PolicyModel(engine.model))
+    assert not outputs.log_probs.requires_grad
+    assert not engine.model.training
+
+
+def test_autocast_keeps_master_weights(batch: TrainBatch) -> None:
+    """bfloat16 products, float32 log-probs, weights and gradients."""
+    policy = make_policy(dtype=torch.float32)
+    precision = Precision(torch.device("cpu"), torch.bfloat16)
+    engine = LocalEngine(policy, precision, MicroBatching(max_rows=ROWS), OptimizerOptions(1e-3))
+    exact = make_engine(policy).infer(batch, PolicyModel(policy)).log_probs
+    rounded = engine.infer(batch, PolicyModel(policy)).log_probs
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.5
+    before = weights(policy)
+    update(engine, batch)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert not same_bits(weights(policy), before)
+
+
+def broken(batch: TrainBatch) -> TrainBatch:
+    batch = batch.clone()
+    filled(batch.advantages)[BAD_ROW, 0] = math.inf
+    return batch
+
+
+def test_a_gradient_that_is_not_finite_changes_no_bit(batch: TrainBatch, tmp_path: Path) -> None:
+    engine = make_engine(make_policy(), incident_dir=tmp_path / "incidents")
+    update(engine, batch)  # so that the optimizer has a state to lose
+    before, steps = weights(engine.model), optimizer_steps(engine)
+    moments = {i: state["exp_avg"].clone() for i, state in enumerate(engine.state_dict()["state"].values())}
+    metrics = update(engine, broken(batch), UpdatePlan(ROWS, epochs=2), step=6)
+    assert metrics["skipped_updates"] == 2
+    assert math.isnan(metrics["grad_norm"])
+    assert same_bits(weights(engine.model), before)
+    assert optimizer_steps(engine) == steps
+    for i, state in enumerate(engine.state_dict()["state"].values()):
+        assert torch.equal(state["exp_avg"], moments[i])
+    assert [path.name for path in (tmp_path / "incidents").iterdir()] == ["step_7"]
+
+
+def test_only_the_bad_mini_batch_is_skipped(batch: TrainBatch) -> None:
+    """Rows 0, 1, 2 and 3, 4, 6 are the first two mini-batches: with the second broken, the others still count."""
+    scored = batch[torch.arange(ROWS) != UNSCORED]
+    plan = UpdatePlan(mini_batch_rows=3)
+    engine, others = make_engine(make_policy()), make_engine(make_policy())
+    metrics = update(engine, broken(scored), plan)
+    assert metrics["skipped_updates"] == 1
+    assert math.isfinite(metrics["grad_norm"])
+    update(others, scored[torch.tensor([0, 1, 2, 6, 7])], plan)
+    assert same_bits(weights(engine.model), weights(others.model))

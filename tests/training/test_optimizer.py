@@ -1,0 +1,51 @@
+"""AdamW and the learning rate, by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        (OptimizerOptions(1.0), [1, 1, 1, 1]),
+        (OptimizerOptions(2.0, warmup_steps=4), [0, 0.5, 1, 1.5, 2, 2]),
+        # half a wave over the 4 steps after the warm-up: progress 0, 1/4, 1/2, 3/4, 1, and (1 + cos(pi progress)) / 2
+        (
+            OptimizerOptions(1.0, schedule="cosine", warmup_steps=2, total_steps=6),
+            [0, 0.5, 1, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4, 0],
+        ),
+        # from 1 down to 0.2 around their middle, 0.6
+        (OptimizerOptions(1.0, schedule="cosine", total_steps=4, min_lr_ratio=0.2), [1, 0.6 + 0.4 / math.sqrt(2), 0.6]),
+        # a whole wave: down, and up again
+        (OptimizerOptions(1.0, schedule="cosine", total_steps=4, num_cycles=1.0), [1, 0.5, 0, 0.5, 1]),
+        # all warm-up: nothing is left to divide by
+        (OptimizerOptions(1.0, schedule="cosine", warmup_steps=2, total_steps=2), [0, 0.5, 1]),
+    ],
+)
+def test_the_schedule(options: OptimizerOptions, rates: list[float]) -> None:
+    assert [learning_rate(options, step) for step in range(len(rates))] == pytest.approx(rates)
+
+
+def test_one_step_of_adamw() -> None:
+    """Weight 2, gradient 3: decay lr * 0.1 * 2, and the first step's corrected moments give lr * 3 / sqrt(9)."""
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.constant_(layer.weight, 2.0)
+    optimizer = build_adamw(layer.parameters(), OptimizerOptions(lr=99.0, weight_decay=0.1, betas=(0.8, 0.9)))
+    set_learning_rate(optimizer, 0.01)
+    layer.weight.grad = torch.full_like(layer.weight, 3.0)
+    optimizer.step()
+    assert layer.weight.item() == pytest.approx(2 - 0.01 * 0.1 * 2 - 0.01, abs=1e-9)
+    state = optimizer.state[layer.weight]
+    assert (state["exp_avg"].item(), state["exp_avg_sq"].item()) == pytest.approx((0.2 * 3, 0.1 * 9))
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    (trained,) = build_adamw(layer.parameters(), OptimizerOptions(1.0)).param_groups[0]["params"]
+    assert trained is layer.weight
