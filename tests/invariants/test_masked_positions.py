@@ -125,6 +125,6 @@ def test_multiplying_by_the_mask_breaks_the_promise() -> None:
     engine.accumulate_gradients(batch, PolicyModel(policy), multiplied_by_the_mask)
     clean = gradients(policy)
     assert all(gradient.isfinite().all() for gradient in clean.values())
-    for poison in POISONS:
+    for poison in (math.nan, math.inf):  # 1e9 * 0 is 0
         engine.accumulate_gradients(poisoned(batch, poison), PolicyModel(policy), multiplied_by_the_mask)
         assert not same_bits(clean, gradients(policy))

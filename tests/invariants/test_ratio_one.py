@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.training.batches import CPU, make_policy
+from tests.training.batches import make_policy
 from tether.batch import TrainBatch, filled
 from tether.metrics.data import mismatch_metrics
 from tether.rollout.native import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.training.forward import PolicyModel, PolicyOutputs
 from tether.training.learner import Learner
-from tether.training.local import LocalEngine, Precision
+from tether.training.local import LocalEngine
 from tether.training.losses import PolicyLoss
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
@@ -21,15 +21,14 @@ from tether.training.protocol import UpdatePlan
 
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
 EOS = frozenset(range(0, 260, 12))
-LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16 autocast": 0.3}
-"""Largest |rollout - old| of a token. The sampler runs in the dtype of the weights, so that under autocast this is
-what bfloat16 does to a log-probability; the random model's logits are about ten times those of a trained one."""
-RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16 autocast": 0.1}
-"""Largest |ratio - 1| of a token in the first mini-batch, where both forwards are the trainer's."""
-SETTINGS = {
-    "float64": (torch.float64, CPU),
-    "float32": (torch.float32, CPU),
-    "bfloat16 autocast": (torch.float32, Precision(torch.device("cpu"), torch.bfloat16)),
+LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.3}
+"""Largest |rollout - old| of a token; the random model's logits are about ten times those of a trained one."""
+RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
+"""Largest |ratio - 1| of a token in the first mini-batch, whose two forwards differ in their micro-batches alone."""
+SETTINGS = {  # dtype of the weights, and to compute in
+    "float64": (torch.float64, None),
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.float32, torch.bfloat16),
 }
 
 
@@ -40,9 +39,12 @@ def sample(policy: PreTrainedModel, temperature: float) -> TrainBatch:
     return TrainBatch.assemble(rollout, torch.arange(len(rollout)) % 4.0)
 
 
-def make_learner(policy: PreTrainedModel, precision: Precision, temperature: float) -> Learner[PolicyOutputs]:
+def make_learner(
+    policy: PreTrainedModel, temperature: float, compute_dtype: torch.dtype | None = None
+) -> Learner[PolicyOutputs]:
     """Log-probs before the update and in it run in other micro-batches and layouts."""
-    engine = LocalEngine(policy, precision, MicroBatching(max_rows=2, packed=False), OptimizerOptions(lr=1e-3))
+    micro = MicroBatching(max_rows=2, packed=False)
+    engine = LocalEngine(policy, micro, OptimizerOptions(lr=1e-3), compute_dtype)
     return Learner(
         engine=engine,
         forward=PolicyModel(policy, temperature, packed=False),
@@ -60,10 +62,10 @@ def largest_difference(batch: TrainBatch) -> float:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_first_update_starts_at_ratio_one(setting: str, temperature: float) -> None:
-    dtype, precision = SETTINGS[setting]
+    dtype, compute_dtype = SETTINGS[setting]
     policy = make_policy(dtype=dtype)
+    learner = make_learner(policy, temperature, compute_dtype)
     batch = sample(policy, temperature)
-    learner = make_learner(policy, precision, temperature)
     batch.old_log_probs = learner.infer(batch).log_probs
     assert len(set(batch.response_length.tolist())) > 3
     assert largest_difference(batch) <= LOG_PROB_TOLERANCE[setting]
@@ -88,7 +90,7 @@ def perturbed(policy: PreTrainedModel, share: float) -> PreTrainedModel:
 def mismatch_after(share: float) -> dict[str, float]:
     policy = make_policy()
     batch = sample(policy, 1.0)
-    old = make_learner(perturbed(policy, share), CPU, 1.0).infer(batch).log_probs
+    old = make_learner(perturbed(policy, share), 1.0).infer(batch).log_probs
     return mismatch_metrics(batch.rollout_log_probs, old, batch.response_mask)
 
 
@@ -107,6 +109,6 @@ def test_the_trainer_must_divide_by_the_samplers_temperature(wrong: float) -> No
     """The second negative control: log-probs at another temperature are those of another distribution."""
     policy = make_policy()
     batch = sample(policy, 1.0)
-    batch.old_log_probs = make_learner(policy, CPU, wrong).infer(batch).log_probs
+    batch.old_log_probs = make_learner(policy, wrong).infer(batch).log_probs
     assert largest_difference(batch) > 1e-2
     assert math.isfinite(largest_difference(batch))

@@ -18,7 +18,7 @@ from tests.training.batches import (
 )
 from tether.batch import TrainBatch, filled
 from tether.training.forward import PolicyModel
-from tether.training.local import LocalEngine, Precision
+from tether.training.local import LocalEngine
 from tether.training.losses import PolicyLoss
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
@@ -62,9 +62,7 @@ def test_a_row_without_a_valid_token_is_left_out(batch: TrainBatch) -> None:
 
 
 def test_the_rate_follows_the_training_step(batch: TrainBatch) -> None:
-    engine = LocalEngine(
-        make_policy(), Precision(torch.device("cpu")), MicroBatching(max_rows=4), OptimizerOptions(1e-2, warmup_steps=4)
-    )
+    engine = LocalEngine(make_policy(), MicroBatching(max_rows=4), OptimizerOptions(1e-2, warmup_steps=4))
     before = weights(engine.model)
     assert update(engine, batch, step=0)["lr"] == 0
     assert same_bits(weights(engine.model), before)
