@@ -22,10 +22,11 @@ PLAN = UpdatePlan(mini_batch_rows=ROWS)
 
 
 def test_the_replay_script_names_the_row(tmp_path: Path) -> None:
-    policy = make_policy()
-    batch = make_batch(policy, make_critic())
+    """Of a model that computes in bfloat16, as most do."""
+    batch = make_batch(make_policy(), make_critic())
     filled(batch.advantages)[BAD_ROW, 0] = math.inf
-    engine = make_engine(policy, MicroBatching(max_rows=2), incident_dir=tmp_path)
+    policy = make_policy(dtype=torch.float32)
+    engine = make_engine(policy, MicroBatching(max_rows=2), compute_dtype=torch.bfloat16, incident_dir=tmp_path)
     loss = PolicyLoss(options={"clip_ratio_high": 0.3}, kl_coef=0.1)
     assert engine.update(batch, PolicyModel(policy), loss, PLAN, step=4)["skipped_updates"] == 1
     done = subprocess.run(

@@ -95,19 +95,22 @@ def test_infer_leaves_no_gradient_and_switches_to_eval(batch: TrainBatch) -> Non
     assert not engine.model.training
 
 
-def test_autocast_keeps_master_weights(batch: TrainBatch) -> None:
-    """bfloat16 products, float32 log-probs, weights and gradients."""
+def test_bfloat16_computes_beside_float32_master_weights(batch: TrainBatch) -> None:
+    """Updates far below bfloat16's resolution add up in the masters, and the model follows them, rounded."""
     policy = make_policy(dtype=torch.float32)
-    precision = Precision(torch.device("cpu"), torch.bfloat16)
-    engine = LocalEngine(policy, precision, MicroBatching(max_rows=ROWS), OptimizerOptions(1e-3))
     exact = make_engine(policy).infer(batch, PolicyModel(policy)).log_probs
+    engine = make_engine(policy, lr=1e-5, compute_dtype=torch.bfloat16)
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
     rounded = engine.infer(batch, PolicyModel(policy)).log_probs
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.5
-    before = weights(policy)
-    update(engine, batch)
-    assert {p.dtype for p in policy.parameters()} == {torch.float32}
-    assert not same_bits(weights(policy), before)
+    before = [p.detach().clone() for p in engine.trained]
+    for _ in range(4):
+        assert update(engine, batch)["grad_norm"] > 0
+    for parameter, master, start in zip(policy.parameters(), engine.trained, before, strict=True):
+        assert master.dtype == torch.float32
+        assert 2e-5 < (master - start).abs().max() < 5e-5
+        assert torch.equal(parameter, master.to(torch.bfloat16))
 
 
 def broken(batch: TrainBatch) -> TrainBatch:
@@ -116,15 +119,21 @@ def broken(batch: TrainBatch) -> TrainBatch:
     return batch
 
 
-def test_a_gradient_that_is_not_finite_changes_no_bit(batch: TrainBatch, tmp_path: Path) -> None:
-    engine = make_engine(make_policy(), incident_dir=tmp_path / "incidents")
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_no_bit(
+    batch: TrainBatch, tmp_path: Path, compute_dtype: torch.dtype | None
+) -> None:
+    policy = make_policy(dtype=torch.float32)
+    engine = make_engine(policy, compute_dtype=compute_dtype, incident_dir=tmp_path / "incidents")
     update(engine, batch)  # so that the optimizer has a state to lose
-    before, steps = weights(engine.model), optimizer_steps(engine)
+    before, steps = weights(policy), optimizer_steps(engine)
+    masters = [p.detach().clone() for p in engine.trained]
     moments = {i: state["exp_avg"].clone() for i, state in enumerate(engine.state_dict()["state"].values())}
     metrics = update(engine, broken(batch), UpdatePlan(ROWS, epochs=2), step=6)
     assert metrics["skipped_updates"] == 2
     assert math.isnan(metrics["grad_norm"])
-    assert same_bits(weights(engine.model), before)
+    assert same_bits(weights(policy), before)
+    assert all(torch.equal(p, kept) for p, kept in zip(engine.trained, masters, strict=True))
     assert optimizer_steps(engine) == steps
     for i, state in enumerate(engine.state_dict()["state"].values()):
         assert torch.equal(state["exp_avg"], moments[i])
