@@ -106,6 +106,13 @@ def model_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def seed_rng(seed: int) -> None:
+    """Start the global generators from a seed, so that user code that draws from them is reproducible, too."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict[str, Any]:
     """State of the global generators; tether draws from none of them, but user code may."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
