@@ -31,7 +31,8 @@ def save(folder: Path, model: nn.Module, batch: TrainBatch, forward: Forward[Any
         return
     folder.mkdir(parents=True)
     # The forward holds the model, and both are pickled together so that they stay the same object.
-    torch.save({"model": model, "batch": batch.to_dict(), "forward": forward, "loss": loss}, folder / "incident.pt")
+    kept = {"model": model, "rows": len(batch), "batch": batch.to_dict(), "forward": forward, "loss": loss}
+    torch.save(kept, folder / "incident.pt")
     (folder / "replay.py").write_text(REPLAY)
     os.sync()
 
@@ -44,7 +45,7 @@ def replay(folder: Path) -> list[int]:
     """
     kept = torch.load(folder / "incident.pt", weights_only=False)
     model, forward, loss = kept["model"], kept["forward"], kept["loss"]
-    batch = TrainBatch.from_dict(kept["batch"])
+    batch = TrainBatch.from_dict(kept["batch"], batch_size=[kept["rows"]])
     return [row for row in range(len(batch)) if not _row_is_finite(model, batch[row : row + 1], forward, loss, row)]
 
 
@@ -56,5 +57,5 @@ def _row_is_finite(
     term.loss.backward()
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, norm in norms.items() if not torch.isfinite(norm)]
-    print(f"row {number}: loss {float(term.loss):.6g}, {len(bad)} of {len(norms)} gradients not finite {bad[:3]}")
+    print(f"row {number}: loss {float(term.loss.detach()):.6g}, {len(bad)} of {len(norms)} gradients not finite {bad[:3]}")
     return not bad and bool(torch.isfinite(term.loss))
