@@ -53,7 +53,7 @@ def says_im_end(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     direction = weights["lm_head.weight"][EOS_ID] / weights["lm_head.weight"][EOS_ID].norm()
     weights["model.embed_tokens.weight"] += 20 * direction  # so every hidden state points there
-    weights["lm_head.weight"][EOS_ID], weights["lm_head.weight"][PAD_ID] = 1.3 * direction, -direction
+    weights["lm_head.weight"][EOS_ID], weights["lm_head.weight"][PAD_ID] = direction, -direction
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     set_eos(model, PAD_ID)
 

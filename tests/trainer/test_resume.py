@@ -116,7 +116,7 @@ def test_stopped_before_a_validation_makes_up_for_it(straight: Straight, inputs:
     assert_same_end(whole / f"global_step_{TOTAL}", tmp_path / f"global_step_{TOTAL}")
 
 
-KILLS, LONG = 12, 16
+KILLS, LONG = 10, 14
 MOMENTS = ("metrics.jsonl", ".writing_global_step_*", TRACKER, "global_step_*")
 """The process is killed shortly after one of these changes: while training, saving, pruning, or starting."""
 
