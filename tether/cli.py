@@ -54,7 +54,11 @@ def train(arguments: ConfigArguments = None) -> None:
     restart_with_huge_pages()
     from tether.trainer.commands import train as run
 
-    run(loaded, command=shlex.join(["tether", *sys.argv[1:]]))
+    try:
+        run(loaded, command=shlex.join(["tether", *sys.argv[1:]]))
+    except KeyboardInterrupt:  # outside of training, which takes the signal itself
+        typer.echo("interrupted; the same command starts again, or goes on from the last checkpoint", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command(name="eval")

@@ -51,9 +51,9 @@ def write(path: Path, text: str) -> None:
 def says_im_end(model: Path) -> None:
     """A model that ends its turn with <|im_end|>, while its generation config names <pad>."""
     weights = load_file(model / "model.safetensors")
-    direction = weights["lm_head.weight"][EOS_ID].clone()
-    weights["model.embed_tokens.weight"] += 20 * direction / direction.norm()
-    weights["lm_head.weight"][EOS_ID] += direction / direction.norm()
+    direction = weights["lm_head.weight"][EOS_ID] / weights["lm_head.weight"][EOS_ID].norm()
+    weights["model.embed_tokens.weight"] += 20 * direction  # so every hidden state points there
+    weights["lm_head.weight"][EOS_ID], weights["lm_head.weight"][PAD_ID] = 0.8 * direction, -direction
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     set_eos(model, PAD_ID)
 

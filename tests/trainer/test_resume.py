@@ -123,11 +123,14 @@ MOMENTS = ("metrics.jsonl", ".writing_global_step_*", TRACKER, "global_step_*")
 
 def test_killed_again_and_again(inputs: Path, tmp_path: Path):
     settings = [*GAE, f"trainer.total_training_steps={LONG}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
-    whole = train([*base_overrides(inputs, tmp_path / "whole"), *settings])
-    directory = tmp_path / "killed"
+    whole, directory = tmp_path / "whole", tmp_path / "killed"
     overrides = [*base_overrides(inputs, directory), *settings]
     context = multiprocessing.get_context("forkserver")  # each child is a fresh process with everything imported
     context.set_forkserver_preload(["tests.trainer.tiny_run"])
+    straight = context.Process(target=train, args=([*base_overrides(inputs, whole), *settings],))
+    straight.start()
+    straight.join()
+    assert straight.exitcode == 0
     noise = random.Random(0)
     for kill in range(KILLS):
         process = context.Process(target=train, args=(overrides,))

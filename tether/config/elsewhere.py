@@ -12,6 +12,7 @@ NO_KERNELS = "no such kernels are used here"
 WHOLE = "a checkpoint always holds everything, and is complete before training goes on"
 READ_AT_START = "prompts are read and tokenized once, at the start"
 PROFILER = "no profiler is running"
+KEPT = "every held-out response is written to samples.jsonl in the folder of the run"
 
 ELSEWHERE: Mapping[str, str] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": NO_SERVER,
@@ -57,7 +58,8 @@ ELSEWHERE: Mapping[str, str] = {
     "data.dataloader_num_workers": READ_AT_START,
     "data.filter_overlong_prompts_workers": READ_AT_START,
     "data.return_*": READ_AT_START,
-    "data.val_batch_size": "validation takes the whole set; rollout.max_num_seqs bounds what is sampled at a time",
+    "trainer.log_val_generations": KEPT,
+    "trainer.validation_data_dir": KEPT,
     "data.validation_shuffle": "every held-out row is scored once, so their order does not matter",
     "*.nccl_timeout": ONE_PROCESS,
     "trainer.ray_wait_register_center_timeout": ONE_PROCESS,

@@ -135,6 +135,7 @@ REFUSED: Mapping[str, Refused] = {
     "reward_manager.*": REWARD_MANAGER,
     "reward_model.sandbox_fusion.url": SANDBOX,
     "trainer.logger": Refused("this logger comes later", values=("swanlab", "vemlp_wandb", "clearml", "trackio")),
+    "trainer.rollout_data_dir": Refused("writing every training sample to files is not supported yet"),
     "trainer.default_hdfs_dir": CLOUD,
     "trainer.esi_redundant_time": CLOUD,
     "trainer.del_local_ckpt_after_load": Refused("a checkpoint that was loaded is never deleted"),

@@ -68,7 +68,10 @@ def serve(channel: Connection, clock: Clock) -> None:
     The first message is the `CustomReward` or None; the answer is None when it is ready, else what is wrong. Every
     later message is a list of pickled requests; each of them is answered by (outcome, seconds) as soon as it is done.
     """
-    custom: CustomReward | None = channel.recv()
+    try:
+        custom: CustomReward | None = channel.recv()
+    except EOFError:
+        return  # the trainer was killed meanwhile
     try:
         find = _reward_finder(custom)
     except ValueError as error:

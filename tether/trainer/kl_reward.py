@@ -27,7 +27,7 @@ class KLReward:
             kl_coef=coefficient,
             kind=self.kind,
         )
-        self.controller.update(float(kl), len(batch))
+        self.controller.update(float(kl), int(batch.scored.sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,11 @@ class Persistence:
         critic: TrainingEngine[Any] | None,
         trainer_state: dict[str, Any],
     ) -> Path:
-        """Write the checkpoint of a step; see `CheckpointStore.save`."""
+        """Write the checkpoint of a step; see `CheckpointStore.save`.
+
+        Saving leaves the global generators as they were, whatever the libraries that write draw from them.
+        """
+        rng = rng_state()
 
         def write(folder: Path) -> None:
             training = folder / "training"
@@ -58,11 +62,13 @@ class Persistence:
                 critic.save_model(folder / "critic")
                 self.tokenizer.save_pretrained(folder / "critic")
                 save_state(training / "critic.pt", critic.state_dict())
-            save_state(training / "trainer.pt", trainer_state | {"rng": rng_state()})
+            save_state(training / "trainer.pt", trainer_state | {"rng": rng})
             (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
             (folder / "run.yaml").write_text(self.run_yaml)
 
-        return self.store.save(step, write)
+        path = self.store.save(step, write)
+        set_rng_state(rng)
+        return path
 
 
 def restore(checkpoint: Path, actor: TrainingEngine[Any], critic: TrainingEngine[Any] | None) -> dict[str, Any]:
@@ -104,6 +110,13 @@ def model_fingerprint(path: Path) -> str:
             stream.seek(max(0, size - SAMPLE))
             digest.update(stream.read(SAMPLE))
     return digest.hexdigest()
+
+
+def seed_rng(seed: int) -> None:
+    """Start the global generators from a seed, so that user code that draws from them is reproducible, too."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:

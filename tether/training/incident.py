@@ -57,5 +57,7 @@ def _row_is_finite(
     term.loss.backward()
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, norm in norms.items() if not torch.isfinite(norm)]
-    print(f"row {number}: loss {float(term.loss.detach()):.6g}, {len(bad)} of {len(norms)} gradients not finite {bad[:3]}")
+    print(
+        f"row {number}: loss {float(term.loss.detach()):.6g}, {len(bad)} of {len(norms)} gradients not finite {bad[:3]}"
+    )
     return not bad and bool(torch.isfinite(term.loss))

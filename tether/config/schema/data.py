@@ -66,14 +66,14 @@ class DataConfig(Section):
     reward_fn_key: str = "data_source"
     """Column that names the reward."""
     chat_template: str | None = None
-    """Jinja chat template, as text or as a file, instead of the tokenizer's own. (tether's own key.)"""
+    """Jinja chat template, as text, instead of the tokenizer's own. (tether's own key.)"""
     apply_chat_template_kwargs: Options
     """Passed to the chat template, for example {enable_thinking: false}."""
     trust_remote_code: bool = False
     """Let the tokenizer's repository run its own code."""
     custom_cls: CustomClassConfig
     val_batch_size: Positive | None = None
-    """Held-out prompts at a time."""
+    """Held-out prompts that are sampled and scored together; null: all."""
     validation_shuffle: bool = False
     """Validate in random order."""
     dataloader_num_workers: int = 8

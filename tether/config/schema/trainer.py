@@ -60,7 +60,7 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
     num_threads: Positive | None = None
-    """CPU threads; null: one a physical core. (tether's own key.)"""
+    """CPU threads; null: one a core. (tether's own key.)"""
     n_gpus_per_node: Positive | None = None
     """Devices to use on this machine; null: what it has. (verl: 8.)"""
     nnodes: Positive = 1

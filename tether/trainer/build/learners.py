@@ -257,5 +257,5 @@ def _plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> Update
         mini_batch_rows=role.ppo_mini_batch_size * responses,
         epochs=role.ppo_epochs,
         shuffle=role.shuffle,
-        seed=seed if role.data_loader_seed is None else role.data_loader_seed,
+        seed=seed,
     )

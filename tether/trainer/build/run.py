@@ -25,7 +25,7 @@ from tether.trainer.build.learners import DTYPES, build_actor, build_critic, bui
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.kl_reward import KLReward
-from tether.trainer.persistence import Persistence, check_identity, model_fingerprint, restore
+from tether.trainer.persistence import Persistence, check_identity, model_fingerprint, restore, seed_rng
 from tether.trainer.trainer import Schedule, Trainer
 from tether.training.checkpoint import CheckpointStore, step_of
 
@@ -54,6 +54,7 @@ def build_run(loaded: LoadedConfig) -> Run:
     """
     config = loaded.config
     set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
     device = resolve_device(config.trainer.device)
     directory = Path(config.trainer.default_local_dir)
     store = CheckpointStore(directory, keep=config.trainer.max_actor_ckpt_to_keep)
