@@ -21,10 +21,11 @@ from tether.training.protocol import UpdatePlan
 
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
 EOS = frozenset(range(0, 260, 12))
-LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.3}
-"""Largest |rollout - old| of a token; the random model's logits are about ten times those of a trained one."""
-RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
-"""Largest |ratio - 1| of a token in the first mini-batch, whose two forwards differ in their micro-batches alone."""
+LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.1}
+"""Largest |rollout - old| of a token. Measured: 2e-15, 1.4e-6 and 0.023."""
+RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.1}
+"""Largest |ratio - 1| of a token in the first mini-batch, whose two forwards differ in their micro-batches alone.
+Measured: 1.3e-15, 1e-6 and 0.023."""
 SETTINGS = {  # dtype of the weights, and to compute in
     "float64": (torch.float64, None),
     "float32": (torch.float32, None),
