@@ -56,8 +56,7 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__}: has no backbone apart from its output head, which tether needs.")
     vocabulary = model.config.get_text_config().vocab_size
-    device = next(model.parameters()).device
-    ids = (torch.arange(sum(SELF_TEST_LENGTHS), device=device) * 7919 + 101) % vocabulary
+    ids = (torch.arange(sum(SELF_TEST_LENGTHS), device=model.device) * 7919 + 101) % vocabulary
     is_causal_lm = model.get_output_embeddings() is not None
     was_training = model.training
     model.eval()

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
@@ -25,9 +27,7 @@ from transformers import (
 from tether.models.backbone import disable_dropout, prepare_for_packing
 from tether.models.load import CRITIC_CLASSES, from_checkpoint, is_gguf, load_causal_lm, load_config
 
-_AUTO_CLASSES = dict(
-    zip(CRITIC_CLASSES, (AutoModelForTokenClassification, AutoModelForSequenceClassification), strict=True)
-)
+_CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 _HEAD_NAMES = ("score", "classifier")  # what transformers calls the head, by model family
 
 
@@ -50,11 +50,11 @@ def load_critic(
     if not is_gguf(path):
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         architecture = (config.architectures or [""])[0]
-        for ending, auto_class in _AUTO_CLASSES.items():
-            if architecture.endswith(ending):
-                _check_one_label(config, path)
-                critic = from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code)
-                return _ready(critic)
+        if architecture.endswith(CRITIC_CLASSES):
+            _check_one_label(config, path)
+            for_tokens = architecture.endswith(CRITIC_CLASSES[0])
+            auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
+            return _ready(from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code))
     model = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config)
     return _ready(critic_from(model))
 
@@ -96,9 +96,10 @@ def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
 
 
 def _empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
-    for auto_class in _AUTO_CLASSES.values():
-        if type(config) in auto_class._model_mapping:  # type: ignore[operator]  # set by transformers at import
-            critic: PreTrainedModel = auto_class.from_config(config)
+    for class_of in _CLASS_OF_CONFIG:
+        if type(config) in class_of:
+            critic_class: Any = class_of[type(config)]
+            critic: PreTrainedModel = critic_class(config)
             return critic
     raise ValueError(
         f"{type(config).__name__}: transformers has neither a token nor a sequence classification model of this "

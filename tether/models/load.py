@@ -76,8 +76,9 @@ def load_causal_lm(
         model = load_gguf_model(Path(path), dtype)
     else:
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-        if critics := [name for name in config.architectures or () if name.endswith(CRITIC_CLASSES)]:
-            raise ValueError(f"{path}: is a critic or classifier ({critics[0]}), not a causal LM.")
+        architecture = (config.architectures or [""])[0]
+        if architecture.endswith(CRITIC_CLASSES):
+            raise ValueError(f"{path}: is a critic or classifier ({architecture}), not a causal LM.")
         model = from_checkpoint(AutoModelForCausalLM, path, config, dtype, trust_remote_code=trust_remote_code)
     disable_dropout(model)
     model.eval()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, TaskType
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -115,10 +115,10 @@ def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """The state dict of the class without LoRA, adapters added in; layers without one share memory with the model."""
     state = model.state_dict()
     for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
+        if isinstance(layer, LoraLinear):
             own = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
             base = {key.replace(".base_layer.", "."): value for key, value in own.items() if ".base_layer." in key}
-            base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)  # type: ignore[attr-defined]
+            base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
             state |= base
     return state
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,6 @@ def _nothing_there(path: Path) -> str:
     return message + f" Its parent {path.parent} does not exist either."
 
 
-def _nearest(name: str, names: Any) -> list[str]:
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
     by_lower = {n.lower(): n for n in names}
     return [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, n=1)]
