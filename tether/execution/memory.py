@@ -1,8 +1,8 @@
 """How memory reaches a process: in large pages, since a training step allocates and frees gigabytes.
 
 Every activation is a fresh allocation, and the kernel hands it out page by page at first touch. In pages of 4 KiB that
-takes longer than the arithmetic on virtual machines (measured on one: a forward pass 5 times slower). glibc asks for
-pages of 2 MiB if a tunable says so, which it reads once, when the process starts.
+can take longer than the arithmetic, on virtual machines above all. glibc asks for pages of 2 MiB if a tunable says so,
+which it reads once, when the process starts.
 """
 
 from __future__ import annotations

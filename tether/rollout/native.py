@@ -37,9 +37,8 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 class NativeEngine:
     """Generates with the trainer's own model.
 
-    In the model's own dtype the weights are shared and nothing is copied. With another `dtype` (bfloat16 beside fp32
-    master weights) the engine keeps a private copy of the parameters in that dtype, refreshed by `sync_weights`: on a
-    CPU this is about twice as fast as autocast, which casts activations around every product.
+    In the model's own dtype the weights are shared and nothing is copied. With another `dtype` the engine keeps a
+    private copy of the parameters in that dtype, refreshed by `sync_weights`; no product casts its operands.
     """
 
     def __init__(
