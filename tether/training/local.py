@@ -118,7 +118,9 @@ class LocalEngine(Generic[Outputs]):
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + float(share.detach())
         one = torch.tensor(1.0)
-        means = {name: Mean(torch.tensor(total, dtype=torch.float64), one) for name, total in shares.items()}
+        means: dict[str, Metric] = {
+            name: Mean(torch.tensor(total, dtype=torch.float64), one) for name, total in shares.items()
+        }
         return [*measured, means]
 
     def save_model(self, folder: Path) -> None:
