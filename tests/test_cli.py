@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -155,6 +156,21 @@ def test_train_reports_and_the_same_command_goes_on(cli: Cli, run_arguments: tup
     assert (folder / "global_step_3" / "actor" / "model.safetensors").read_bytes() == weights
 
 
+def test_after_a_chosen_checkpoint_the_shown_command_goes_on(cli: Cli, finished: Path, inputs: Path, tmp_path: Path):
+    chosen = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={finished / 'global_step_2'}"]
+    said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.save_freq=3", *chosen)
+    assert f"going on from {finished / 'global_step_2'}" in said.out
+    said = cli(*go_on(said.out), "trainer.total_training_steps=4")
+    assert f"going on from {tmp_path / 'run' / 'global_step_3'}, step 3 of 4" in said.out, said
+
+
+def go_on(out: str) -> list[str]:
+    """The arguments of the command that a report says goes on."""
+    found = re.search(r"^go on +tether (train .*)$", out, re.MULTILINE)
+    assert found, out
+    return shlex.split(found[1])
+
+
 def test_eval(cli: Cli, finished: Path, inputs: Path):
     said = cli("eval", str(finished), f"data.val_files={inputs / 'train.jsonl'}")
     assert said.code == 0, said
@@ -258,9 +274,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(cli: Cli, inputs: Path, tmp_
     assert (folder / f"global_step_{step}" / MANIFEST).exists()
     assert max(read_metrics(folder)) == step < 2000
     assert f"stopped by SIGTERM after step {step} of 2000" in out
-    again = re.search(r"^go on +tether (train .*)$", out, re.MULTILINE)
-    assert again
-    said = cli(*again[1].split(), f"trainer.total_training_steps={step + 1}")
+    said = cli(*go_on(out), f"trainer.total_training_steps={step + 1}")
     assert said.code == 0, said
     assert f"going on from {folder / f'global_step_{step}'}" in said.out
     assert list(read_metrics(folder)) == list(range(1, step + 2))

@@ -125,7 +125,8 @@ def test_killed_again_and_again(inputs: Path, tmp_path: Path):
     settings = [*GAE, f"trainer.total_training_steps={LONG}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     whole, directory = tmp_path / "whole", tmp_path / "killed"
     overrides = [*base_overrides(inputs, directory), *settings]
-    context = multiprocessing.get_context("forkserver")  # each child is a fresh process with everything imported
+    # Each child is a fresh process with everything imported, without the type checks of this one.
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.trainer.tiny_run"])
     straight = context.Process(target=train, args=([*base_overrides(inputs, whole), *settings],))
     straight.start()
@@ -141,10 +142,11 @@ def test_killed_again_and_again(inputs: Path, tmp_path: Path):
         assert process.is_alive(), f"ended before kill {kill}"
         process.kill()
         process.join()
-    process = context.Process(target=train, args=(overrides,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    for command in (overrides, [*base_overrides(inputs, whole), *settings]):
+        process = context.Process(target=train, args=(command,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
     assert same(measured(whole), measured(directory))
     assert_same_end(whole / f"global_step_{LONG}", directory / f"global_step_{LONG}")
     assert sorted(p.name for p in directory.glob("*global_step*")) == [f"global_step_{n}" for n in (LONG - 1, LONG)]

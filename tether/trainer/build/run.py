@@ -95,8 +95,6 @@ def build_run(loaded: LoadedConfig) -> Run:
         )
         if checkpoint:
             trainer.load_state(restore(checkpoint, trainer.actor.engine, trainer.critic_engine))
-        else:
-            seed_rng(config.trainer.seed)  # once more: loading may draw from the generators or not
         undo.pop_all()
         return Run(trainer, rewards, directory, checkpoint)
 
