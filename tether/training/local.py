@@ -73,7 +73,8 @@ class LocalEngine(Generic[Outputs]):
         """See `tether.training.protocol.TrainingEngine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
-        set_learning_rate(self.optimizer, learning_rate(self.options, step))
+        rate = learning_rate(self.options, step)
+        set_learning_rate(self.optimizer, rate)
         batch = batch[batch.response_mask.any(dim=-1)]
         measured: list[dict[str, Metric]] = []
         norms: list[float] = []
@@ -95,7 +96,7 @@ class LocalEngine(Generic[Outputs]):
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         return metrics | {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
-            "lr": learning_rate(self.options, step),
+            "lr": rate,
             "skipped_updates": float(skipped),
         }
 
