@@ -79,6 +79,7 @@ class Trainer:
             with time("gen"):
                 key = NoiseKey(self.seed, number)
                 experience = self.collector.collect(prompts, self.sampling, key, self._show_progress)
+            time.move(experience.reward_seconds, "gen", "reward")
             batch = TrainBatch.assemble(experience.rollout, experience.scores)
             with time("old_log_prob"):
                 policy = self.actor.infer(batch)
@@ -141,9 +142,11 @@ class Trainer:
         return result.metrics | time.metrics()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step."""
-        self.loggers.phase("save_checkpoint")
-        self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
+        """Write a checkpoint of the current step; how long that took is logged under the step, too."""
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
+        self.loggers.log(self.step_number, time.metrics())
 
     def state(self) -> dict[str, Any]:
         """All state that is not in an engine."""

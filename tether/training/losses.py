@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from tether.algorithms import POLICY_LOSSES, aggregate_loss, kl_penalty, value_loss
+from tether.algorithms import POLICY_LOSSES, Max, aggregate_loss, kl_penalty, value_loss
 from tether.batch import TrainBatch, filled
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.protocol import LossSizes, LossTerm
@@ -52,7 +53,7 @@ class PolicyLoss:
             outputs.log_probs, batch.old_log_probs, batch.advantages, mask, **self.options
         )
         total = self.aggregation(token_loss.loss, mask, sizes)
-        shares = {"actor/pg_loss": total}
+        metrics, shares = dict(token_loss.metrics), {"actor/pg_loss": total}
         if self.entropy_coeff:
             assert outputs.entropy is not None
             entropy = self.aggregation(outputs.entropy, mask, sizes)
@@ -63,7 +64,8 @@ class PolicyLoss:
             )
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
-        return LossTerm(total, token_loss.metrics, shares)
+            metrics["actor/kl_coef"] = Max(torch.tensor(self.kl_coef, dtype=torch.float64))
+        return LossTerm(total, metrics, shares)
 
 
 @dataclass(frozen=True)
