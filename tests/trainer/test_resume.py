@@ -123,7 +123,8 @@ MOMENTS = ("metrics.jsonl", ".writing_global_step_*", TRACKER, "global_step_*")
 
 @pytest.mark.parametrize("name", ["gae", "grpo"])
 def test_killed_again_and_again(name: str, inputs: Path, tmp_path: Path):
-    settings = [*ALGORITHMS[name], f"trainer.total_training_steps={LONG}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    saving = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    settings = [*ALGORITHMS[name], f"trainer.total_training_steps={LONG}", *saving]
     whole, directory = tmp_path / "whole", tmp_path / "killed"
     overrides = [*base_overrides(inputs, directory), *settings]
     # Each child is a fresh process with everything imported, without the type checks of this one.
