@@ -20,6 +20,7 @@ from tether.config.schema.optim import OptimConfig
 from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import load_critic
 from tether.models.load import load_causal_lm
+from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
 from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel, ValueOutputs
 from tether.training.learner import Learner
@@ -137,7 +138,9 @@ def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, inc
         forward=PolicyModel(model, temperature, packed, with_entropy=actor.entropy_coeff != 0),
         loss=_policy_loss(actor),
         plan=_plan(actor, rollout.n, config.trainer.seed),
-        infer_forward=PolicyModel(model, temperature, packed, with_entropy=True),
+        infer_forward=PolicyModel(
+            model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
+        ),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
             rows=rollout.log_prob_micro_batch_size_per_gpu,
@@ -212,13 +215,13 @@ def build_critic(
         save=_save_model,
         incident_dir=incidents / "critic",
     )
-    forward = ValueModel(model, packed)
+    bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
     return Learner(
         engine=engine,
-        forward=forward,
+        forward=ValueModel(model, packed),
         loss=CriticLoss(critic.cliprange_value, aggregation=Aggregation(critic.loss_agg_mode)),
         plan=_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
-        infer_forward=forward,
+        infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
             rows=critic.forward_micro_batch_size_per_gpu,
