@@ -47,7 +47,7 @@ def gdpo_reads_components_only(cfg: RunConfig) -> Problem | None:
     if key is None or cfg.algorithm.adv_estimator != "gdpo":
         return None
     what = "changes the score, but algorithm.adv_estimator=gdpo learns from algorithm.gdpo_reward_keys"
-    return Problem(key, what, "leave it out, and let the reward return such a component; a KL belongs in the loss")
+    return Problem(key, what, "turn it off: let the reward return such a component, and put a KL in the loss")
 
 
 def remax_scores_keep_their_scale(cfg: RunConfig) -> Problem | None:
