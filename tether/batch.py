@@ -115,6 +115,7 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
         The score lands on the last token that the policy sampled. A row without a score loses its whole
         ``response_mask``, so that no statistic and no loss sees it.
         """
+        scores = scores.to(rollout.response_mask.device)
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
         mask = rollout.response_mask & scored[:, None]
         return cls(
