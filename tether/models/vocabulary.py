@@ -1,7 +1,7 @@
 """One pass over the vocabulary: the logits of all tokens, a chunk of vocabulary entries at a time.
 
-Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries a chunk. Only [N, C] logits are ever held, so
-memory is O(N * C). Chunks of the vocabulary and not of tokens, because each row of the output matrix then gets its
+Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries a chunk. Only [N, C] logits are ever held,
+so memory is O(N * C). Chunks of the vocabulary and not of tokens, because each row of the output matrix then gets its
 gradient from one matmul, where token chunks would sum a [V, E] tensor each time.
 """
 

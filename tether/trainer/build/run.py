@@ -21,7 +21,14 @@ from tether.rewards.pool import RewardPool
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.rollout.protocol import SamplingParams
 from tether.trainer.build.inputs import Inputs, build_inputs, build_rewards
-from tether.trainer.build.learners import DTYPES, build_actor, build_critic, build_reference, load_policy
+from tether.trainer.build.learners import (
+    DTYPES,
+    build_actor,
+    build_critic,
+    build_reference,
+    load_policy,
+    load_reference,
+)
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.kl_reward import KLReward
@@ -72,9 +79,10 @@ def build_run(loaded: LoadedConfig) -> Run:
         )
         schedule = _schedule(config, sampler.batches_per_epoch)
         policy = load_policy(config, inputs, device, checkpoint)
+        reference = load_reference(config, inputs, policy, device)
         incidents = directory / "incidents"
         # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-        actor = build_actor(config, policy, schedule.total_steps, incidents)
+        actor = build_actor(config, policy, reference, schedule.total_steps, incidents)
         trainer = Trainer(
             dataset=inputs.train,
             sampler=sampler,
@@ -84,7 +92,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             sampling=_sampling(config),
             actor=actor,
             critic=build_critic(config, inputs, device, schedule.total_steps, checkpoint, incidents),
-            reference=build_reference(config, inputs, policy, device),
+            reference=build_reference(config, reference),
             kl_reward=_kl_reward(config.algorithm),
             estimate_advantages=_advantage_estimator(config.algorithm),
             evaluation=_evaluation(config, inputs),
