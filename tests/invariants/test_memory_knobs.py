@@ -65,7 +65,7 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def actor() -> Setup:
-    return Setup(make_policy)
+    return Setup(lambda: make_policy(num_hidden_layers=1))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def critic() -> Setup:
 
 @pytest.fixture(scope="module")
 def reference() -> ReferenceModel:
-    return ReferenceModel(make_policy(seed=3))
+    return ReferenceModel(make_policy(seed=3, num_hidden_layers=1))
 
 
 @pytest.fixture(scope="module")
