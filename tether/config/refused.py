@@ -60,7 +60,7 @@ REFUSED: Mapping[str, Refused] = {
     ),
     "algorithm.kl_penalty": Refused(
         "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
-        "about that token; it belongs into the loss (actor_rollout_ref.actor.kl_loss_type)",
+        "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
         values=("full", "full+"),
     ),
     "algorithm.use_pf_ppo": PF_PPO,
