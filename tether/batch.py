@@ -103,6 +103,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The components of the reward, for `gdpo`."""
     advantages: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
+    selected: Bool[Tensor, "B T"] | None = None
+    """Tokens that the policy loss treats apart, chosen among all tokens of a mini-batch (clip_cov, kl_cov)."""
 
     @classmethod
     def assemble(cls, rollout: RolloutBatch, scores: Float[Tensor, " B"]) -> TrainBatch:

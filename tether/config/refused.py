@@ -31,7 +31,6 @@ SEQUENCE_PARALLEL = Refused("sequence parallelism needs several devices, and tet
 MEGATRON = Refused("Megatron is not supported yet")
 ROLLOUT_CORRECTION = Refused("rollout correction is not supported yet")
 PF_PPO = Refused("PF-PPO is not supported yet")
-FULL_KL = Refused("the KL over the whole vocabulary is not supported yet", values=("full", "full+"))
 OPTIMIZER = Refused("the optimizer is torch.optim.AdamW")
 ONE_SEED = Refused("one seed serves everything: set trainer.seed")
 REPLAY = Refused("replay of expert choices is not supported yet")
@@ -53,17 +52,18 @@ TRACE = Refused("traces of conversations are not supported yet")
 CLOUD = Refused("tether keeps checkpoints on local disk and does not watch cloud instances")
 
 REFUSED: Mapping[str, Refused] = {
-    "algorithm.kl_penalty": FULL_KL,
+    "algorithm.kl_penalty": Refused(
+        "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
+        "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
+        values=("full", "full+"),
+    ),
     "algorithm.use_pf_ppo": PF_PPO,
     "algorithm.rollout_correction.rollout_is": ROLLOUT_CORRECTION,
     "algorithm.rollout_correction.rollout_rs": ROLLOUT_CORRECTION,
     "algorithm.rollout_correction.rollout_token_veto_threshold": ROLLOUT_CORRECTION,
     "algorithm.rollout_correction.bypass_mode": ROLLOUT_CORRECTION,
-    "actor_rollout_ref.actor.kl_loss_type": FULL_KL,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": Refused(
-        "this policy loss comes later",
-        values=("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode"),
-    ),
+    "actor_rollout_ref.actor.kl_loss_type": Refused("full already has the exact gradient", values=("full+",)),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": Refused("this policy loss comes later", values=("bypass_mode",)),
     "actor_rollout_ref.actor.freeze_vision_tower": MULTI_MODAL,
     "trainer.nnodes": DEVICES,
     "trainer.n_gpus_per_node": DEVICES,

@@ -25,7 +25,14 @@ from tether.trainer.build.advantages import (
     build_reward_shaping,
 )
 from tether.trainer.build.inputs import Inputs, build_inputs, build_rewards
-from tether.trainer.build.learners import DTYPES, build_actor, build_critic, build_reference, load_policy
+from tether.trainer.build.learners import (
+    DTYPES,
+    build_actor,
+    build_critic,
+    build_reference,
+    load_policy,
+    load_reference,
+)
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.kl_reward import KLReward
@@ -76,9 +83,10 @@ def build_run(loaded: LoadedConfig) -> Run:
         )
         schedule = _schedule(config, sampler.batches_per_epoch)
         policy = load_policy(config, inputs, device, checkpoint)
+        reference = load_reference(config, inputs, policy, device)
         incidents = directory / "incidents"
         # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-        actor = build_actor(config, policy, schedule.total_steps, incidents)
+        actor = build_actor(config, policy, reference, schedule.total_steps, incidents)
         trainer = Trainer(
             dataset=inputs.train,
             sampler=sampler,
@@ -88,7 +96,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             sampling=_sampling(config),
             actor=actor,
             critic=build_critic(config, inputs, device, schedule.total_steps, checkpoint, incidents),
-            reference=build_reference(config, inputs, policy, device),
+            reference=build_reference(config, reference),
             greedy_baseline=build_greedy_baseline(config),
             reward_components=build_reward_components(config),
             reward_shaping=build_reward_shaping(config),
