@@ -40,7 +40,8 @@ CLOCKS = ("timing_", "perf/", "reward/call_s/")
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
-    return weight * sum(c.isalpha() for c in solution_str) / 8
+    letters = sum(c.isalpha() for c in solution_str)
+    return {"score": weight * letters / 8, "acc": float(letters > 2)}
 
 other_score = compute_score
 """
@@ -96,6 +97,14 @@ class Situation:
             ],
             f"{ROLLOUT}.val_kwargs.n": [f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1"],
             "critic.enable": ["algorithm.adv_estimator=grpo"],
+            "algorithm.gdpo_reward_keys": [
+                "algorithm.use_kl_in_reward=False",
+                "algorithm.gdpo_reward_keys=[score,acc]",
+            ],
+            "algorithm.gdpo_reward_weights": ["algorithm.use_kl_in_reward=False", "algorithm.gdpo_reward_keys=[score]"],
+            "reward_model.overlong_buffer.enable": ["reward_model.overlong_buffer.len=2"],
+            "reward_model.overlong_buffer.len": ["reward_model.overlong_buffer.len=2"],
+            "reward_model.overlong_buffer.penalty_factor": ["reward_model.overlong_buffer.len=2"],
             "trainer.total_epochs": ["trainer.total_training_steps=null"],
             "trainer.project_name": ["~trainer.default_local_dir"],
             "trainer.experiment_name": ["~trainer.default_local_dir"],
@@ -122,6 +131,8 @@ class Situation:
             f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
             "critic.model.path": [f"{folder / 'model2'}"],
             "critic.model.override_config": ["{rms_norm_eps: 0.1}"],
+            "algorithm.gdpo_reward_keys": ["[score]"],
+            "algorithm.gdpo_reward_weights": ["[0.5]"],
             "custom_reward_function.path": [f"{folder / 'reward2.py'}"],
             "custom_reward_function.name": ["other_score"],
             "custom_reward_function.reward_kwargs": ["{weight: 2.0}"],

@@ -9,6 +9,20 @@ from tests.trainer.tiny_run import GAE, GRPO, base_overrides, train
 from tether.metrics.keys import METRICS, MetricInfo, describe
 from tether.metrics.loggers.jsonl import read_metrics
 
+LOSS = "actor_rollout_ref.actor.policy_loss"
+RUNS = {
+    "gae": [*GAE, "algorithm.bootstrap_truncated=True", "algorithm.normalize_rewards=running"],
+    "grpo": [*GRPO, f"{LOSS}.loss_mode=decoupled", f"{LOSS}.behave_weight_threshold=2"],
+    "remax": ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", f"{LOSS}.loss_mode=kl_cov"],
+    "gdpo": ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[score,acc]"],
+    "baseline": [
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=4",
+    ],
+}
+"""Between them they have all parts."""
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -19,11 +33,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every key that two small runs log, which between them have all parts."""
+    """Every key that one step of these runs logs."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     found: set[str] = set()
-    for name, algorithm in {"gae": GAE, "grpo": GRPO}.items():
+    for name, algorithm in RUNS.items():
         run = train(
             [
                 *base_overrides(inputs, folder / name),
