@@ -30,17 +30,21 @@ class Aggregation:
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
     """Divisor of ``seq-mean-token-sum-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
-    the response width."""
+    the width."""
+    width: int | None = None
+    """Tokens that a response may have. None: the longest response of the batch, so that what a row weighs in these two
+    modes depends on how long the others happen to be."""
 
     def __call__(self, loss: Tensor, mask: Tensor, sizes: LossSizes) -> Tensor:
         """[b, T] -> this micro-batch's share of the mini-batch's loss."""
+        width = self.width or loss.shape[1]
         if self.mode == "masked_mean_ratio":
             return masked_mean_ratio(
                 loss,
                 mask,
                 episode_length=mask.sum(dim=-1, keepdim=True),
-                max_episode_length=self.scale_factor or loss.shape[1],
-                num_elements=sizes.num_sequences * loss.shape[1],
+                max_episode_length=self.scale_factor or width,
+                num_elements=sizes.num_sequences * width,
             )
         return aggregate_loss(
             loss,
@@ -48,7 +52,7 @@ class Aggregation:
             self.mode,
             num_tokens=sizes.num_tokens,
             num_sequences=sizes.num_sequences,
-            max_length=self.scale_factor or loss.shape[1],
+            max_length=self.scale_factor or width,
         )
 
 
