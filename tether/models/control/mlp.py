@@ -51,6 +51,8 @@ class Mlp(nn.Module):
             gain = output_gain if layer is self.layers[-1] else self.activation.gain
             nn.init.orthogonal_(layer.weight, gain, generator=generator)
             nn.init.zeros_(layer.bias)
+        # Looked up once: a module's attributes are slow to reach, and these are reached at every environment step.
+        self._linear = [(layer.weight, layer.bias) for layer in self.layers]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, first size] -> [B, last size]."""
@@ -59,9 +61,10 @@ class Mlp(nn.Module):
     def activations(self, x: Tensor) -> list[Tensor]:
         """The input, the output of each hidden layer after its nonlinearity, and the output."""
         passed = [x]
-        for layer in self.layers:
-            x = torch.addmm(layer.bias, x, layer.weight.t())
-            if layer is not self.layers[-1]:
+        last = len(self._linear) - 1
+        for index, (weight, bias) in enumerate(self._linear):
+            x = torch.addmm(bias, x, weight.t())
+            if index < last:
                 x = self.activation.apply(x)
             passed.append(x)
         return passed
@@ -73,9 +76,8 @@ class Mlp(nn.Module):
             passed: what `activations` gave.
             grad: gradient of the output, [B, last size].
         """
-        for index in reversed(range(len(self.layers))):
-            layer = self.layers[index]
-            torch.mm(grad.t(), passed[index], out=layer.weight.grad)
-            torch.sum(grad, 0, out=layer.bias.grad)
+        for index, (weight, bias) in reversed(list(enumerate(self._linear))):
+            torch.mm(grad.t(), passed[index], out=weight.grad)
+            torch.sum(grad, 0, out=bias.grad)
             if index > 0:
-                grad = self.activation.backward(torch.mm(grad, layer.weight), passed[index])
+                grad = self.activation.backward(torch.mm(grad, weight), passed[index])

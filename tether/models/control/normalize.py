@@ -22,6 +22,8 @@ class RunningNormalizer(nn.Module):
     count: Tensor
     mean: Tensor
     var: Tensor
+    shift: Tensor
+    scale: Tensor
 
     def __init__(self, size: int, clip: float) -> None:
         super().__init__()
@@ -29,11 +31,13 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
-        self._derive()
+        # What `forward` reads, in float32.
+        self.register_buffer("shift", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
 
     def forward(self, obs: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return ((obs - self._shift) * self._scale).clamp_(-self.clip, self.clip)
+        return ((obs - self.shift) * self.scale).clamp_(-self.clip, self.clip)
 
     def update(self, obs: Tensor) -> None:
         """Take observations [B, size] in (Chan et al. 1979)."""
@@ -44,13 +48,5 @@ class RunningNormalizer(nn.Module):
         self.var.copy_((squares + shift.square() * self.count * len(new) / total) / total)
         self.mean.add_(shift * len(new) / total)
         self.count.copy_(total)
-        self._derive()
-
-    def _derive(self) -> None:
-        """What `forward` reads, in float32."""
-        self._shift = self.mean.float()
-        self._scale = (self.var + EPSILON).rsqrt().float()
-
-    def _load_from_state_dict(self, *args: object) -> None:
-        super()._load_from_state_dict(*args)  # type: ignore[arg-type]
-        self._derive()
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.var + EPSILON).rsqrt())

@@ -68,7 +68,7 @@ class ControlPolicy(nn.Module):
             obs: as the environments gave them.
             noise: a row of ``head.noise`` for each; None takes the likeliest actions.
         """
-        outputs = self.actor(self.normalized(obs))
+        outputs = self.actor.activations(self.normalized(obs))[-1]
         return self.head.mode(outputs) if noise is None else self.head.sample(outputs, noise)
 
     @torch.no_grad()
