@@ -118,9 +118,7 @@ def make_samples(
         "critic/rewards/mean": float(rewards[valid].mean()),
         "critic/returns/mean": float(samples.returns.mean()),
         "critic/values/mean": float(samples.values.mean()),
-        "critic/vf_explained_var": float(
-            explained_variance(samples.values, samples.returns, valid.T.flatten()[rows, None])
-        ),
+        "critic/vf_explained_var": float(explained_variance(values[:-1].T, estimate.returns, valid)),
     }
     return samples, metrics
 
