@@ -104,8 +104,7 @@ def make_samples(
     advantages = masked_whiten(estimate.advantages, valid) if options.normalize_advantages else estimate.advantages
     rows = rollout.valid.flatten()
     flat_obs, actions = obs[:-1].flatten(0, 1)[rows], rollout.actions.flatten(0, 1)[rows]
-    columns, _ = policy.head.log_prob_and_entropy(policy.actor(flat_obs), actions)
-    log_probs = at_level(columns, options.logprob_level)
+    log_probs = at_level(policy.head.evaluate(policy.actor(flat_obs), actions).log_probs, options.logprob_level)
     samples = Samples(
         obs=flat_obs,
         actions=actions,
