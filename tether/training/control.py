@@ -1,8 +1,8 @@
 """The PPO update of a control policy: passes over a rollout in mini-batches, each one optimizer step.
 
 The losses are those of `tether.algorithms`, as for language models. For a small network on a CPU most of the time of
-such an update is bookkeeping, so gradients are taken by hand (`tether.models.control`, `tether.training.loss_gradients`)
-and the optimizer works on one flat buffer (`tether.training.flat`).
+such an update is bookkeeping, so gradients are taken by hand (`tether.models.control`,
+`tether.training.loss_gradients`) and the optimizer works on one flat buffer (`tether.training.flat`).
 """
 
 from __future__ import annotations
