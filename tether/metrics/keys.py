@@ -117,6 +117,28 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB."),
 }
 
+
+def _episodes(prefix: str, when: str) -> dict[str, MetricInfo]:
+    return {
+        f"{prefix}/return": MetricInfo(f"Mean sum of the environment's rewards over an episode {when}.", "rises"),
+        f"{prefix}/episode_len": MetricInfo(f"Mean steps of an episode {when}."),
+        f"{prefix}/reward": MetricInfo(f"Mean reward of a step, averaged over episodes {when}."),
+        f"{prefix}/success_once": MetricInfo(f"Share of episodes {when} that solved the task in any step.", "rises"),
+        f"{prefix}/success_at_end": MetricInfo(f"Share of episodes {when} that ended solved.", "rises"),
+        f"{prefix}/num_trajectories": MetricInfo(f"Number of episodes {when}."),
+    }
+
+
+EMBODIED: Mapping[str, MetricInfo] = {
+    **_episodes("env", "that ended in training since the last log"),
+    **_episodes("eval", "without noise"),
+    "eval/<metric>_low": MetricInfo("Lower end of its confidence interval (env.eval.confidence)."),
+    "eval/<metric>_high": MetricInfo("Upper end of its confidence interval."),
+    "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
+    "perf/env_steps": MetricInfo("Steps of all environments so far."),
+    "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),
+}
+
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses."),
@@ -156,6 +178,7 @@ METRICS: Mapping[str, MetricInfo] = {
     **LENGTHS,
     **MISMATCH,
     **PROGRESS,
+    **EMBODIED,
     **TIMING,
     **VALIDATION,
 }

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.envs.protocol import DiscreteActions, EnvStep, VectorEnv
+from tether.envs.protocol import DiscreteActions, EnvStep, Floats, VectorEnv
 from tether.rollout.episodes import Episode, EpisodeTracker
 
-Act = Callable[[Tensor, Tensor | None], Tensor]
+Act = Callable[[Floats, Floats | None], NDArray[Any]]
 """(observations [N, O], noise [N, ...] or None for the likeliest) -> actions [N, width]."""
 
 
@@ -87,8 +88,8 @@ class EnvCollector:
         tells_success = False
         obs[0] = obs[-1]
         valid.fill(True)
-        for t, (row, row_noise) in enumerate(zip(self._obs[:-1].unbind(), noise.unbind(), strict=True)):
-            actions[t] = act(row, row_noise).numpy()
+        for t, row_noise in enumerate(noise.numpy()):
+            actions[t] = act(obs[t], row_noise)
             step = self.env.step(actions[t])
             obs[t + 1], rewards[t] = step.obs, step.reward
             terminated[t], truncated[t] = step.terminated, step.truncated

@@ -18,6 +18,7 @@ from tether.algorithms import RunningRewardNormalizer, discounted_sums, episodic
 from tether.envs.protocol import VectorEnv
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
+from tether.models.control.acting import Actor
 from tether.models.control.policy import ControlPolicy
 from tether.rollout.env import EnvCollector, EnvRollout
 from tether.rollout.env_eval import evaluate
@@ -133,7 +134,7 @@ class ControlEvaluation:
 
     def run(self, policy: ControlPolicy, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
         """Metrics of episodes without noise."""
-        episodes = evaluate(self.env, policy.act, self.num_episodes, self.seed, progress)
+        episodes = evaluate(self.env, Actor(policy), self.num_episodes, self.seed, progress)
         return episode_metrics(episodes, "eval", self.confidence)
 
 
@@ -166,7 +167,7 @@ class ControlTrainer:
             with time("gen"):
                 shape = (self.collector.steps, self.collector.env.num_envs)
                 noise = self.policy.head.noise(shape, generator(self.seed, number, "noise"))
-                rollout = self.collector.collect(self.policy.act, noise)
+                rollout = self.collector.collect(Actor(self.policy), noise)
             with time("adv"):
                 samples, metrics = make_samples(rollout, self.policy, self.options, self.scaler)
             with time("update_actor"):
