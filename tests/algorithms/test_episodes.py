@@ -86,12 +86,10 @@ def test_constant_values_of_a_constant_reward(gamma, lam):
 
 def test_a_right_critic_leaves_no_advantage():
     gamma, steps = 0.9, 50
-    values = rows(*[(1 - gamma ** (steps - t)) / (1 - gamma) for t in range(steps)])
-    after = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
-    ends = flags([0] * (steps - 1) + [1])
-    result = episodic_gae(
-        torch.ones(1, steps), values[None], after[None], ends[None], torch.ones(1, steps), gamma=gamma, lam=0.95
-    )
+    values = rows(*[(1 - gamma ** (steps - t)) / (1 - gamma) for t in range(steps)])[None]
+    after = torch.cat([values[:, 1:], torch.zeros(1, 1, dtype=torch.float64)], dim=1)
+    ends, ones = flags(*[0] * (steps - 1), 1)[None], torch.ones(1, steps)
+    result = episodic_gae(ones, values, after, ends, ones, gamma=gamma, lam=0.95)
     torch.testing.assert_close(result.advantages, torch.zeros(1, steps, dtype=torch.float64), atol=1e-12, rtol=0)
 
 

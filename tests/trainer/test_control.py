@@ -65,7 +65,7 @@ def test_identity_is_learned(space, tmp_path):
         ]
     )
     metrics = measured(run.directory)
-    assert metrics[0]["eval/return"] < 0.75
+    assert metrics[0]["eval/return"] < 0.9
     assert metrics[steps]["eval/return"] > 0.93
 
 
@@ -93,7 +93,13 @@ def without_clocks(directory):
 def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
     whole = train(overrides(tmp_path / "whole"))
     killed = build_control_run(load_config(None, overrides(tmp_path / "killed")))
-    killed.trainer.fit(lambda: killed.trainer.step_number >= 2)
+
+    def kill_after_three_steps():
+        assert killed.trainer.step_number < 3, "killed"
+        return False
+
+    with pytest.raises(AssertionError, match="killed"):
+        killed.trainer.fit(kill_after_three_steps)
     killed.close()
     again = train(overrides(tmp_path / "killed"))
     assert again.resumed_from == tmp_path / "killed" / "global_step_2"
@@ -145,7 +151,7 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["env.train.id=CartPol-v1"], r"env\.train\.id: no environment is registered as CartPol-v1\. Did you mean CartPole"),
+        (["env.train.id=CartPol-v1"], r"env\.train\.id: no .* registered as CartPol-v1\. Did you mean CartPole"),
         (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),
     ],

@@ -142,6 +142,7 @@ EMBODIED: Mapping[str, MetricInfo] = {
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses."),
+    "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
     "timing_s/old_log_prob": MetricInfo("Seconds of recomputing the log-probabilities."),
     "timing_s/ref": MetricInfo("Seconds of the reference policy."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,8 @@ class EnvCollector:
         self._valid = torch.ones(shape, dtype=torch.bool)
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
+        self.env_seconds = 0.0
+        """Time in the environments' own code, of all rollouts so far."""
 
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped."""
@@ -90,7 +93,9 @@ class EnvCollector:
         valid.fill(True)
         for t, row_noise in enumerate(noise.numpy()):
             actions[t] = act(obs[t], row_noise)
+            start = time.perf_counter()
             step = self.env.step(actions[t])
+            self.env_seconds += time.perf_counter() - start
             obs[t + 1], rewards[t] = step.obs, step.reward
             terminated[t], truncated[t] = step.terminated, step.truncated
             if step.valid is not None:

@@ -163,6 +163,7 @@ class ControlTrainer:
     def step(self) -> dict[str, float]:
         """Do one training step; returns its metrics."""
         number, time = self.step_number + 1, Timer()
+        env_seconds = self.collector.env_seconds
         with time("step"):
             with time("gen"):
                 shape = (self.collector.steps, self.collector.env.num_envs)
@@ -180,6 +181,7 @@ class ControlTrainer:
         self.env_steps += len(samples)
         self.finished += rollout.episodes
         speed = {"perf/env_steps": float(self.env_steps), "perf/sps": len(samples) / time.seconds["step"]}
+        time.seconds["env"] = self.collector.env_seconds - env_seconds
         return metrics | speed | time.metrics() | {"training/global_step": float(number)}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
