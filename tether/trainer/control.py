@@ -59,7 +59,7 @@ class RewardScaler:
         sums = discounted_sums(rewards * valid, starts, self._before, self._gamma)
         self._before, self._ended = sums[:, -1].clone(), ended[:, -1].clone()
         self._statistics.update(sums.flatten(), valid.flatten())
-        return (rewards / self._statistics.scale).clamp(-self._clip, self._clip)
+        return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics."""
