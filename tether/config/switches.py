@@ -54,7 +54,6 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
     "algorithm.normalize_advantages": EMBODIED,
     "algorithm.bootstrap_type": EMBODIED,
-    "algorithm.reward_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,
     "algorithm.norm_adv_by_std_in_grpo": Switch(

@@ -93,9 +93,7 @@ class EnvCollector:
         valid.fill(True)
         for t, row_noise in enumerate(noise.numpy()):
             actions[t] = act(obs[t], row_noise)
-            start = time.perf_counter()
-            step = self.env.step(actions[t])
-            self.env_seconds += time.perf_counter() - start
+            step = self._step(actions[t], t)
             obs[t + 1], rewards[t] = step.obs, step.reward
             terminated[t], truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
@@ -119,6 +117,16 @@ class EnvCollector:
             (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
             self._tracker.add(rewards, ended, valid, success if tells_success else None),
         )
+
+    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
+        start = time.perf_counter()
+        try:
+            step = self.env.step(actions)
+        except Exception as error:
+            error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
+            raise
+        self.env_seconds += time.perf_counter() - start
+        return step
 
     def _bootstrapped(self, step: EnvStep) -> list[int]:
         """Environments whose episode ended in a state that has a value."""

@@ -152,6 +152,9 @@ class ControlTrainer:
     persistence: ControlPersistence
     loggers: Loggers
     seed: int
+    """Of noise and of the order of samples."""
+    env_seed: int
+    """Of start states."""
     log_freq: int = 1
     step_number: int = 0
     """Training steps done."""
@@ -187,7 +190,7 @@ class ControlTrainer:
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
         if self.step_number == 0:
-            self.collector.restart(seed_of(self.seed, 0, "start"))
+            self._restart()
             if self.evaluation and self.schedule.test_freq > 0:
                 self.loggers.log(0, self.evaluate())
         while self.step_number < self.schedule.total_steps:
@@ -240,7 +243,7 @@ class ControlTrainer:
         self._restart()
 
     def _restart(self) -> None:
-        self.collector.restart(seed_of(self.seed, self.step_number, "start"))
+        self.collector.restart(seed_of(self.env_seed, self.step_number, "start"))
         if self.scaler:
             self.scaler.restart(self.collector.env.num_envs)
 

@@ -82,6 +82,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
             seed=trainer_config.seed,
+            env_seed=config.env.train.seed,
             log_freq=trainer_config.log_freq,
         )
         if checkpoint:
