@@ -38,10 +38,12 @@ def make(folder: Path) -> Path:
 
 def install(python: Path, peer: str) -> str | None:
     """Install a peer without its dependencies, and what it needs; returns what went wrong, or None."""
-    constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", *constraints, peer, *NEEDED[peer]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else last_line(done.stderr)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+    for command in ([*pip, "--no-deps", peer], [*pip, *NEEDED[peer]])[: 1 + bool(NEEDED[peer])]:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return last_line(done.stderr)
+    return None
 
 
 def last_line(text: str) -> str:

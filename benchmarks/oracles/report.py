@@ -31,7 +31,7 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
         f"on {date.today()}, with {peers}, torch {torch}, Python {platform.python_version()}.",
         *(f"Left out: {peer} ({why})." for peer, why in absent.items()),
         "",
-        f"Each function sees {len(SEEDS)} seeds of batches of {sum(GROUPS)} rows and up to {WIDTH} tokens, of these kinds:",
+        f"Each function sees {len(SEEDS)} seeds of batches of {sum(GROUPS)} rows and up to {WIDTH} tokens:",
         "; ".join(f"*{name}* ({meaning})" for name, meaning in SCENARIOS.items()) + ".",
         "Losses are compared with their gradients; all in float64 where the peer allows it.",
         "",

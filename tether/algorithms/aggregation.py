@@ -23,6 +23,14 @@ def aggregate_loss(
 ) -> Scalar:
     """Return this piece's share of the loss of a whole mini-batch.
 
+    Assumes: ``token-mean`` weighs tokens alike, so long rows more; ``seq-mean-token-mean`` weighs rows alike, so the
+        tokens of long ones less.
+    Use it: ``token-mean`` as a rule (DAPO); ``seq-mean-token-mean`` for losses of whole rows (GRPO's own); the sums
+        where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
+    Watch: `response_length/mean`: growth without a better score can come from the weight of long rows.
+        `actor/grad_norm`: sums have larger gradients.
+    Keys: `actor_rollout_ref.actor.loss_agg_mode`, `actor_rollout_ref.actor.loss_scale_factor`, `critic.loss_agg_mode`.
+
     Args:
         loss: the loss of each token of this piece (a micro-batch, a rank's part, or everything).
         response_mask: its tokens.
@@ -71,6 +79,11 @@ def masked_mean_ratio(
     num_elements: Count,
 ) -> Scalar:
     """Return this piece's share of RLinf's episode-weighted mean: every episode weighs the same, short or long.
+
+    Assumes: an episode is one unit of experience, however long it took.
+    Use it: for embodied tasks without automatic reset, where success ends an episode early.
+    Watch: `actor/grad_norm`: episodes much shorter than L have weights far above 1.
+    Keys: none of verl's; RLinf does so where max_episode_steps is given.
 
     Args:
         loss: the loss of each step of this piece.

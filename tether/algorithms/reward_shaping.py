@@ -16,13 +16,26 @@ def overlong_penalty(
     """Soft punishment of long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
     0 up to max_length - buffer_length tokens, then falling linearly to -penalty_factor at max_length.
+
+    Assumes: an answer that was cut is worth less than one that ended, and should not learn it in one jump.
+    Use it: where many answers reach the length limit.
+    Watch: `response_length/clip_ratio`: it should fall.
+    Keys: none yet: subtract it in the reward function.
     """
     excess = (response_length - (max_length - buffer_length)).to(torch.float32)
     return -(excess / buffer_length * penalty_factor).clamp(min=0.0)
 
 
 def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
-    """Bring the valid scores of this batch to mean 0 and variance 1; 0 for the others."""
+    """Bring the valid scores of this batch to mean 0 and variance 1; 0 for the others.
+
+    (s - mean) / sqrt(var + 1e-8), with the unbiased variance.
+
+    Assumes: the batch is large enough for a mean and a std.
+    Use it: with `gae`, where rewards have a scale that the critic would have to learn first.
+    Watch: `critic/vf_loss`, `critic/rewards/max`.
+    Keys: none yet: scale in the reward function.
+    """
     return masked_whiten(scores, valid)
 
 
@@ -31,6 +44,11 @@ class RunningRewardNormalizer:
 
     Batches are merged by the update of Chan et al. (1979), which has no cancellation. Until there are two scores, and
     while all are equal, the scale is 1.
+
+    Assumes: the scale of the scores changes slowly.
+    Use it: as `normalize_rewards_per_batch`, where batches are small or a target must not jump with its batch.
+    Watch: `critic/vf_explained_var`, `critic/rewards/max`.
+    Keys: none yet: scale in the reward function.
     """
 
     def __init__(self) -> None:
