@@ -66,7 +66,7 @@ class Case:
         uid = torch.arange(14) // 7
         scores, rewards = self.scores, self.rewards
         if self.scenario == "equal":
-            scores = (0.95 + 0.1 * uid).to(scores.dtype)
+            scores = scores[uid]
             rewards = torch.where(rewards == 0, 0.0, scores[:, None])
         return replace(self, uid=uid, scores=scores, rewards=rewards)
 
@@ -99,7 +99,7 @@ def make_case(scenario: str, seed: int) -> Case:
         mask = mask & ~(inner & (torch.rand(rows, WIDTH, generator=g) < 0.4))
     scores = normal(rows)
     if scenario == "equal":
-        scores = 0.95 + 0.1 * uid.double()
+        scores = normal(len(sizes))[uid]
     rewards = torch.zeros(rows, WIDTH, dtype=torch.float64)
     rewards[torch.arange(rows), (lengths - 1).clamp(min=0)] = scores
     old = log_probs(2.0)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NEEDED = {
-    "verl": ("ray", "codetiming", "torchdata", "msgpack"),
+    "verl": ("ray", "codetiming", "torchdata", "orjson", "dill"),
     "trl": (),
-    "openrlhf": ("torchdata", "einops"),
+    "openrlhf": ("torchdata", "einops", "pylatexenc"),
     "torchrl": ("hoptorch", "pyvers", "cloudpickle"),
-    "rlinf": ("ray", "sortedcontainers", "einops", "msgpack"),
+    "rlinf": ("ray", "sortedcontainers", "einops", "debugpy"),
 }
 """Peer -> what its algorithm modules import besides the packages of tether."""
 

@@ -39,13 +39,13 @@ def aggregate_loss(
         num_sequences: rows of the whole mini-batch with at least one token.
         max_length: the divisor of ``seq-mean-token-sum-norm``, required for it and unused otherwise.
 
-    With s_i the sum of row i over its tokens and n_i their number, the shares add up to
+    With s_i the sum of row i over its tokens and n_i their number, the shares add up to L:
 
-    - ``token-mean``: sum_i s_i / num_tokens
-    - ``seq-mean-token-sum``: sum_i s_i / num_sequences
-    - ``seq-mean-token-mean``: sum_i (s_i / n_i) / num_sequences
-    - ``seq-mean-token-sum-norm``: sum_i s_i / max_length. In spite of its name this mode, as in verl, does not divide
-      by the number of sequences, so its gradient grows with the mini-batch.
+    - ``token-mean``: L = sum_i s_i / num_tokens
+    - ``seq-mean-token-sum``: L = sum_i s_i / num_sequences
+    - ``seq-mean-token-mean``: L = sum_i (s_i / n_i) / num_sequences
+    - ``seq-mean-token-sum-norm``: L = sum_i s_i / max_length. In spite of its name this mode does not divide by the
+      number of sequences, as in verl of January 2026, so its gradient grows with the mini-batch.
 
     The denominators have no default on purpose: those of one piece would make the gradient depend on its size. A
     mini-batch without a token has loss 0. Under data parallelism sum the shares; where gradients are averaged over
@@ -92,7 +92,7 @@ def masked_mean_ratio(
         max_episode_length: the length L that an episode of full weight has.
         num_elements: number of elements of ``loss`` in the whole mini-batch, masked ones too.
 
-    The shares add up to sum over live steps of loss * L / n, divided by num_elements.
+    The shares add up to 1 / num_elements times the sum of w * loss over live steps, with w = L / n.
     """
     # Dead rows have length 0; their loss is selected away, and must not become 0 / 0.
     weight = max_episode_length / episode_length.clamp(min=1).to(torch.promote_types(loss.dtype, torch.float32))

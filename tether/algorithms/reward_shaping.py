@@ -15,7 +15,8 @@ def overlong_penalty(
 ) -> Rows:
     """Soft punishment of long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
-    0 up to max_length - buffer_length tokens, then falling linearly to -penalty_factor at max_length.
+    P = -penalty_factor max(0, n - (max_length - buffer_length)) / buffer_length for n tokens: 0 at first, then falling
+    linearly to -penalty_factor at max_length.
 
     Assumes: an answer that was cut is worth less than one that ended, and should not learn it in one jump.
     Use it: where many answers reach the length limit.
@@ -29,7 +30,7 @@ def overlong_penalty(
 def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
     """Bring the valid scores of this batch to mean 0 and variance 1; 0 for the others.
 
-    (s - mean) / sqrt(var + 1e-8), with the unbiased variance.
+    s' = (s - mean) / sqrt(var + 1e-8), with the unbiased variance.
 
     Assumes: the batch is large enough for a mean and a std.
     Use it: with `gae`, where rewards have a scale that the critic would have to learn first.

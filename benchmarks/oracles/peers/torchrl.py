@@ -127,7 +127,6 @@ CHECKS = [
         returns_only(ours.estimate("reinforce_plus_plus", "dense_rewards", gamma=GAMMA)),
         discounted,
         SCENARIOS,
-        {"poison": NAN},
     ),
     Check("vanilla", clipped, clipped_by_torchrl, ("ragged", "tools", "empty", "poison")),
     Check("value_loss", ours.critic_loss(cliprange_value=0.5), critic, ("ragged", "tools", "empty", "poison")),

@@ -23,7 +23,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from tether.algorithms import POLICY_LOSSES, aggregate_loss, kl_penalty
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-SCENARIOS = ("ragged", "tools", "empty", "poison")
+FINITE = ("ragged", "tools", "empty")
+SCENARIOS = (*FINITE, "poison")
 
 NAN = "tether: what stands at a masked position must not matter; TRL multiplies it by the mask, and NaN x 0 is NaN"
 EMPTY_ROW = "tether: a row without a token is no row; TRL's mean counts it as one with loss 0"
@@ -118,6 +119,7 @@ def mine(name: str, mode: str, per_row: bool = False, kl: float = 0.0, **keyword
 
 def losses() -> list[Check]:
     rows = {"poison": NAN, "empty": EMPTY_ROW}
+    norm = "TRL: Dr. GRPO (2503.20783) divides by length and by answers; tether's mode grows with the mini-batch"
     cispo = "a choice: TRL bounds CISPO's ratio from above only and by the ratio itself (1.28 is epsilon_high=1.28)"
     table = {
         "vanilla": (
@@ -144,7 +146,7 @@ def losses() -> list[Check]:
         "cispo": (
             mine("cispo", "token-mean", **CLIP),
             trl_loss("cispo", by_token, epsilon_high=1.28),
-            dict.fromkeys(SCENARIOS, cispo),
+            dict.fromkeys(FINITE, cispo) | {"poison": NAN},
         ),
         "geo_mean": (
             mine("geo_mean", "seq-mean-token-mean", per_row=True, **CLIP),
@@ -159,10 +161,7 @@ def losses() -> list[Check]:
         "seq-mean-token-sum-norm": (
             mine("vanilla", "seq-mean-token-sum-norm", clip_ratio_c=None, **CLIP),
             trl_loss("dr_grpo", by_token),
-            dict.fromkeys(
-                SCENARIOS,
-                "TRL: Dr. GRPO (2503.20783) divides by length and by answers; tether's mode grows with the mini-batch",
-            ),
+            dict.fromkeys(FINITE, norm) | {"poison": NAN},
         ),
     }
     return [Check(name, own, theirs, SCENARIOS, differs) for name, (own, theirs, differs) in table.items()]
@@ -220,7 +219,7 @@ def advantages() -> list[Check]:
             {},
         ),
     }
-    return [Check(name, mine, trl, ("ragged",), why, torch.float32) for name, (mine, trl, why) in table.items()]
+    return [Check(name, mine, trl, ("ragged",), why, dtype=torch.float32) for name, (mine, trl, why) in table.items()]
 
 
 logging.disable(logging.WARNING)

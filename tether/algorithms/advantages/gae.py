@@ -98,7 +98,7 @@ def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines:
 def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantages: bool = False) -> Advantages:
     """Take the score of a row as the advantage of its tokens: REINFORCE without a baseline (RLinf's ``raw``).
 
-    With normalize_advantages the tokens are whitened over the batch.
+    A_t = s at every token, with s the sum of the row's rewards; with normalize_advantages whitened over the batch.
 
     Assumes: scores are centred already, or their size is meant to matter.
     Use it: as the control of an experiment; any baseline has less variance.

@@ -43,6 +43,8 @@ def grpo_vectorized(
 ) -> Advantages:
     """`grpo` with a floor of 1e-3 under the std, which is all that verl's function of this name does differently.
 
+    A = (s - mean) / (max(std, 1e-3) + 1e-6).
+
     Assumes: as `grpo`.
     Use it: in place of `grpo` where scores of a group differ by less than about 1e-3, which is noise.
     Watch: `group/score_std_mean`: near 1e-3, the floor decides.
@@ -96,6 +98,8 @@ def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Ad
 
 def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
     """`rloo`, but a group of one gets 0, as in verl's function of this name.
+
+    A = k / (k - 1) (s - mean) for k > 1.
 
     Assumes: as `rloo`.
     Use it: in place of `rloo` where groups can shrink to one row, which then should not teach.

@@ -70,8 +70,9 @@ def tir_optimal_token_baseline(
 ) -> Advantages:
     """`optimal_token_baseline` that compares the n-th policy tokens of the rows, not those at the same position.
 
-    Made for tool-integrated reasoning: observations between the actions are taken out first, so that they shift
-    nothing. Arguments as there, but handle_zero_tail is on by default.
+    A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G and W as there. For
+    tool-integrated reasoning: observations between the actions are taken out first, so that they shift nothing.
+    Arguments as there, but handle_zero_tail is on by default.
 
     Assumes: the n-th token that the policy wrote is comparable between rows, whatever a tool said between.
     Use it: as `optimal_token_baseline`, for answers of several turns.
