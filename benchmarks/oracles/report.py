@@ -32,7 +32,9 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
         *(f"Left out: {peer} ({why})." for peer, why in absent.items()),
         "",
         f"Each function sees {len(SEEDS)} seeds of batches of {sum(GROUPS)} rows and up to {WIDTH} tokens:",
-        "; ".join(f"*{name}* ({meaning})" for name, meaning in SCENARIOS.items()) + ".",
+        "",
+        *(f"- *{name}*: {meaning}" for name, meaning in SCENARIOS.items()),
+        "",
         "Losses are compared with their gradients; all in float64 where the peer allows it.",
         "",
         "## Largest differences",
@@ -86,7 +88,7 @@ def cell(found: Sequence[Difference], numbers: Mapping[tuple[str, str | None], i
 
 def explanation(number: int, key: tuple[str, str | None], found: Sequence[Difference]) -> str:
     """One row of the second table."""
-    functions = ", ".join(dict.fromkeys(difference.function for difference in found))
+    functions = "; ".join(dict.fromkeys(difference.function for difference in found))
     scenarios = ", ".join(dict.fromkeys(difference.scenario for difference in found))
     finite = [difference.absolute for difference in found if math.isfinite(difference.absolute)]
     infinite = "" if len(finite) == len(found) else "raises" if any(d.error for d in found) else "NaN or inf"

@@ -129,7 +129,13 @@ def estimators() -> list[Check]:
             grouped,
         ),
         Check("rloo", mine("rloo", only, uid="uid"), estimate("rloo", only), GROUPED, grouped),
-        Check("grpo", mine("grpo", only, uid="uid"), estimate("group_norm", only), GROUPED, grouped),
+        Check(
+            "grpo",
+            mine("grpo", only, uid="uid"),
+            estimate("group_norm", only),
+            GROUPED,
+            grouped | dict.fromkeys(("ragged", "tools"), STD),
+        ),
         Check(
             "grpo without std",
             mine("grpo", only, uid="uid", norm_adv_by_std_in_grpo=False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -347,72 +347,65 @@ def kl_in_reward() -> list[Check]:
 def pf_ppo() -> list[Check]:
     """Both draw from a generator seeded alike, so that the very rows can be compared."""
 
-    def mine(method: str) -> Callable[[Case], Outputs]:
-        def call(case: Case) -> Outputs:
-            generator = torch.Generator().manual_seed(case.seed)
-            valid = torch.ones_like(case.scores, dtype=torch.bool)
-            return {"rows": pf_ppo_indices(case.scores, valid, reweight_method=method, generator=generator)}
+    def mine(method: str, case: Case) -> Tensor:
+        generator = torch.Generator().manual_seed(case.seed)
+        valid = torch.ones_like(case.scores, dtype=torch.bool)
+        return pf_ppo_indices(case.scores, valid, reweight_method=method, generator=generator)
 
-        return call
-
-    def theirs(method: str) -> Callable[[Case], Outputs]:
-        def call(case: Case) -> Outputs:
-            tensors = {"token_level_scores": case.rewards, "rows": torch.arange(len(case.uid))}
-            torch.manual_seed(case.seed)
-            data = core_algos.compute_pf_ppo_reweight_data(DataProto.from_dict(tensors=tensors), method, 2.0)
-            return {"rows": data.batch["rows"]}
-
-        return call
+    def theirs(method: str, case: Case) -> Tensor:
+        tensors = {"token_level_scores": case.rewards, "rows": torch.arange(len(case.uid))}
+        torch.manual_seed(case.seed)
+        data = core_algos.compute_pf_ppo_reweight_data(DataProto.from_dict(tensors=tensors), method, 2.0)
+        return data.batch["rows"]
 
     methods = ("pow", "max_min", "max_random")
-    return [Check(f"PF-PPO {m}", mine(m), theirs(m), ("ragged",), dtype=torch.float32) for m in methods]
+    return [Check("pf_ppo, 3 methods", each(methods, mine), each(methods, theirs), ("ragged",), dtype=torch.float32)]
+
+
+def each(names: Iterable[str], function: Callable[[str, Case], Tensor]) -> Callable[[Case], Outputs]:
+    """Call a function with each name: one result a name."""
+    return lambda case: {name: function(name, case) for name in names}
 
 
 def corrections() -> list[Check]:
-    scenarios = ("ragged", "tools", "empty", "far", "poison")
+    def mine(level: str, normalize: bool, case: Case) -> Tensor:
+        batch = (case.old_log_probs, case.rollout_log_probs, case.mask)
+        return importance_weights(*batch, level=level, batch_normalize=normalize)
 
-    def mine(level: str, normalize: bool) -> Callable[[Case], Outputs]:
-        return lambda case: {
-            "weights": importance_weights(
-                case.old_log_probs, case.rollout_log_probs, case.mask, level=level, batch_normalize=normalize
-            )
-        }
-
-    def theirs(level: str, normalize: bool) -> Callable[[Case], Outputs]:
-        return lambda case: {
-            "weights": rollout_corr_helper.compute_rollout_correction_weights(
-                case.old_log_probs - case.rollout_log_probs, case.mask.long(), level, 2.0, normalize
-            )[0]
-        }
-
-    weights = [
-        Check(
-            f"rollout_is {level}{', normalized' * normalize}",
-            mine(level, normalize),
-            theirs(level, normalize),
-            scenarios,
-            {"far": PRODUCT} if level == "sequence" else {},
-        )
-        for level in ("token", "sequence")
-        for normalize in (False, True)
-    ]
-    modes = {"token_k1": "0.9_1.1", "token_k2": "0.01", "token_k3": "0.01"}
-    modes |= {"seq_sum_k1": "0.5_2", "seq_sum_k2": "0.1", "seq_sum_k3": "0.1", "seq_mean_k1": "0.9_1.1"}
-    modes |= {"seq_mean_k2": "0.02", "seq_mean_k3": "0.02", "seq_max_k2": "0.04", "seq_max_k3": "0.04"}
-    return [*weights, *(rejection(mode, threshold) for mode, threshold in modes.items())]
-
-
-def rejection(mode: str, threshold: str) -> Check:
-    def mine(case: Case) -> Outputs:
-        bounds = parse_rejection(mode, threshold)
-        return {"kept": rejection_mask(case.old_log_probs, case.rollout_log_probs, case.mask, bounds)}
-
-    def theirs(case: Case) -> Outputs:
+    def theirs(level: str, normalize: bool, case: Case) -> Tensor:
         log_ratio = case.old_log_probs - case.rollout_log_probs
-        kept, _ = rollout_corr_helper.compute_rollout_rejection_mask(log_ratio, case.mask.long(), mode, threshold)
-        return {"kept": kept}
+        return rollout_corr_helper.compute_rollout_correction_weights(
+            log_ratio, case.mask.long(), level, 2.0, normalize
+        )[0]
 
-    return Check(f"rollout_rs {mode}", mine, theirs, LOSS_SCENARIOS)
+    def both(function: Callable[[str, bool, Case], Tensor], level: str) -> Callable[[Case], Outputs]:
+        return lambda case: {"plain": function(level, False, case), "normalized": function(level, True, case)}
+
+    return [
+        Check("rollout_is token", both(mine, "token"), both(theirs, "token"), LOSS_SCENARIOS),
+        Check(
+            "rollout_is sequence", both(mine, "sequence"), both(theirs, "sequence"), LOSS_SCENARIOS, {"far": PRODUCT}
+        ),
+        rejection(),
+    ]
+
+
+def rejection() -> Check:
+    thresholds = {"token_k1": "0.9_1.1", "token_k2": "0.01", "token_k3": "0.01"}
+    thresholds |= {"seq_sum_k1": "0.5_2", "seq_sum_k2": "0.1", "seq_sum_k3": "0.1", "seq_mean_k1": "0.9_1.1"}
+    thresholds |= {"seq_mean_k2": "0.02", "seq_mean_k3": "0.02", "seq_max_k2": "0.04", "seq_max_k3": "0.04"}
+
+    def mine(mode: str, case: Case) -> Tensor:
+        bounds = parse_rejection(mode, thresholds[mode])
+        return rejection_mask(case.old_log_probs, case.rollout_log_probs, case.mask, bounds)
+
+    def theirs(mode: str, case: Case) -> Tensor:
+        log_ratio = case.old_log_probs - case.rollout_log_probs
+        mask = case.mask.long()
+        return rollout_corr_helper.compute_rollout_rejection_mask(log_ratio, mask, mode, thresholds[mode])[0]
+
+    name = f"rollout_rs, {len(thresholds)} modes"
+    return Check(name, each(thresholds, mine), each(thresholds, theirs), LOSS_SCENARIOS)
 
 
 def metrics() -> list[Check]:
@@ -459,6 +452,13 @@ def statistics() -> list[Check]:
             lambda case: {"whitened": masked_whiten(case.values, case.mask)},
             lambda case: {"whitened": torch_functional.masked_whiten(case.values, case.mask.long())},
             ("ragged", "tools", "empty", "poison"),
+        ),
+        Check(
+            "masked_whiten of one value",
+            lambda case: {"whitened": masked_whiten(case.values[0, :1], case.mask[0, :1])},
+            lambda case: {"whitened": torch_functional.masked_whiten(case.values[0, :1], case.mask[0, :1].long())},
+            ("ragged",),
+            raises={"ragged": "tether: one value is its own mean, so 0; verl raises, and ends the run with it"},
         ),
         Check(
             "entropy_from_logits",
