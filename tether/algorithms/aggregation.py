@@ -83,7 +83,7 @@ def masked_mean_ratio(
     Assumes: an episode is one unit of experience, however long it took.
     Use it: for embodied tasks without automatic reset, where success ends an episode early.
     Watch: `actor/grad_norm`: episodes much shorter than L have weights far above 1.
-    Keys: none of verl's; RLinf does so where max_episode_steps is given.
+    Keys: `actor_rollout_ref.actor.loss_agg_mode=masked_mean_ratio`, `actor_rollout_ref.actor.loss_scale_factor`.
 
     Args:
         loss: the loss of each step of this piece.

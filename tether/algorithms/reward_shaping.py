@@ -20,8 +20,9 @@ def overlong_penalty(
 
     Assumes: an answer that was cut is worth less than one that ended, and should not learn it in one jump.
     Use it: where many answers reach the length limit.
-    Watch: `response_length/clip_ratio`: it should fall.
-    Keys: none yet: subtract it in the reward function.
+    Watch: `response_length/clip_ratio` and `reward/overlong_fraction`: they should fall.
+    Keys: `reward_model.overlong_buffer.enable`, `reward_model.overlong_buffer.len`,
+        `reward_model.overlong_buffer.penalty_factor`.
     """
     excess = (response_length - (max_length - buffer_length)).to(torch.float32)
     return -(excess / buffer_length * penalty_factor).clamp(min=0.0)
@@ -35,7 +36,7 @@ def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows
     Assumes: the batch is large enough for a mean and a std.
     Use it: with `gae`, where rewards have a scale that the critic would have to learn first.
     Watch: `critic/vf_loss`, `critic/rewards/max`.
-    Keys: none yet: scale in the reward function.
+    Keys: `algorithm.normalize_rewards=batch`.
     """
     return masked_whiten(scores, valid)
 
@@ -48,8 +49,8 @@ class RunningRewardNormalizer:
 
     Assumes: the scale of the scores changes slowly.
     Use it: as `normalize_rewards_per_batch`, where batches are small or a target must not jump with its batch.
-    Watch: `critic/vf_explained_var`, `critic/rewards/max`.
-    Keys: none yet: scale in the reward function.
+    Watch: `reward/running_std`, `critic/vf_explained_var`.
+    Keys: `algorithm.normalize_rewards=running`.
     """
 
     def __init__(self) -> None:
@@ -70,8 +71,12 @@ class RunningRewardNormalizer:
 
     def normalize(self, scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
         """Return (score - mean) / std for the valid scores, 0 for the others; changes no statistic."""
-        std = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return select((select(scores, valid) - self.mean) / (std or 1.0), valid)
+        return select((select(scores, valid) - self.mean) / (self.std or 1.0), valid)
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation of all scores so far; 0 for fewer than two."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, float]:
         """Return what `load_state_dict` restores exactly."""

@@ -26,7 +26,7 @@ def value_loss(
         c with them.
     Use it: squared as a rule; huber_delta where few returns are extreme.
     Watch: `critic/vf_clipfrac` (near 1: the clip is too tight), `critic/vf_loss`, `critic/vf_explained_var`.
-    Keys: `critic.cliprange_value`, `critic.loss_agg_mode`.
+    Keys: `critic.cliprange_value`, `critic.huber_delta`, `critic.loss_agg_mode`.
     """
     values, old_values = select(values, response_mask), select(old_values, response_mask)
     returns = select(returns, response_mask)

@@ -28,7 +28,8 @@ def gae(
         returns (1).
     Use it: with a critic: where credit must be found inside a long answer, or with one answer to each prompt.
     Watch: `critic/vf_explained_var`: at 0 or below, the critic adds noise; warm it up first (`trainer.critic_warmup`).
-    Keys: `algorithm.adv_estimator=gae`, `algorithm.gamma`, `algorithm.lam`.
+    Keys: `algorithm.adv_estimator=gae`, `algorithm.gamma`, `algorithm.lam`, `algorithm.lam_critic`,
+        `algorithm.bootstrap_truncated`.
 
     Args:
         token_level_rewards: reward of each token.
@@ -57,7 +58,7 @@ def length_adaptive_lambda(response_mask: Mask, alpha: float) -> Rows:
     Assumes: the longer an answer, the more of its tokens matter to its end.
     Use it: with `gae`, where answers of very different length share a batch.
     Watch: `response_length/mean` (1000 tokens have lambda 0.98 with VAPO's alpha), `critic/vf_explained_var`.
-    Keys: none yet: give it to `gae` as lam.
+    Keys: `algorithm.lam_actor_alpha`.
     """
     length = response_mask.bool().sum(dim=-1).clamp(min=1)
     return (1 - 1 / (alpha * length)).clamp(min=0.0)
@@ -87,8 +88,7 @@ def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines:
     Assumes: the greedy answer is about as good as the average sampled one. The baseline does not depend on the sample,
         so the gradient stays unbiased.
     Use it: with one sampled answer to each prompt, at the price of one greedy answer more.
-    Watch: `critic/advantages/mean`: far below 0, greedy decoding beats the samples, and the temperature may be too
-        high.
+    Watch: `baseline/beaten_fraction`: near 0, greedy decoding beats the samples, and the temperature may be too high.
     Keys: `algorithm.adv_estimator=remax`.
     """
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
@@ -103,7 +103,7 @@ def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantage
     Assumes: scores are centred already, or their size is meant to matter.
     Use it: as the control of an experiment; any baseline has less variance.
     Watch: `actor/grad_norm`, against that of an estimator with a baseline.
-    Keys: none of verl's; RLinf's adv_type is raw.
+    Keys: `algorithm.adv_estimator=raw`.
     """
     scores = spread(masked_sum(token_level_rewards, response_mask, dim=-1), response_mask)
     return Advantages(masked_whiten(scores, response_mask) if normalize_advantages else scores, scores)

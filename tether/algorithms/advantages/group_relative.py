@@ -67,7 +67,8 @@ def grpo_passk(
 
     Assumes: only the best of k answers will be used, so the others need not be good.
     Use it: where pass@k is what counts, with many answers to each prompt; it learns from one row of a group.
-    Watch: `group/zero_std_fraction`: with scores 0 and 1, a group that has two right answers teaches nothing either.
+    Watch: `critic/advantages/nonzero_fraction`: with scores 0 and 1, a group that has two right answers teaches
+        nothing either.
     Keys: `algorithm.adv_estimator=grpo_passk`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -103,7 +104,7 @@ def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: Ro
 
     Assumes: as `rloo`.
     Use it: in place of `rloo` where groups can shrink to one row, which then should not teach.
-    Watch: `reward/excluded_rows`: what shrinks groups.
+    Watch: `group/single_fraction`.
     Keys: `algorithm.adv_estimator=rloo_vectorized`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -114,7 +115,8 @@ def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: Ro
 def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
     """Score minus the group's mean, whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262, baseline).
 
-    A group of one keeps its score, before the whitening.
+    A = (s - mean) brought to mean 0 and variance 1 over tokens (`masked_whiten`). A group of one keeps its score,
+    before that.
 
     Assumes: as `grpo`, but the spread of scores is alike in all groups: one std serves the batch.
     Use it: without a critic, where `grpo`'s division blows up groups of nearly equal scores.
@@ -153,7 +155,7 @@ def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, f_norm
 
     Assumes: a score of 0 means that the row failed; with other scales alpha has no meaning.
     Use it: with 0/1 scores and few successes, beside the policy loss of the same name.
-    Watch: `critic/score/mean`: at 0.01, alpha is 100, and so is the step.
+    Watch: `critic/score/nonzero_fraction`, which is 1 / alpha: at 0.01 the step is a hundred times as large.
     Keys: `algorithm.adv_estimator=gpg`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -178,8 +180,9 @@ def gdpo(
 
     Assumes: every component is meant to count, by its weight and not by its scale.
     Use it: with several rewards of different scale or rarity, such as format, length and correctness.
-    Watch: `reward/extra/<key>/mean` of each component: one that stands still is drowned or saturated.
-    Keys: `algorithm.adv_estimator=gdpo`, `actor_rollout_ref.rollout.n`.
+    Watch: `gdpo/<key>/zero_std_fraction` of each component: near 1 it teaches nothing.
+    Keys: `algorithm.adv_estimator=gdpo`, `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
+        `actor_rollout_ref.rollout.n`.
 
     Args:
         token_level_rewards: not read.

@@ -100,8 +100,9 @@ def decoupled(
 
     Assumes: the rollout is stale: the policy that sampled is several updates behind the one the clip should hold to.
     Use it: with asynchronous or replayed rollouts; on fresh ones w is 1 and it is `vanilla`.
-    Watch: `actor/ratio_max`, and the mean of w, which is 1 on fresh rollouts.
-    Keys: none of verl's; RLinf's loss_type is decoupled_actor_critic.
+    Watch: `actor/behave_weight_mean`, which is 1 on fresh rollouts, and `actor/behave_dropped`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=decoupled`,
+        `actor_rollout_ref.actor.policy_loss.behave_weight_threshold`, and those of `vanilla`.
     """
     clipped = vanilla(
         log_probs,

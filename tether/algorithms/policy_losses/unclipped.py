@@ -110,7 +110,7 @@ def kl_cov(
 
     Assumes: as `clip_cov`.
     Use it: where `clip_cov` loses too much signal: the tokens still learn, but slowly.
-    Watch: `actor/entropy`, `actor/ppo_kl`.
+    Watch: `actor/entropy`, `actor/ppo_kl_abs`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov`, `actor_rollout_ref.actor.policy_loss.kl_cov_ratio`,
         `actor_rollout_ref.actor.policy_loss.ppo_kl_coef`.
     """
