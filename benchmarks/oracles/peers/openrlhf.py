@@ -162,8 +162,8 @@ def losses() -> list[Check]:
             lambda values: function(values, case.old_values, case.returns, case.mask), case.values
         )
 
-    token = "tether: GSPO-token, made for an advantage a token; OpenRLHF has GSPO, which is for one advantage a row"
-    far = "tether bounds log s by 10; OpenRLHF takes exp of any, and the loss of a negative advantage is unbounded"
+    token = "a choice: tether has GSPO-token, made for an advantage a token; OpenRLHF GSPO, made for one a row"
+    far = "tether: it bounds log s by 10; OpenRLHF takes exp of any, and the loss of a negative advantage is unbounded"
     return [
         Check(
             "vanilla",
