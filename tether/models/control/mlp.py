@@ -53,7 +53,7 @@ class Mlp(nn.Module):
             nn.init.zeros_(layer.bias)
         self.layers = nn.ModuleList(layers)
         # Looked up once: a module's attributes are slow to reach, and an update reaches them many times.
-        self.linear: list[tuple[nn.Parameter, nn.Parameter]] = [(layer.weight, layer.bias) for layer in layers]
+        self.linear: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in layers]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, first size] -> [B, last size]."""
