@@ -73,7 +73,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     ),
     "*": DISCRETE,
 }  # fmt: skip
-"""Pattern of ids -> defaults beside `COMMON` (the published ones of CleanRL's PPO); the first that fits counts."""
+"""Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
 
 READS = (
     "env.*", "policy.*",
