@@ -62,6 +62,8 @@ class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """Log-probability under the distribution that the token was truly sampled from."""
     truncated: Bool[Tensor, " B"]
     """The response was cut by the length limit: it did not end by itself."""
+    kept: Int[Tensor, "B K"] | None = None
+    """Which tokens top-k and top-p left to draw from (`tether.models.kept`); None where they left all."""
 
 
 class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
@@ -79,6 +81,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The reward as given: for text, the score at the last response token."""
     scored: Bool[Tensor, " B"]
     """False where the reward abstained or failed: the row is left out of every statistic and of the update."""
+    kept: Int[Tensor, "B K"] | None = None
+    """As in the rollout: every log-probability and entropy is of the distribution over these tokens."""
     old_log_probs: Float[Tensor, "B T"] | None = None
     """Under the policy at the start of the update (the proximal policy)."""
     ref_log_probs: Float[Tensor, "B T"] | None = None
@@ -116,5 +120,6 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
             truncated=rollout.truncated,
             token_level_scores=torch.where(at_last, scores[:, None].nan_to_num(), 0.0).to(torch.float32),
             scored=scored,
+            kept=rollout.kept,
             batch_size=rollout.batch_size,
         )

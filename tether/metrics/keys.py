@@ -61,7 +61,7 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
 
 ACTOR: Mapping[str, MetricInfo] = {
     "actor/entropy": MetricInfo(
-        "Mean entropy of the policy at a token, in nats.", "falls slowly; a drop to 0 within few steps is a collapse"
+        "Mean entropy of the policy at a token, in nats; under top_k or top_p of the tokens that they kept.", "falls slowly; a drop to 0 within few steps is a collapse"
     ),
     "actor/pg_loss": MetricInfo("Policy loss.", "small; its level says little about progress"),
     "actor/pg_clipfrac": MetricInfo("Share of tokens whose policy update was clipped.", "0 to 0.2"),
@@ -82,6 +82,11 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/ratio_mean": MetricInfo("Mean raw importance ratio of a token, before any clipping.", "close to 1"),
     "actor/ratio_max": MetricInfo("Largest raw importance ratio of a token."),
     "actor/ratio_min": MetricInfo("Smallest raw importance ratio of a token."),
+    "actor/first_update/<metric>": MetricInfo(
+        "Raw ratio (`ratio_mean`, `ratio_max`, `ratio_min`) and clip fractions (`pg_clipfrac`, `pg_clipfrac_lower`) of "
+        "the step's first optimizer step alone, where the policy is still the one that the ratio is taken to.",
+        "ratios 1 and fractions 0, up to rounding",
+    ),
     "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
 }
 
@@ -101,6 +106,10 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "training/rollout_actor_probs_pearson_corr": MetricInfo(
         "Correlation of the sampler's and the trainer's token probabilities.", "above 0.99"
     ),
+    "training/rollout_mismatch_alarm": MetricInfo(
+        "1 where `rollout_corr/k3_kl` is more than rounding in the number formats in use explains.", "0"
+    ),
+    **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats a token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats a token.", "below 0.001"),
 }

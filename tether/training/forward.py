@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch
 from tether.models.backbone import hidden_states
 from tether.models.critic import value_head_of, values_from_hidden
+from tether.models.kept import KeptSets
 from tether.models.logprobs import lm_head_of, token_log_probs
 from tether.training.tokens import TokenRows, token_rows
 
@@ -37,8 +38,9 @@ def _predicting_states(model: PreTrainedModel, rows: TokenRows) -> Tensor:
 class PolicyModel:
     """A causal LM as a policy.
 
-    `temperature` divides the logits before the softmax, as the sampler does, so that log-probabilities are those of
-    the distribution that was sampled from.
+    `temperature` divides the logits before the softmax, as the sampler does, and where the sampler cut the vocabulary
+    (`TrainBatch.kept`) its cut is replayed, so that log-probabilities and entropy are those of the distribution that
+    was sampled from.
     """
 
     model: PreTrainedModel
@@ -50,8 +52,12 @@ class PolicyModel:
         """Log-probability (and entropy) of each response token."""
         rows = token_rows(batch, packed=self.packed)
         states = _predicting_states(self.model, rows)
+        head = lm_head_of(self.model)
+        kept = None
+        if batch.kept is not None:
+            kept = KeptSets.read(batch.kept, rows.slots, rows.shape[1], vocabulary=len(head.weight))
         tokens = token_log_probs(
-            states, lm_head_of(self.model), rows.targets, temperature=self.temperature, with_entropy=self.with_entropy
+            states, head, rows.targets, temperature=self.temperature, kept=kept, with_entropy=self.with_entropy
         )
         entropy = rows.scatter(tokens.entropy) if tokens.entropy is not None else None
         return PolicyOutputs(log_probs=rows.scatter(tokens.log_probs), entropy=entropy, batch_size=batch.batch_size)

@@ -10,7 +10,7 @@ One update of a rollout::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Generic
@@ -26,6 +26,9 @@ from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, UpdatePlan
 from tether.training.tokens import sequence_lengths
+
+FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
+"""Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
 
 
 class LocalEngine(Generic[Outputs]):
@@ -77,12 +80,15 @@ class LocalEngine(Generic[Outputs]):
         set_learning_rate(self.optimizer, rate)
         batch = batch[batch.response_mask.any(dim=-1)]
         measured: list[dict[str, Metric]] = []
+        first: list[dict[str, Metric]] = []
         norms: list[float] = []
         skipped = 0
         for epoch in range(plan.epochs):
             for rows in plan.mini_batches(len(batch), step, epoch):
                 mini = batch[rows]
-                measured += self.accumulate_gradients(mini, forward, loss)
+                pieces = self.accumulate_gradients(mini, forward, loss)
+                measured += pieces
+                first = first or pieces
                 norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.options.grad_clip))
                 if math.isfinite(norm):
                     self.optimizer.step()
@@ -94,6 +100,7 @@ class LocalEngine(Generic[Outputs]):
                     self._keep_incident(mini, forward, loss, step)
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
+        metrics |= _first_update_metrics(first)
         return metrics | {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "lr": rate,
@@ -145,3 +152,9 @@ class LocalEngine(Generic[Outputs]):
     ) -> None:
         if self.incident_dir is not None:
             incident.save(self.incident_dir / f"step_{step + 1}", self.model, mini, forward, loss)
+
+
+def _first_update_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+    """Of one mini-batch: ``actor/ratio_mean`` becomes ``actor/first_update/ratio_mean``."""
+    merged = {tuple(name.split("/")): metric for name, metric in merge_metrics(pieces).items()}
+    return {f"{role}/first_update/{name}": float(m) for (role, name), m in merged.items() if name in FIRST_UPDATE}
