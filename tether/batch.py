@@ -47,6 +47,22 @@ def filled(field: Tensor | None) -> Tensor:
     return field
 
 
+class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
+    """Which tokens top-k and top-p left to draw from at each position; `tether.models.kept` writes and reads it.
+
+    The positions of a row follow each other in `words`, each with the ids of its tokens, ascending, or with a bit mask
+    of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes
+    ``4 + min(4 * count, V / 8)`` bytes. A row with two positions and a vocabulary of 64, whose masks have two words::
+
+        kept {5, 9}, then {0, 1, 33}     count [2, 3]     words [5, 9, 0b11, 0b10]
+    """
+
+    count: Int[Tensor, "B T"]
+    """How many tokens were kept; 0 where nothing was sampled."""
+    words: Int[Tensor, "B W"]
+    """int32; zeros follow up to the width of the longest row."""
+
+
 class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """What the rollout engine sampled."""
 
@@ -62,8 +78,8 @@ class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """Log-probability under the distribution that the token was truly sampled from."""
     truncated: Bool[Tensor, " B"]
     """The response was cut by the length limit: it did not end by itself."""
-    kept: Int[Tensor, "B K"] | None = None
-    """Which tokens top-k and top-p left to draw from (`tether.models.kept`); None where they left all."""
+    kept: KeptTokens | None = None
+    """What top-k and top-p left to draw from; None where they left everything."""
 
 
 class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
@@ -81,7 +97,7 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The reward as given: for text, the score at the last response token."""
     scored: Bool[Tensor, " B"]
     """False where the reward abstained or failed: the row is left out of every statistic and of the update."""
-    kept: Int[Tensor, "B K"] | None = None
+    kept: KeptTokens | None = None
     """As in the rollout: every log-probability and entropy is of the distribution over these tokens."""
     old_log_probs: Float[Tensor, "B T"] | None = None
     """Under the policy at the start of the update (the proximal policy)."""

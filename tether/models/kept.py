@@ -3,12 +3,7 @@
 Top-k and top-p cut the vocabulary by the sampler's logits. The trainer's differ in the last bits, so a cut of its own
 would fall elsewhere; the sampler's is replayed instead (the "keep sampling mask" of DeepSeek-V3.2, arXiv 2512.02556).
 
-A row's record is int32 [T + W]. First the number of tokens kept at each of its T positions, 0 where nothing was
-sampled. Then, position after position, which ones: their ids, ascending, or a bit mask of the vocabulary where that is
-shorter (token v is bit v % 32 of word v // 32). Zeros follow up to the longest record. A position thus takes
-``4 + min(4 * kept, V / 8)`` bytes. Two positions of a vocabulary of 64, whose bit mask has two words::
-
-    kept {5, 9}, then {0, 1, 33}     ->     [2, 3,   5, 9,   0b11, 0b10]
+`tether.batch.KeptTokens` says how it is stored.
 
 Legend: B = rows, T = response width, V = vocabulary, N = positions that are read, C = tokens in a chunk of V.
 """
@@ -19,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tether.batch import KeptTokens
 
 _BITS = 32
 
@@ -41,17 +38,15 @@ class KeptRecorder:
         if not listed.all():
             self._pieces.append((row[~listed], position[~listed], _pack(kept[~listed]).flatten()))
 
-    def record(self, width: int) -> Tensor:
-        """[B, width + W] int32, see above; `width` is the longest row's."""
-        count = self._count[:, :width]
-        length = count.clamp(max=self._limit)
-        end = width + length.cumsum(dim=-1)
-        record = count.new_zeros(len(count), int(end.max()))
-        record[:, :width] = count
-        first = end - length + torch.arange(len(count), device=count.device)[:, None] * record.shape[1]
-        for row, position, words in self._pieces:
-            record.view(-1)[_runs(first[row, position], length[row, position])] = words
-        return record
+    def result(self, width: int) -> KeptTokens:
+        """All rows, of which the longest has `width` positions."""
+        count = self._count[:, :width].clone()
+        first, length, total = _layout(count, self._limit)
+        words = count.new_zeros(len(count), total)
+        for row, position, piece in self._pieces:
+            place = _runs(first[row, position] + row * total, length[row, position])
+            words.view(-1)[place] = piece
+        return KeptTokens(count=count, words=words, batch_size=[len(count)])
 
 
 @dataclass(frozen=True)
@@ -65,20 +60,18 @@ class KeptSets:
     masks: Tensor  # [D, V / 32]
 
     @classmethod
-    def read(cls, record: Tensor, slots: Tensor, width: int, vocabulary: int) -> KeptSets:
-        """Look up the positions `slots` [N], flat in B * T, in a `record` of rows of `width` T positions."""
+    def read(cls, kept: KeptTokens, slots: Tensor, vocabulary: int) -> KeptSets:
+        """Look up the positions `slots` [N], flat in B * T."""
         limit = _mask_words(vocabulary)
-        row = slots // width
-        length = record[:, :width].clamp(max=limit)
-        first = width + length.cumsum(dim=-1) - length + torch.arange(len(record), device=row.device)[:, None] * (
-            record.shape[1]
-        )
-        count, first = record[row, slots % width], first.flatten()[slots]
+        first, _, total = _layout(kept.count, limit)
+        assert total <= kept.words.shape[1], "the record is cut, or of another vocabulary"
+        row = slots // kept.count.shape[1]
+        first, count = first.flatten()[slots] + row * kept.words.shape[1], kept.count.flatten()[slots]
         listed, masked = (chosen.nonzero().flatten() for chosen in (count <= limit, count > limit))
-        words = record.flatten()
+        words = kept.words.flatten()
         token, order = words[_runs(first[listed], count[listed])].sort()
         position = listed.to(torch.int32).repeat_interleave(count[listed])[order]
-        masks = words[first[masked][:, None] + torch.arange(limit, device=row.device)]
+        masks = words[first[masked][:, None] + torch.arange(limit, device=slots.device)]
         return cls(len(slots), token, position, masked, masks)
 
     def cut(self, span: slice) -> Tensor:
@@ -95,6 +88,13 @@ class KeptSets:
 def _mask_words(vocabulary: int) -> int:
     """Words in a bit mask of the vocabulary: the most that a position takes."""
     return -(-vocabulary // _BITS)
+
+
+def _layout(count: Tensor, limit: int) -> tuple[Tensor, Tensor, int]:
+    """Where the words of each position [B, T] start in their row, how many they are, and the most of a row."""
+    length = count.clamp(max=limit)
+    end = length.cumsum(dim=-1)
+    return end - length, length, int(end.max())
 
 
 def _pack(kept: Tensor) -> Tensor:

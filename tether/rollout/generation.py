@@ -187,6 +187,6 @@ class Generation:
             response_mask=mask,
             rollout_log_probs=self._log_probs[:, :width].clone(),
             truncated=~torch.isin(self._tokens[rows, length - 1], self._eos),
-            kept=None if self._kept is None else self._kept.record(width),
+            kept=None if self._kept is None else self._kept.result(width),
             batch_size=[self._num_rows],
         )

@@ -14,7 +14,7 @@ import torch
 
 MISMATCH = "rollout_corr/k3_kl"
 ALARM = "training/rollout_mismatch_alarm"
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-3}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 5e-3}
 """Largest KL from sampler to trainer (k3 estimate, nats a token) that rounding explains, by number format."""
 
 

@@ -55,7 +55,7 @@ class PolicyModel:
         head = lm_head_of(self.model)
         kept = None
         if batch.kept is not None:
-            kept = KeptSets.read(batch.kept, rows.slots, rows.shape[1], vocabulary=len(head.weight))
+            kept = KeptSets.read(batch.kept, rows.slots, vocabulary=len(head.weight))
         tokens = token_log_probs(
             states, head, rows.targets, temperature=self.temperature, kept=kept, with_entropy=self.with_entropy
         )
