@@ -50,17 +50,17 @@ def filled(field: Tensor | None) -> Tensor:
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
     """Which tokens top-k and top-p left to draw from at each position; `tether.models.kept` writes and reads it.
 
-    The positions of a row follow each other in `words`, each with the ids of its tokens, ascending, or with a bit mask
-    of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes
-    ``4 + min(4 * count, V / 8)`` bytes. A row with two positions and a vocabulary of 64, whose masks have two words::
+    The positions of a row follow each other in its `words`, each with the ids of its tokens, ascending, or with a bit
+    mask of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes
+    ``4 + min(4 * count, V / 8)`` bytes. A row of two positions, with a vocabulary of 64 and so masks of two words::
 
         kept {5, 9}, then {0, 1, 33}     count [2, 3]     words [5, 9, 0b11, 0b10]
     """
 
     count: Int[Tensor, "B T"]
     """How many tokens were kept; 0 where nothing was sampled."""
-    words: Int[Tensor, "B W"]
-    """int32; zeros follow up to the width of the longest row."""
+    words: list[Int[Tensor, " W"]]
+    """B tensors of int32, each as long as its row needs: one row of nonsense must not widen all the others."""
 
 
 class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]

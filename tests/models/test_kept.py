@@ -40,12 +40,14 @@ def test_the_worked_example_of_the_docstring() -> None:
         recorder.add(torch.tensor([0]), torch.tensor([position]), sets(64, tokens))
     found = recorder.result(2)
     assert found.count.tolist() == [[2, 3]]
-    assert found.words.tolist() == [[5, 9, 0b11, 0b10]]
-    assert found.count.dtype == found.words.dtype == torch.int32
+    assert [row.tolist() for row in found.words] == [[5, 9, 0b11, 0b10]]
+    assert found.count.dtype == found.words[0].dtype == torch.int32
     assert torch.equal(read(found, 64, 64), sets(64, {5, 9}, {0, 1, 33}))
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 140), st.integers(1, 150), st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 140), st.integers(1, 150), st.randoms(use_true_random=False)
+)
 @settings(max_examples=100, deadline=None)
 def test_every_set_comes_back_whatever_the_order_and_the_chunks(rows, width, vocabulary, chunk, random) -> None:
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
@@ -59,19 +61,25 @@ def test_every_set_comes_back_whatever_the_order_and_the_chunks(rows, width, voc
     expected = kept[:, : max(lengths)] & sampled[:, :, None]
     assert torch.equal(found.count, expected.sum(-1))
     assert torch.equal(read(found, vocabulary, chunk), expected.flatten(0, 1))
-    one = random.randrange(rows)  # a row by itself, as a micro-batch holds it
-    assert torch.equal(read(found[one : one + 1], vocabulary, chunk), expected[one])
+    chosen = torch.tensor(random.sample(range(rows), random.randint(1, rows)))  # as a micro-batch holds them
+    assert torch.equal(read(found[chosen], vocabulary, chunk), expected[chosen].flatten(0, 1))
 
 
 @pytest.mark.parametrize(("kept", "words"), [(20, 20), (5000, 4748), (151_936, 4748)])
 def test_a_position_never_takes_more_than_a_bit_mask(kept: int, words: int) -> None:
     recorder = KeptRecorder(1, 1, 151_936, torch.device("cpu"))
     recorder.add(torch.tensor([0]), torch.tensor([0]), (torch.arange(151_936) < kept)[None])
-    assert recorder.result(1).words.shape == (1, words)
+    assert [len(row) for row in recorder.result(1).words] == [words]
+
+
+def test_a_long_row_does_not_widen_the_others() -> None:
+    found = record(torch.stack([sets(64, {1}, {2, 3}), sets(64, {1}, {4})]), [2, 1], [(0, 0), (0, 1), (1, 0)])
+    assert [len(row) for row in found.words] == [3, 1]
+    assert all(row.untyped_storage().nbytes() == 4 * len(row) for row in found.words)  # nothing is shared behind them
 
 
 def test_a_record_that_was_cut_is_noticed() -> None:
     found = record(sets(64, {1}, {2, 3})[None], [2], [(0, 0), (0, 1)])
-    found.words = found.words[:, :2]
-    with pytest.raises(AssertionError, match="the record is cut"):
+    found.count = found.count[:, :1]
+    with pytest.raises(AssertionError, match="the record was cut"):
         KeptSets.read(found, torch.tensor([0]), 64)

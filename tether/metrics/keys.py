@@ -61,7 +61,8 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
 
 ACTOR: Mapping[str, MetricInfo] = {
     "actor/entropy": MetricInfo(
-        "Mean entropy of the policy at a token, in nats; under top_k or top_p of the tokens that they kept.", "falls slowly; a drop to 0 within few steps is a collapse"
+        "Mean entropy of the policy at a token, in nats; under top_k or top_p of the tokens that they kept.",
+        "falls slowly; a drop to 0 within few steps is a collapse",
     ),
     "actor/pg_loss": MetricInfo("Policy loss.", "small; its level says little about progress"),
     "actor/pg_clipfrac": MetricInfo("Share of tokens whose policy update was clipped.", "0 to 0.2"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
 
 from tether.batch import KeptTokens
@@ -41,12 +42,12 @@ class KeptRecorder:
     def result(self, width: int) -> KeptTokens:
         """All rows, of which the longest has `width` positions."""
         count = self._count[:, :width].clone()
-        first, length, total = _layout(count, self._limit)
-        words = count.new_zeros(len(count), total)
+        first, length = _layout(count, self._limit)
+        words = count.new_empty(int(length.sum()))
         for row, position, piece in self._pieces:
-            place = _runs(first[row, position] + row * total, length[row, position])
-            words.view(-1)[place] = piece
-        return KeptTokens(count=count, words=words, batch_size=[len(count)])
+            words[_runs(first[row, position], length[row, position])] = piece
+        rows = [row.clone() for row in words.split(length.sum(dim=-1).tolist())]
+        return KeptTokens(count=count, words=NonTensorStack(*rows), batch_size=[len(rows)])
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,11 @@ class KeptSets:
     @classmethod
     def read(cls, kept: KeptTokens, slots: Tensor, vocabulary: int) -> KeptSets:
         """Look up the positions `slots` [N], flat in B * T."""
-        limit = _mask_words(vocabulary)
-        first, _, total = _layout(kept.count, limit)
-        assert total <= kept.words.shape[1], "the record is cut, or of another vocabulary"
-        row = slots // kept.count.shape[1]
-        first, count = first.flatten()[slots] + row * kept.words.shape[1], kept.count.flatten()[slots]
+        limit, words = _mask_words(vocabulary), torch.cat(list(kept.words))
+        first, length = _layout(kept.count, limit)
+        assert len(words) == int(length.sum()), "the record was cut, or is of another vocabulary"
+        first, count = first.flatten()[slots], kept.count.flatten()[slots]
         listed, masked = (chosen.nonzero().flatten() for chosen in (count <= limit, count > limit))
-        words = kept.words.flatten()
         token, order = words[_runs(first[listed], count[listed])].sort()
         position = listed.to(torch.int32).repeat_interleave(count[listed])[order]
         masks = words[first[masked][:, None] + torch.arange(limit, device=slots.device)]
@@ -90,11 +89,10 @@ def _mask_words(vocabulary: int) -> int:
     return -(-vocabulary // _BITS)
 
 
-def _layout(count: Tensor, limit: int) -> tuple[Tensor, Tensor, int]:
-    """Where the words of each position [B, T] start in their row, how many they are, and the most of a row."""
+def _layout(count: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """[B, T] where the words of each position start, with those of all rows end to end, and how many they are."""
     length = count.clamp(max=limit)
-    end = length.cumsum(dim=-1)
-    return end - length, length, int(end.max())
+    return length.flatten().cumsum(dim=0).view_as(length) - length, length
 
 
 def _pack(kept: Tensor) -> Tensor:

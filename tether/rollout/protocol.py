@@ -24,7 +24,7 @@ class SamplingParams:
     """Keep the smallest set of tokens whose mass reaches top_p; 1 keeps all."""
     ignore_eos: bool = False
     record_kept: bool = True
-    """Record which tokens top_k and top_p kept, which training needs. Where they keep all there is nothing to record."""
+    """Record which tokens top_k and top_p kept, for training to replay; where they keep all nothing is recorded."""
 
     def cuts(self, vocabulary: int) -> bool:
         """Whether some of the tokens can never be drawn; greedy sampling has no distribution to cut."""
