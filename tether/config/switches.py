@@ -23,6 +23,8 @@ class Switch:
         return value not in self.on if self.on is not None else value in (self.off or ())
 
 
+GAE = Switch("algorithm.adv_estimator", on=("gae",))
+GDPO = Switch("algorithm.adv_estimator", on=("gdpo",))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
 KL_REWARD = Switch("algorithm.use_kl_in_reward", on=(True,))
 ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
@@ -31,6 +33,9 @@ REJECTION = Switch("algorithm.rollout_correction.rollout_rs", off=(None,))
 CLIP_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("clip_cov",))
 KL_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("kl_cov",))
 SAPO = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("sapo",))
+DECOUPLED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("decoupled",))
+CLIPPED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov"))
+DUAL_CLIPPED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode"))
 ACTOR_COSINE = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("cosine",))
 CRITIC_COSINE = Switch("critic.optim.lr_scheduler_type", on=("cosine",))
 LORA = Switch("actor_rollout_ref.model.lora_rank", off=(0,))
@@ -38,9 +43,14 @@ CRITIC_LORA = Switch("critic.model.lora_rank", off=(0,))
 REWARD_MODEL = Switch("reward_model.enable", on=(True,))
 
 SWITCHED: Mapping[str, Switch | None] = {
-    "algorithm.lam": Switch("algorithm.adv_estimator", on=("gae",)),
+    "algorithm.lam": GAE,
+    "algorithm.lam_*": GAE,
+    "algorithm.bootstrap_truncated": GAE,
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
-    "algorithm.norm_adv_by_std_in_grpo": Switch("algorithm.adv_estimator", on=("grpo",)),
+    "algorithm.norm_adv_by_std_in_grpo": Switch(
+        "algorithm.adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")
+    ),
+    "algorithm.gdpo_reward_*": GDPO,
     "algorithm.kl_penalty": KL_REWARD,
     "algorithm.kl_ctrl.type": KL_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_REWARD,
@@ -50,8 +60,10 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.rollout_correction.rollout_rs_*": REJECTION,
     "algorithm.rollout_correction.loss_type": Switch("algorithm.rollout_correction.bypass_mode", on=(True,)),
     "actor_rollout_ref.actor.kl_loss_*": KL_LOSS,
+    "actor_rollout_ref.actor.clip_ratio_c": DUAL_CLIPPED,
+    "actor_rollout_ref.actor.clip_ratio*": CLIPPED,
     "actor_rollout_ref.actor.loss_scale_factor": Switch(
-        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm",)
+        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")
     ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
     "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_COSINE,
@@ -59,6 +71,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": KL_COV,
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": KL_COV,
+    "actor_rollout_ref.actor.policy_loss.behave_weight_threshold": DECOUPLED,
     "actor_rollout_ref.actor.tau_*": SAPO,
     "actor_rollout_ref.model.lora_alpha": LORA,
     "actor_rollout_ref.model.target_modules": LORA,
@@ -82,6 +95,8 @@ SWITCHED: Mapping[str, Switch | None] = {
     "reward_model.max_length": REWARD_MODEL,
     "reward_model.use_dynamic_bsz": REWARD_MODEL,
     "reward_model.forward_max_token_len_per_gpu": REWARD_MODEL,
+    "reward_model.overlong_buffer.enable": None,
+    "reward_model.overlong_buffer.*": Switch("reward_model.overlong_buffer.enable", on=(True,)),
     "reward_model.sandbox_fusion.*": Switch("reward_model.sandbox_fusion.url", off=(None,)),
     "trainer.val_before_train": Switch("data.val_files", off=((),)),
 }

@@ -24,7 +24,7 @@ from tether.training import incident
 from tether.training.master import MasterWeights
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
-from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, UpdatePlan
+from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, UpdatePlan
 from tether.training.tokens import sequence_lengths
 
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
@@ -71,7 +71,13 @@ class LocalEngine(Generic[Outputs]):
         return torch.cat(pieces)[place]  # type: ignore[arg-type, return-value]  # tensordict's classes
 
     def update(
-        self, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], plan: UpdatePlan, step: int
+        self,
+        batch: TrainBatch,
+        forward: Forward[Outputs],
+        loss: LossFunction[Outputs],
+        plan: UpdatePlan,
+        step: int,
+        prepare: Prepare[Outputs] | None = None,
     ) -> dict[str, float]:
         """See `tether.training.protocol.TrainingEngine.update`."""
         assert self.optimizer, "a frozen model has no update"
@@ -84,8 +90,10 @@ class LocalEngine(Generic[Outputs]):
         norms: list[float] = []
         skipped = 0
         for epoch in range(plan.epochs):
-            for rows in plan.mini_batches(len(batch), step, epoch):
+            for number, rows in enumerate(plan.mini_batches(len(batch), step, epoch)):
                 mini = batch[rows]
+                if prepare is not None:
+                    prepare(mini, self.infer(mini, forward), plan.generator(step, epoch, number))
                 pieces = self.accumulate_gradients(mini, forward, loss)
                 measured += pieces
                 first = first or pieces
@@ -156,5 +164,9 @@ class LocalEngine(Generic[Outputs]):
 
 def _first_update_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     """Of one mini-batch: ``actor/ratio_mean`` becomes ``actor/first_update/ratio_mean``."""
-    merged = {tuple(name.split("/")): metric for name, metric in merge_metrics(pieces).items()}
-    return {f"{role}/first_update/{name}": float(m) for (role, name), m in merged.items() if name in FIRST_UPDATE}
+    metrics = {}
+    for key, metric in merge_metrics(pieces).items():
+        role, _, name = key.rpartition("/")
+        if name in FIRST_UPDATE:
+            metrics[f"{role}/first_update/{name}"] = float(metric)
+    return metrics
