@@ -16,7 +16,7 @@ from tether.metrics.data import mismatch_metrics
 from tether.rollout.native import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
-from tether.training.forward import PolicyModel, PolicyOutputs
+from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel
 from tether.training.learner import Learner
 from tether.training.local import LocalEngine
 from tether.training.losses import PolicyLoss
@@ -96,10 +96,12 @@ def test_the_first_update_starts_at_ratio_one(setting: str, sampling: SamplingPa
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_entropy_and_the_gradient_are_those_of_what_could_be_sampled(packed: bool) -> None:
-    """Where one token alone was left, the policy is certain, and no weight can change it."""
+    """Where one token alone was left, the policy is certain, and no weight can change it; the full KL sees the rest."""
     policy = make_policy()
     batch = sample(policy, SamplingParams(12, 3, top_k=1))
-    outputs = PolicyModel(policy, packed=packed, with_entropy=True)(batch)
+    reference = ReferenceModel(perturbed(make_policy(), 0.1))
+    outputs = PolicyModel(policy, packed=packed, with_entropy=True, reference=reference)(batch)
+    assert outputs.full_kl[batch.response_mask].min() > 1e-4
     assert outputs.log_probs.abs().max() < 1e-12
     assert outputs.entropy.abs().max() < 1e-12
     outputs.log_probs.sum().backward()

@@ -127,11 +127,15 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/ratio_mean": MetricInfo("Mean raw importance ratio of a token, before any clipping.", "close to 1"),
     "actor/ratio_max": MetricInfo("Largest raw importance ratio of a token."),
     "actor/ratio_min": MetricInfo("Smallest raw importance ratio of a token."),
-    "actor/first_update/<metric>": MetricInfo(
-        "Raw ratio (`ratio_mean`, `ratio_max`, `ratio_min`) and clip fractions (`pg_clipfrac`, `pg_clipfrac_lower`) of "
-        "the step's first optimizer step alone, where the policy is still the one that the ratio is taken to.",
-        "ratios 1 and fractions 0, up to rounding",
-    ),
+    **{
+        f"actor/first_update/ratio_{name}": MetricInfo(
+            f"{what} raw ratio at the step's first optimizer step alone: the policy is still the old one.",
+            "1, up to rounding",
+        )
+        for name, what in (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest"))
+    },
+    "actor/first_update/pg_clipfrac": MetricInfo("Share of tokens clipped at the first optimizer step.", "0"),
+    "actor/first_update/pg_clipfrac_lower": MetricInfo("Share that the dual clip bounded there.", "0"),
     "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
 }
 
