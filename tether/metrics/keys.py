@@ -92,7 +92,8 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
 
 ACTOR: Mapping[str, MetricInfo] = {
     "actor/entropy": MetricInfo(
-        "Mean entropy of the policy at a token, in nats.", "falls slowly; a drop to 0 within few steps is a collapse"
+        "Mean entropy of the policy at a token, in nats; under top_k or top_p of the tokens that they kept.",
+        "falls slowly; a drop to 0 within few steps is a collapse",
     ),
     "actor/sum_pi_squared": MetricInfo(
         "Mean probability that two draws of a token agree; asked for by the optimal token baselines.",
@@ -126,6 +127,15 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/ratio_mean": MetricInfo("Mean raw importance ratio of a token, before any clipping.", "close to 1"),
     "actor/ratio_max": MetricInfo("Largest raw importance ratio of a token."),
     "actor/ratio_min": MetricInfo("Smallest raw importance ratio of a token."),
+    **{
+        f"actor/first_update/ratio_{name}": MetricInfo(
+            f"{what} raw ratio at the step's first optimizer step alone: the policy is still the old one.",
+            "1, up to rounding",
+        )
+        for name, what in (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest"))
+    },
+    "actor/first_update/pg_clipfrac": MetricInfo("Share of tokens clipped at the first optimizer step.", "0"),
+    "actor/first_update/pg_clipfrac_lower": MetricInfo("Share that the dual clip bounded there.", "0"),
     "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
 }
 
@@ -145,6 +155,10 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "training/rollout_actor_probs_pearson_corr": MetricInfo(
         "Correlation of the sampler's and the trainer's token probabilities.", "above 0.99"
     ),
+    "training/rollout_mismatch_alarm": MetricInfo(
+        "1 where `rollout_corr/k3_kl` is more than rounding in the number formats in use explains.", "0"
+    ),
+    **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats a token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats a token.", "below 0.001"),
 }
