@@ -23,6 +23,9 @@ class Switch:
         return value not in self.on if self.on is not None else value in (self.off or ())
 
 
+EMBODIED = Switch("env.train.id", off=(None,))
+OBS_NORM = Switch("policy.normalize_observations", on=(True,))
+REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
 KL_REWARD = Switch("algorithm.use_kl_in_reward", on=(True,))
 ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
@@ -35,11 +38,18 @@ ACTOR_COSINE = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("co
 CRITIC_COSINE = Switch("critic.optim.lr_scheduler_type", on=("cosine",))
 LORA = Switch("actor_rollout_ref.model.lora_rank", off=(0,))
 CRITIC_LORA = Switch("critic.model.lora_rank", off=(0,))
+ACTOR_MIN_LR = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("cosine", "linear"))
+CRITIC_MIN_LR = Switch("critic.optim.lr_scheduler_type", on=("cosine", "linear"))
 REWARD_MODEL = Switch("reward_model.enable", on=(True,))
 
 SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.lam": Switch("algorithm.adv_estimator", on=("gae",)),
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
+    "algorithm.normalize_advantages": EMBODIED,
+    "algorithm.bootstrap_type": EMBODIED,
+    "algorithm.reward_type": EMBODIED,
+    "algorithm.logprob_type": EMBODIED,
+    "algorithm.entropy_type": EMBODIED,
     "algorithm.norm_adv_by_std_in_grpo": Switch("algorithm.adv_estimator", on=("grpo",)),
     "algorithm.kl_penalty": KL_REWARD,
     "algorithm.kl_ctrl.type": KL_REWARD,
@@ -54,7 +64,7 @@ SWITCHED: Mapping[str, Switch | None] = {
         "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm",)
     ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
-    "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_COSINE,
+    "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_MIN_LR,
     "actor_rollout_ref.actor.optim.num_cycles": ACTOR_COSINE,
     "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": KL_COV,
@@ -65,11 +75,19 @@ SWITCHED: Mapping[str, Switch | None] = {
     "actor_rollout_ref.rollout.multi_turn.*": Switch("actor_rollout_ref.rollout.multi_turn.enable", on=(True,)),
     "actor_rollout_ref.rollout.trace.*": Switch("actor_rollout_ref.rollout.trace.backend", off=(None,)),
     "actor_rollout_ref.rollout.skip_dump_dir": Switch("actor_rollout_ref.rollout.skip_rollout", on=(True,)),
-    "critic.optim.min_lr_ratio": CRITIC_COSINE,
+    "critic.optim.min_lr_ratio": CRITIC_MIN_LR,
     "critic.optim.num_cycles": CRITIC_COSINE,
     "critic.model.lora_alpha": CRITIC_LORA,
     "critic.model.target_modules": CRITIC_LORA,
     "critic.ppo_max_token_len_per_gpu": Switch("critic.use_dynamic_bsz", on=(True,)),
+    "critic.loss_coef": EMBODIED,
+    "actor_rollout_ref.actor.target_kl": EMBODIED,
+    "trainer.total_env_steps": EMBODIED,
+    "env.train.id": None,
+    "env.*": EMBODIED,
+    "policy.clip_observations": OBS_NORM,
+    "policy.clip_rewards": REWARD_NORM,
+    "policy.*": EMBODIED,
     "critic.enable": None,
     "critic.*": Switch("critic.enable", on=(True,)),
     "custom_reward_function.*": Switch("custom_reward_function.path", off=(None,)),

@@ -42,6 +42,7 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
+        eps=optim.eps,
         grad_clip=optim.clip_grad,
         schedule=optim.lr_scheduler_type,
         warmup_steps=warmup,
@@ -216,7 +217,7 @@ def build_critic(
     return Learner(
         engine=engine,
         forward=forward,
-        loss=CriticLoss(critic.cliprange_value, aggregation=Aggregation(critic.loss_agg_mode)),
+        loss=CriticLoss(critic.cliprange_value, critic.huber_delta, Aggregation(critic.loss_agg_mode)),
         plan=_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
         infer_forward=forward,
         infer_micro=micro_batching(
