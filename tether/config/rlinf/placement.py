@@ -53,6 +53,40 @@ class Placement:
         return None if self.processes is None else tuple(sorted({rank for own in self.processes for rank in own}))
 
 
+def parse_node_groups(groups: Any, num_nodes: int) -> tuple[dict[str, int | None], list[Problem]]:
+    """Read `cluster.node_groups`.
+
+    Args:
+        groups: the list of the file, or None.
+        num_nodes: nodes of the cluster.
+
+    Returns:
+        Label -> number of resources: hardware that the file lists, else accelerators, whose number only the cluster
+        knows, else nodes; and what is wrong.
+    """
+    sizes: dict[str, int | None] = {NODES: num_nodes}
+    problems: list[Problem] = []
+    for number, group in enumerate(groups or []):
+        try:
+            if not isinstance(group, Mapping) or not {"label", "node_ranks"} <= group.keys():
+                raise ValueError(f"{group!r} has no label and node_ranks")
+            label = str(group["label"])
+            if label in sizes or label == CLUSTER:
+                raise ValueError(f"the label {label} is taken")
+            nodes = parse_rank_map(group["node_ranks"], num_nodes)
+            assert nodes is not None
+            hardware = group.get("hardware") or {}
+            sizes[label] = len(nodes) if group.get("ignore_hardware") else _hardware(hardware)
+        except ValueError as error:
+            fix = "a group is {label: a800, node_ranks: 0-3}"
+            problems.append(Problem(f"cluster.node_groups[{number}]", str(error), fix))
+    return sizes, problems
+
+
+def _hardware(hardware: Mapping[str, Any]) -> int | None:
+    return len(hardware["configs"]) if hardware.get("configs") else None
+
+
 def parse_placements(
     placement: Any, node_groups: Mapping[str, int | None], num_resources: int | None = None
 ) -> tuple[list[Placement], list[Problem]]:
@@ -64,7 +98,9 @@ def parse_placements(
         num_resources: accelerators of the cluster; None where only the cluster knows.
     """
     if not isinstance(placement, Mapping) or not placement:
-        return [], [Problem(PATH, f"{placement!r} places nothing", "write component: ranks lines, as actor,rollout: all")]
+        return [], [
+            Problem(PATH, f"{placement!r} places nothing", "write component: ranks lines, as actor,rollout: all")
+        ]
     sizes = {CLUSTER: num_resources, **node_groups}
     placements: list[Placement] = []
     problems: list[Problem] = []
@@ -134,7 +170,9 @@ def check_reasoning(placements: Sequence[Placement], critic: bool) -> list[Probl
     used = {placed.component: placed.resources for placed in placements if placed.node_groups == (CLUSTER,)}
     known = {name: set(ranks) for name, ranks in used.items() if ranks is not None}
     for name, ranks in known.items():
-        if name in (*needed, "inference", "actor_inference", "critic_inference") and max(ranks) - min(ranks) >= len(ranks):
+        if name in (*needed, "inference", "actor_inference", "critic_inference") and max(ranks) - min(ranks) >= len(
+            ranks
+        ):
             problems.append(Problem(f"{PATH}.{name}", f"leaves a gap in {sorted(ranks)}", "use neighbouring ranks"))
     if problems or "actor" not in used or "rollout" not in used:
         return problems
@@ -244,4 +282,6 @@ def _deal(part: str, resources: range, processes: int) -> list[tuple[int, ...]]:
     if len(resources) % processes == 0:
         own = len(resources) // processes
         return [tuple(resources[start : start + own]) for start in range(0, len(resources), own)]
-    raise ValueError(f"{part!r} deals {processes} processes to {len(resources)} resources, and neither divides the other")
+    raise ValueError(
+        f"{part!r} deals {processes} processes to {len(resources)} resources, and neither divides the other"
+    )
