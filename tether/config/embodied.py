@@ -37,8 +37,12 @@ COMMON: Mapping[str, Any] = {
     "critic.loss_coef": 0.5,
     "policy.hidden_dim": 64,
     "policy.num_layers": 2,
+    # Networks this small are slower on a GPU, and on several threads.
+    "trainer.device": "cpu",
+    "trainer.num_threads": 1,
     "trainer.project_name": "control",
     "trainer.experiment_name": f"${{{SWITCH}}}",
+    "trainer.log_freq": 10,
     "trainer.save_freq": 100,
     "trainer.test_freq": 50,
 }
@@ -81,7 +85,7 @@ READS = (
     f"{ACTOR}.policy_loss.loss_mode",
     "critic.cliprange_value", "critic.huber_delta", "critic.loss_coef", "critic.optim.lr",
     "trainer.total_training_steps", "trainer.total_env_steps", "trainer.seed", "trainer.project_name",
-    "trainer.experiment_name", "trainer.logger", "trainer.default_local_dir", "trainer.save_freq",
+    "trainer.experiment_name", "trainer.logger", "trainer.log_freq", "trainer.default_local_dir", "trainer.save_freq",
     "trainer.max_*_ckpt_to_keep", "trainer.resume_*", "trainer.test_freq",
     "trainer.device", "trainer.num_threads", "trainer.critic_warmup",
 )  # fmt: skip

@@ -97,7 +97,6 @@ REFUSED: Mapping[str, Refused] = {
     "*.data_loader_seed": ONE_SEED,
     "policy.num_action_chunks": CHUNKS,
     "policy.share_critic": Refused("the critic has a network of its own so far"),
-    "algorithm.bootstrap_type": Refused("only time limits are bootstrapped so far", values=("always",)),
     "env.train.auto_reset": Refused("an episode that ends is always followed by a new one so far"),
     "env.train.rollout_epoch": Refused("one rollout a training step so far", fine=(1,)),
     "env.train.group_size": START_STATES,

@@ -83,6 +83,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "critic.loss_coef": EMBODIED,
     "actor_rollout_ref.actor.target_kl": EMBODIED,
     "trainer.total_env_steps": EMBODIED,
+    "trainer.log_freq": EMBODIED,
     "env.train.id": None,
     "env.*": EMBODIED,
     "policy.clip_observations": OBS_NORM,

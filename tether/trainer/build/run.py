@@ -90,7 +90,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             schedule=schedule,
             persistence=persistence,
-            loggers=_loggers(loaded, directory, schedule, checkpoint),
+            loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
             seed=config.trainer.seed,
         )
         if checkpoint:
@@ -189,7 +189,8 @@ def _advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], T
     return estimate
 
 
-def _loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+def build_run_loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+    """The loggers of a run in its folder."""
     trainer = loaded.config.trainer
     info = RunInfo(
         directory=directory,
