@@ -77,7 +77,8 @@ def _translated(imported: Imported, source: str) -> Given:
 
 def _import_note(imported: Imported, path: Path) -> str:
     idle = sum(line.status == "no effect" for line in imported.lines)
-    return f"{path.name} is RLinf's, and {idle} of its keys do nothing here: `tether config import-rlinf {path}` lists them"
+    command = f"`tether config import-rlinf {path}`"
+    return f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any] | Problem]:

@@ -13,7 +13,6 @@ from tether.config.rlinf.rows import (
     Mapped,
     NoEffect,
     Refuses,
-    Row,
     Table,
     Unsupported,
     Values,
@@ -24,7 +23,7 @@ from tether.config.rlinf.rows import (
     to,
     whole,
 )
-from tether.config.rlinf.shared import ACTOR, MEMORY, NAME, ONE_PROCESS, SHARDS, SHARED
+from tether.config.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
 
 OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
@@ -146,7 +145,7 @@ EMBODIED: Table = {
     "algorithm.adv_type": to("algorithm.adv_estimator", by=only(("gae",), "embodied runs estimate advantages by gae")),
     "algorithm.loss_type": to(
         f"{ACTOR}.policy_loss.loss_mode",
-        by=choice({name: mode for name, mode in LOSSES.items() if name != "actor"}, "embodied runs train a critic, too"),
+        by=choice({name: LOSSES[name] for name in LOSSES if name != "actor"}, "embodied runs train a critic, too"),
     ),
     "algorithm.loss_agg_func": Refuses("every step of an embodied run weighs the same", fine=("token-mean",)),
     "algorithm.rollout_micro_batch_size": NoEffect("all environments are one forward pass, with the same result"),

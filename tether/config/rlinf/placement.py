@@ -3,15 +3,16 @@
 ::
 
     component_placement:
-      actor,rollout: 0-7                    # one process on each of eight resources
-      env: 0-1:0-3,2-3                      # four processes share resources 0 and 1, then one process on each of 2 and 3
+      actor,rollout: 0-7          # one process on each of eight resources
+      env: 0-1:0-3,2-3            # four processes share resources 0 and 1, then one process on each of 2 and 3
       reward:
-        node_group: cpu, spare              # ranks run on through the groups, in this order
+        node_group: cpu, spare    # ranks run on through the groups, in this order
         placement: all
 
-A map of ranks is a comma list of `RESOURCES[:PROCESSES]`, each `a` or `a-b` (`all` for resources too). Resources ascend and
-occur once. Without `:PROCESSES` each resource gets one process, numbered on. Process ranks run from 0 without a gap. Of
-the two numbers of a part one divides the other: processes share a resource in blocks, or each owns several in a row.
+A map of ranks is a comma list of `RESOURCES[:PROCESSES]`, each `a` or `a-b`, or `all` for resources. Resources ascend
+and occur once. Without `:PROCESSES` each resource gets one process, numbered on. Process ranks run from 0 without a
+gap. Of the two numbers of a part one divides the other: processes share a resource in blocks, or each owns several in
+a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of text runs (`runner.task_type: reasoning`): language models on verifiable rewards, with an independent critic."""
+"""Rows of text runs (`runner.task_type: reasoning`): language models with a critic of their own."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def forward_format(section: str) -> Convert:
 
 def above_zero(value: Any, values: Values) -> Any:
     """0 is off."""
-    return UNSET if not value else value
+    return value or UNSET
 
 
 def is_given(value: Any, values: Values) -> Any:
@@ -246,12 +246,14 @@ TEXT: Table = {
     ),
     "algorithm.importance_sampling_clip": to(f"{CORRECTION}.rollout_is_threshold", by=above_zero),
     "algorithm.critic_warmup_steps": to("trainer.critic_warmup"),
-    "algorithm.kl_beta": Mapped({f"{ACTOR}.use_kl_loss": lambda value, values: value > 0, f"{ACTOR}.kl_loss_coef": same}),
+    "algorithm.kl_beta": Mapped(
+        {f"{ACTOR}.use_kl_loss": lambda value, values: value > 0, f"{ACTOR}.kl_loss_coef": same}
+    ),
     "algorithm.kl_penalty_type": to(f"{ACTOR}.kl_loss_type"),
     "algorithm.early_stop_imp_ratio": Refuses("stopping updates by the importance ratio is not supported yet"),
     "algorithm.use_valid_token_scale": Refuses("micro-batches never change the gradient", fine=(False, None)),
-    "algorithm.max_num_gen_batches": Refuses("sampling more prompts than are trained on is not supported yet", fine=(1,)),
-    "algorithm.sampling_params.do_sample": Refuses("training learns from samples, not from greedy answers", fine=(True,)),
+    "algorithm.max_num_gen_batches": Refuses("every prompt that is sampled is trained on", fine=(1,)),
+    "algorithm.sampling_params.do_sample": Refuses("training needs samples, not greedy answers", fine=(True,)),
     "algorithm.sampling_params.temperature": to(f"{ROLLOUT}.temperature"),
     "algorithm.sampling_params.top_k": to(f"{ROLLOUT}.top_k", by=no_limit),
     "algorithm.sampling_params.top_p": to(f"{ROLLOUT}.top_p"),

@@ -36,7 +36,7 @@ def resolvers() -> Iterator[None]:
 
 
 def values_of(tree: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], list[Problem]]:
-    """Every key by its dotted path; a section or a mapping with a row of its own is one value.
+    """Every key by its dotted path; a mapping with a row of its own is one value, and a section, too: `section.*`.
 
     Keys whose value does not matter are not resolved. A value that does not resolve is a problem.
     """
@@ -56,7 +56,10 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
     assert isinstance(written, dict)
     for name in section:
         path = f"{prefix}{name}"
-        if isinstance(table.get(path), NoEffect) or _is_one(path, table):
+        if _is_one(path, table):
+            yield f"{path}.*", written[name]
+            continue
+        if isinstance(table.get(path), NoEffect):
             yield path, written[name]
             continue
         try:
