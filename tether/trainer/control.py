@@ -104,8 +104,7 @@ def make_samples(
     advantages = masked_whiten(estimate.advantages, valid) if options.normalize_advantages else estimate.advantages
     rows = rollout.valid.flatten()
     flat_obs, actions = obs[:-1].flatten(0, 1)[rows], rollout.actions.flatten(0, 1)[rows]
-    columns, _ = policy.head.log_prob_and_entropy(policy.actor(flat_obs), actions)
-    log_probs = at_level(columns, options.logprob_level)
+    log_probs = at_level(policy.head.evaluate(policy.actor(flat_obs), actions).log_probs, options.logprob_level)
     samples = Samples(
         obs=flat_obs,
         actions=actions,
@@ -118,9 +117,7 @@ def make_samples(
         "critic/rewards/mean": float(rewards[valid].mean()),
         "critic/returns/mean": float(samples.returns.mean()),
         "critic/values/mean": float(samples.values.mean()),
-        "critic/vf_explained_var": float(
-            explained_variance(samples.values, samples.returns, valid.T.flatten()[rows, None])
-        ),
+        "critic/vf_explained_var": float(explained_variance(values[:-1].T, estimate.returns, valid)),
     }
     return samples, metrics
 

@@ -1,23 +1,24 @@
 """The PPO update of a control policy: passes over a rollout in mini-batches, each one optimizer step.
 
-The losses are those of `tether.algorithms`, as for language models. Autograd sees only what lies between the outputs
-of the networks and the loss; the networks' own passes are scheduled by hand (`tether.models.control.mlp`), and the
-optimizer works on one flat buffer (`tether.training.flat`), since for a small network everything else is bookkeeping.
+The losses are those of `tether.algorithms`, as for language models. For a small network on a CPU most of the time of
+such an update is bookkeeping, so gradients are taken by hand (`tether.models.control`,
+`tether.training.loss_gradients`) and the optimizer works on one flat buffer (`tether.training.flat`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tether.algorithms import POLICY_LOSSES, Max, Mean, Metric, Min, aggregate_loss, kl_penalty, value_loss
+from tether.algorithms import POLICY_LOSSES, kl_penalty, value_loss
 from tether.models.control.policy import ControlPolicy
 from tether.training.flat import FlatAdamW, FlatParameters
+from tether.training.loss_gradients import policy_gradient, value_gradient
 from tether.training.optimizer import OptimizerOptions, learning_rate
 
 Level = Literal["token_level", "action_level", "chunk_level"]
@@ -43,14 +44,20 @@ class Samples:
     def __len__(self) -> int:
         return len(self.obs)
 
-    def at(self, rows: Tensor | slice) -> Samples:
-        """Some of the rows."""
-        return Samples(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+    def shuffled(self, generator: torch.Generator) -> Samples:
+        """The same rows in a random order."""
+        order = torch.randperm(len(self), generator=generator)
+        return Samples(*(getattr(self, field.name).index_select(0, order) for field in fields(self)))
+
+    def split(self, size: int) -> Iterator[Samples]:
+        """Pieces of `size` rows, the last one of what is left."""
+        pieces = (getattr(self, field.name).split(size) for field in fields(self))
+        return (Samples(*piece) for piece in zip(*pieces, strict=True))
 
 
 @dataclass(frozen=True)
 class ControlLoss:
-    """Policy loss, entropy bonus and value loss: one number, over whose gradient one norm is taken."""
+    """L = mean policy loss - entropy_coeff x mean entropy + value_coeff x mean value loss."""
 
     name: str = "vanilla"
     options: Mapping[str, float | None] = field(default_factory=dict)
@@ -62,44 +69,6 @@ class ControlLoss:
     logprob_level: Level = "action_level"
     entropy_level: Level = "action_level"
 
-    def __call__(
-        self, policy: ControlPolicy, outputs: Tensor, values: Tensor, batch: Samples, train_policy: bool
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        """Loss and metrics of a mini-batch.
-
-        Args:
-            policy: whose head reads the outputs.
-            outputs: of the actor, [B, outputs].
-            values: of the critic, [B, 1].
-            batch: the mini-batch.
-            train_policy: False leaves only the value loss.
-        """
-        rows = len(batch)
-        ones = torch.ones(rows, 1, dtype=torch.bool)
-        critic = value_loss(
-            values,
-            batch.values,
-            batch.returns,
-            ones,
-            cliprange_value=self.cliprange_value,
-            huber_delta=self.huber_delta,
-        )
-        loss = self.value_coeff * aggregate_loss(critic.loss, ones, "token-mean", num_tokens=rows, num_sequences=rows)
-        metrics = critic.metrics
-        if train_policy:
-            column_log_probs, column_entropy = policy.head.log_prob_and_entropy(outputs, batch.actions)
-            log_probs = at_level(column_log_probs, self.logprob_level)
-            entropy = at_level(column_entropy, self.entropy_level)
-            mask = torch.ones_like(log_probs, dtype=torch.bool)
-            actor = POLICY_LOSSES[self.name](log_probs, batch.old_log_probs, batch.advantages, mask, **self.options)
-            share = aggregate_loss(actor.loss, mask, "token-mean", num_tokens=mask.numel(), num_sequences=rows)
-            loss = loss + share - self.entropy_coeff * entropy.mean()
-            everywhere = torch.ones_like(entropy, dtype=torch.bool)
-            metrics = metrics | actor.metrics | {
-                "actor/pg_loss": Mean.of(actor.loss, mask), "actor/entropy": Mean.of(entropy, everywhere)
-            }  # fmt: skip
-        return loss, metrics
-
 
 @dataclass(frozen=True)
 class ControlPlan:
@@ -109,8 +78,22 @@ class ControlPlan:
     epochs: int
     shuffle: bool = True
     """Deal samples to mini-batches in a new order each pass."""
+    grad_clip: float = 0.5
+    """Norm over all gradients, actor and critic together, down to which they are scaled."""
     target_kl: float | None = None
     """No further pass once the KL from the policy that sampled is above it."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the networks said of a mini-batch, before its step."""
+
+    log_probs: Tensor
+    """[B, L]"""
+    entropy: Tensor
+    """[B, width]"""
+    values: Tensor
+    """[B, 1]"""
 
 
 def at_level(columns: Tensor, level: Level) -> Tensor:
@@ -125,37 +108,28 @@ class ControlLearner:
         policy: actor and critic; its parameters become views of one buffer.
         loss: what is minimised.
         plan: passes and mini-batches.
-        actor_optimizer: AdamW of everything but the critic, and its schedule.
+        options: AdamW and its schedule, for everything but the critic.
         critic_lr: peak learning rate of the critic, which follows the same schedule.
     """
 
     def __init__(
-        self,
-        policy: ControlPolicy,
-        loss: ControlLoss,
-        plan: ControlPlan,
-        actor_optimizer: OptimizerOptions,
-        critic_lr: float,
+        self, policy: ControlPolicy, loss: ControlLoss, plan: ControlPlan, options: OptimizerOptions, critic_lr: float
     ) -> None:
         self.policy = policy
         self.loss = loss
         self.plan = plan
-        self._options = actor_optimizer
-        self._critic_share = critic_lr
+        self._options = options
+        self._critic_lr = critic_lr
+        self._policy_gradient = policy_gradient(loss.name, loss.options)
         groups = [[*policy.actor.parameters(), *policy.head.parameters()], list(policy.critic.parameters())]
         self._flat = FlatParameters(groups)
-        self._optimizer = FlatAdamW(
-            self._flat,
-            betas=actor_optimizer.betas,
-            eps=actor_optimizer.eps,
-            weight_decay=actor_optimizer.weight_decay,
-        )
+        self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
     @torch.no_grad()
     def update(
         self, samples: Samples, step: int, generator: torch.Generator, *, train_policy: bool = True
     ) -> dict[str, float]:
-        """Learn from a rollout; returns metrics over all of its mini-batches.
+        """Learn from a rollout; returns the metrics of the last pass.
 
         Args:
             samples: the rollout.
@@ -164,51 +138,55 @@ class ControlLearner:
             train_policy: False trains the critic alone.
         """
         rates = self._rates(step)
-        collected: list[dict[str, Metric]] = []
         norms: list[float] = []
-        epochs = skipped = 0
+        epochs = 0
         while epochs < self.plan.epochs:
             epochs += 1
             if self.plan.shuffle:
-                samples = samples.at(torch.randperm(len(samples), generator=generator))
-            for start in range(0, len(samples), self.plan.mini_batch):
-                collected.append(self.gradients(samples.at(slice(start, start + self.plan.mini_batch)), train_policy))
-                norm = self._optimizer.clip_(self._options.grad_clip)
-                if math.isfinite(norm):
-                    norms.append(norm)
+                samples = samples.shuffled(generator)
+            outputs = []
+            for batch in samples.split(self.plan.mini_batch):
+                outputs.append(self.gradients(batch, train_policy=train_policy))
+                norms.append(self._optimizer.clip_(self.plan.grad_clip))
+                if math.isfinite(norms[-1]):
                     self._optimizer.step(rates)
-                else:
-                    skipped += 1
             if self.plan.target_kl is not None and train_policy and self._kl(samples) > self.plan.target_kl:
                 break
-        return merged(collected) | {
-            "actor/grad_norm": sum(norms) / max(1, len(norms)),
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        return self._metrics(samples, outputs) | {
+            "actor/grad_norm": sum(finite) / max(1, len(finite)),
+            "actor/skipped_updates": float(len(norms) - len(finite)),
             "actor/lr": rates[0],
             "critic/lr": rates[1],
-            "actor/skipped_updates": float(skipped),
             "actor/epochs": float(epochs),
         }
 
-    def gradients(self, batch: Samples, train_policy: bool = True) -> dict[str, Metric]:
-        """Put the gradient of the loss of a mini-batch into every parameter's ``grad``; returns the metrics."""
-        policy = self.policy
-        actor_passed, critic_passed = policy.actor.activations(batch.obs), policy.critic.activations(batch.obs)
-        outputs, values = actor_passed[-1].requires_grad_(), critic_passed[-1].requires_grad_()
-        parameters = list(policy.head.parameters())
-        with torch.enable_grad():
-            loss, metrics = self.loss(policy, outputs, values, batch, train_policy)
-            if train_policy:
-                output_grad, value_grad, *others = torch.autograd.grad(loss, [outputs, values, *parameters])
-            else:
-                (value_grad,) = torch.autograd.grad(loss, [values])
+    @torch.no_grad()
+    def gradients(self, batch: Samples, *, train_policy: bool = True) -> Outputs:
+        """Put the gradient of the loss of a mini-batch into every parameter's ``grad``."""
+        policy, loss, rows = self.policy, self.loss, len(batch)
+        passed = policy.actor.activations(batch.obs)
+        done = policy.head.evaluate(passed[-1], batch.actions)
+        log_probs = at_level(done.log_probs, loss.logprob_level)
         if train_policy:
-            policy.actor.backward(actor_passed, output_grad)
-            for parameter, grad in zip(parameters, others, strict=True):
-                parameter.grad.copy_(grad)  # type: ignore[union-attr]
+            log_prob_grad = self._policy_gradient(log_probs, batch.old_log_probs, batch.advantages)
+            columns = policy.head.width if loss.entropy_level == "token_level" else 1
+            output_grad = policy.head.backward(
+                done, batch.actions, log_prob_grad / log_prob_grad.numel(), -loss.entropy_coeff / (rows * columns)
+            )
+            policy.actor.backward(passed, output_grad)
         else:
             self._flat.grads.zero_()
-        policy.critic.backward(critic_passed, value_grad)
-        return metrics
+        passed = policy.critic.activations(batch.obs)
+        value_grad = value_gradient(
+            passed[-1],
+            batch.values,
+            batch.returns,
+            cliprange_value=loss.cliprange_value,
+            huber_delta=loss.huber_delta,
+        )
+        policy.critic.backward(passed, value_grad * (loss.value_coeff / rows))
+        return Outputs(log_probs, done.entropy, passed[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer; the weights are the policy's."""
@@ -220,29 +198,31 @@ class ControlLearner:
 
     def _rates(self, step: int) -> list[float]:
         actor = learning_rate(self._options, step)
-        return [actor, actor * self._critic_share / self._options.lr if self._options.lr else 0.0]
+        return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
+
+    def _metrics(self, samples: Samples, outputs: list[Outputs]) -> dict[str, float]:
+        """What the losses say of all samples, each as it was when its mini-batch came."""
+        log_probs = torch.cat([output.log_probs for output in outputs])
+        values = torch.cat([output.values for output in outputs])
+        entropy = torch.cat([at_level(output.entropy, self.loss.entropy_level) for output in outputs])
+        mask = torch.ones_like(log_probs, dtype=torch.bool)
+        actor = POLICY_LOSSES[self.loss.name](
+            log_probs, samples.old_log_probs, samples.advantages, mask, **self.loss.options
+        )
+        critic = value_loss(
+            values,
+            samples.values,
+            samples.returns,
+            torch.ones_like(values, dtype=torch.bool),
+            cliprange_value=self.loss.cliprange_value,
+            huber_delta=self.loss.huber_delta,
+        )
+        found = {name: float(metric) for name, metric in (actor.metrics | critic.metrics).items()}
+        return found | {"actor/pg_loss": float(actor.loss.mean()), "actor/entropy": float(entropy.mean())}
 
     def _kl(self, samples: Samples) -> float:
         """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a step."""
-        columns, _ = self.policy.head.log_prob_and_entropy(
-            self.policy.actor.activations(samples.obs)[-1], samples.actions
-        )
-        log_probs = at_level(columns, self.loss.logprob_level)
-        return float(kl_penalty(samples.old_log_probs, log_probs, "k3", torch.ones_like(log_probs)).sum(dim=-1).mean())
-
-
-def merged(collected: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """What `tether.algorithms.merge_metrics` gives, as numbers, with one kernel for each metric instead of one each."""
-    numbers: dict[str, float] = {}
-    for name, first in collected[0].items():
-        pieces = [metrics[name] for metrics in collected]
-        match first:
-            case Mean():
-                total = torch.stack([piece.total for piece in pieces]).sum()  # type: ignore[union-attr]
-                count = torch.stack([piece.count for piece in pieces]).sum()  # type: ignore[union-attr]
-                numbers[name] = float(Mean(total, count))
-            case Max():
-                numbers[name] = float(torch.stack([piece.value for piece in pieces]).max())  # type: ignore[union-attr]
-            case Min():
-                numbers[name] = float(torch.stack([piece.value for piece in pieces]).min())  # type: ignore[union-attr]
-    return numbers
+        outputs = self.policy.actor.activations(samples.obs)[-1]
+        log_probs = at_level(self.policy.head.evaluate(outputs, samples.actions).log_probs, self.loss.logprob_level)
+        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", torch.ones_like(log_probs))
+        return float(estimate.sum(dim=-1).mean())

@@ -38,7 +38,7 @@ class PolicyLoss:
     """Policy loss, minus the entropy bonus, plus the KL to the reference."""
 
     name: str = "vanilla"
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float | None] = field(default_factory=dict)
     """Keywords of the policy loss: clip ratios and the like."""
     aggregation: Aggregation = Aggregation()
     entropy_coeff: float = 0.0

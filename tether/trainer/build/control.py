@@ -167,7 +167,9 @@ def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> Cont
         logprob_level=algorithm.logprob_type,
         entropy_level=algorithm.entropy_type,
     )
-    plan = ControlPlan(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.target_kl)
+    plan = ControlPlan(
+        actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.optim.clip_grad, actor.target_kl
+    )
     return ControlLearner(policy, loss, plan, build_optimizer(actor.optim, total_steps), critic.optim.lr)
 
 
