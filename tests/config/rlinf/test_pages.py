@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.tiny_run import write_inputs
-from tether.config import load_config
+from tether.config import ConfigError, load_config
 from tether.config.keys import keys
 from tether.config.rlinf.embodied import EMBODIED, FIXED
-from tether.config.rlinf.importer import import_file
 from tether.config.rlinf.rows import Mapped
 from tether.config.rlinf.text import TEXT
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.trainer.build import build_run
+from tether.trainer.build.control import build_control_run
 
 HERE = Path(__file__).parent
 PAGE_KEYS = (
@@ -96,13 +96,32 @@ def test_the_text_example_trains(tmp_path):
     assert "critic/vf_loss" in metrics[3]
 
 
-def test_the_same_example_names_all_that_is_wrong_at_once():
-    overrides = ["algorithm.filter_rewards=True", "algorithm.gae_lamda=1", "cluster.component_placement.env=1-0"]
-    problems = import_file(HERE / "page_embodied.yaml", []).problems
-    assert problems == ()
-    from tether.config.problems import ConfigError
+def test_the_embodied_example_trains(tmp_path):
+    pytest.importorskip("gymnasium")
+    overrides = [f"runner.logger.log_path={tmp_path}", "runner.logger.logger_backends=[]", "trainer.num_threads=1"]
+    run = build_control_run(load_config(HERE / "page_embodied.yaml", overrides))
+    try:
+        run.trainer.fit()
+    finally:
+        run.close()
+    assert run.directory == tmp_path / "page"
+    assert max(read_metrics(run.directory)) == 2
 
+
+def test_all_that_is_wrong_with_a_file_at_once():
+    overrides = ["algorithm.filter_rewards=True", "actor.optim.lrr=1", "cluster.num_nodes=0", "runner.max_steps=many"]
     with pytest.raises(ConfigError) as error:
-        load_config(HERE / "page_embodied.yaml", overrides)
-    said = [problem.path for problem in error.value.problems]
-    assert said == ["cluster.component_placement.env", "algorithm.filter_rewards", "algorithm.gae_lamda"]
+        load_config(HERE / "page_embodied.yaml", [*overrides, "algorithm.gamma=2", "policy.hidden_dims=3"])
+    said = {problem.path: str(problem) for problem in error.value.problems}
+    not_a_number = "runner.max_steps='many' is not a whole number"
+    assert said == {
+        "algorithm.filter_rewards": "algorithm.filter_rewards: True is refused: leaving out groups by their reward is "
+        "not supported yet. leave it out, or set False",
+        "runner.max_steps": f"runner.max_steps: many is refused: {not_a_number}. leave it out",
+        "runner.max_epochs": f"runner.max_epochs: 2 is refused: {not_a_number}. leave it out",
+        "actor.optim.lrr": "actor.optim.lrr: unknown key of RLinf. did you mean actor.optim.lr?",
+        "policy.hidden_dims": "policy.hidden_dims: unknown key. did you mean policy.hidden_dim?",
+        "trainer.nnodes": "trainer.nnodes: 0 is not a whole number above 0 (it follows from cluster.num_nodes). "
+        "the default is 1",
+        "algorithm.gamma": "algorithm.gamma: 2 is not a number from 0 to 1. the default is 1.0",
+    }

@@ -40,9 +40,13 @@ NO_SIMULATOR = "tether has no adapter of this simulator yet; with gymnasium or e
 
 def training_steps(value: Any, values: Values) -> Any:
     """An epoch of an embodied run is one training step; `max_steps` caps their number unless it is negative."""
-    epochs, limit = values.get("runner.max_epochs"), values.get("runner.max_steps", -1)
-    given = [steps for steps in (epochs, limit) if steps is not None and steps >= 0]
-    return min(given) if given else UNSET
+    limits = []
+    for key in ("runner.max_epochs", "runner.max_steps"):
+        steps = values.get(key, -1)
+        if type(steps) is not int:
+            raise Unsupported(f"{key}={steps!r} is not a whole number")
+        limits += [steps] if steps >= 0 else []
+    return min(limits, default=UNSET)
 
 
 def env_id(role: str) -> Convert:

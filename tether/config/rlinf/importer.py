@@ -43,6 +43,8 @@ class Line:
     native: Mapping[str, Any] = field(default_factory=dict)
     """The native keys that it sets."""
     why: str = ""
+    fix: str = "leave it out"
+    """What to do where the value is not supported."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Imported:
     def refusals(self) -> list[Problem]:
         """Return a problem for each key that is not supported."""
         refused = [line for line in self.lines if line.status == "not supported"]
-        return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", "leave it out") for line in refused]
+        return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", line.fix) for line in refused]
 
 
 def is_rlinf(tree: Mapping[Any, Any]) -> bool:
@@ -143,7 +145,9 @@ def _line(key: str, value: Any, table: Table, values: Values) -> Line | None:
     if isinstance(row, Checked):
         return Line(key, value, "mapped", why=row.why)
     if isinstance(row, Refuses):
-        return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why)
+        fine = " or ".join(show(other) for other in row.fine if other not in (None, ""))
+        fix = f"leave it out, or set {fine}" if fine else "leave it out"
+        return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
     try:
         return Line(key, value, "mapped", _converted(row, value, values))
     except Unsupported as error:

@@ -110,10 +110,10 @@ def whole(values: Values, key: str, default: int | None = None) -> int | None:
     return value
 
 
-PRECISIONS = {
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
-    **dict.fromkeys(("32", 32, "fp32", "32-true"), "float32"),
-}
+PRECISIONS: Mapping[Any, str] = {
+    "bf16": "bfloat16", "bf16-mixed": "bfloat16",
+    32: "float32", "32": "float32", "fp32": "float32", "32-true": "float32",
+}  # fmt: skip
 
 
 def precision(value: Any, values: Values) -> Any:

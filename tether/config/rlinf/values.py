@@ -55,7 +55,7 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
     written = OmegaConf.to_container(section, resolve=False)
     assert isinstance(written, dict)
     for name in section:
-        path = f"{prefix}{name}"
+        path = prefix + str(name)
         if _is_one(path, table):
             yield f"{path}.*", written[name]
             continue
