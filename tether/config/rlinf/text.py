@@ -203,7 +203,6 @@ TEXT: Table = {
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch),
     "actor.tokenizer.tokenizer_model": to(f"{MODEL}.tokenizer_path"),
     "actor.tokenizer.trust_remote_code": to(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
-    "actor.optim.critic_warmup_steps": to("trainer.critic_warmup"),
     "critic.use_critic_model": to("critic.enable", by=critic),
     "critic.seed": NoEffect("one seed serves everything: actor.seed"),
     "critic.tokenizer.tokenizer_model": NoEffect("the critic reads the policy's tokens"),
