@@ -25,6 +25,7 @@ METRIC_GROUPS = {
     "Lengths": metrics.LENGTHS,
     "Sampler against trainer": metrics.MISMATCH,
     "Progress": metrics.PROGRESS,
+    "Embodied runs": metrics.EMBODIED,
     "Time": metrics.TIMING,
     "Validation": metrics.VALIDATION,
 }

@@ -51,13 +51,12 @@ class RunningRewardNormalizer:
 
     def normalize(self, scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
         """Return (score - mean) / std for the valid scores, 0 for the others; changes no statistic."""
-        return select((select(scores, valid) - self.mean) / self.scale, valid)
+        return select((select(scores, valid) - self.mean) / (self.std or 1.0), valid)
 
     @property
-    def scale(self) -> float:
-        """Standard deviation of all scores so far; 1 where there is none."""
-        std = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return std or 1.0
+    def std(self) -> float:
+        """Unbiased standard deviation of all scores so far; 0 for fewer than two."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, float]:
         """Return what `load_state_dict` restores exactly."""

@@ -82,7 +82,7 @@ READS = (
     "algorithm.bootstrap_type", "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",
     f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio*",
     f"{ACTOR}.entropy_coeff", f"{ACTOR}.target_kl", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.*",
-    f"{ACTOR}.policy_loss.loss_mode",
+    f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.tau_*",
     "critic.cliprange_value", "critic.huber_delta", "critic.loss_coef", "critic.optim.lr",
     "trainer.total_training_steps", "trainer.total_env_steps", "trainer.seed", "trainer.project_name",
     "trainer.experiment_name", "trainer.logger", "trainer.log_freq", "trainer.default_local_dir", "trainer.save_freq",
@@ -90,6 +90,9 @@ READS = (
     "trainer.device", "trainer.num_threads", "trainer.critic_warmup",
 )  # fmt: skip
 """Keys, or patterns of keys, that an embodied run reads."""
+
+
+STEP_LOSSES = ("vanilla", "cispo", "gpg", "sapo")
 
 
 def is_embodied(given: Given) -> bool:
@@ -149,4 +152,28 @@ def ignored_terminations_end(cfg: RunConfig) -> Problem | None:
     return None
 
 
-RULES = (rollout_fits_chunks, groups_fit_envs, mini_batch_fits_rollout, ignored_terminations_end)
+def loss_looks_at_one_step(cfg: RunConfig) -> Problem | None:
+    """The other losses compare the tokens of a response, or need a second sampler."""
+    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    if mode in STEP_LOSSES:
+        return None
+    what = f"{mode} is not for embodied runs, whose samples are single steps"
+    return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use one of " + ", ".join(STEP_LOSSES))
+
+
+def advantages_come_from_gae(cfg: RunConfig) -> Problem | None:
+    """Groups of responses do not exist here."""
+    estimator = cfg.algorithm.adv_estimator
+    if estimator == "gae":
+        return None
+    return Problem("algorithm.adv_estimator", f"{estimator} is not for embodied runs so far", "leave it out: gae")
+
+
+RULES = (
+    loss_looks_at_one_step,
+    advantages_come_from_gae,
+    rollout_fits_chunks,
+    groups_fit_envs,
+    mini_batch_fits_rollout,
+    ignored_terminations_end,
+)

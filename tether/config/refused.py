@@ -31,8 +31,6 @@ SEQUENCE_PARALLEL = Refused("sequence parallelism needs several devices, and tet
 MEGATRON = Refused("Megatron is not supported yet")
 ROLLOUT_CORRECTION = Refused("rollout correction is not supported yet")
 PF_PPO = Refused("PF-PPO is not supported yet")
-TOKEN_BASELINE = Refused("the optimal token baseline is not supported yet")
-FULL_KL = Refused("the KL over the whole vocabulary is not supported yet", values=("full", "full+"))
 OPTIMIZER = Refused("the optimizer is torch.optim.AdamW")
 ONE_SEED = Refused("one seed serves everything: set trainer.seed")
 REPLAY = Refused("replay of expert choices is not supported yet")
@@ -46,7 +44,9 @@ DATA_CLASSES = Refused("samplers and generators of your own are not supported ye
 QUANTIZED = Refused("sampling with quantized weights is not supported yet")
 SKIP_ROLLOUT = Refused("reusing dumped rollouts is not supported yet")
 REWARD_MODEL = Refused("learned reward models are not supported yet; use rules or custom_reward_function")
-REWARD_MANAGER = Refused("only the naive reward manager is supported so far; use custom_reward_function")
+REWARD_MANAGER = Refused(
+    "only the naive reward manager is supported so far; use custom_reward_function, and reward_model.overlong_buffer"
+)
 SANDBOX = Refused("running code in a remote sandbox is not supported yet")
 TRACE = Refused("traces of conversations are not supported yet")
 CHUNKS = Refused("action chunks are not supported yet")
@@ -54,25 +54,18 @@ START_STATES = Refused("choosing start states is not supported yet")
 CLOUD = Refused("tether keeps checkpoints on local disk and does not watch cloud instances")
 
 REFUSED: Mapping[str, Refused] = {
-    "algorithm.adv_estimator": Refused(
-        "this estimator comes later",
-        values=(
-            "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk", "rloo_vectorized", "remax", "opo", "gpg",
-            "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
-        ),
+    "algorithm.kl_penalty": Refused(
+        "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
+        "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
+        values=("full", "full+"),
     ),
-    "algorithm.kl_penalty": FULL_KL,
     "algorithm.use_pf_ppo": PF_PPO,
     "algorithm.rollout_correction.rollout_is": ROLLOUT_CORRECTION,
     "algorithm.rollout_correction.rollout_rs": ROLLOUT_CORRECTION,
     "algorithm.rollout_correction.rollout_token_veto_threshold": ROLLOUT_CORRECTION,
     "algorithm.rollout_correction.bypass_mode": ROLLOUT_CORRECTION,
-    "actor_rollout_ref.actor.kl_loss_type": FULL_KL,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": Refused(
-        "this policy loss comes later",
-        values=("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode"),
-    ),
-    "actor_rollout_ref.actor.*sum_pi_squared*": TOKEN_BASELINE,
+    "actor_rollout_ref.actor.kl_loss_type": Refused("full already has the exact gradient", values=("full+",)),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": Refused("this policy loss comes later", values=("bypass_mode",)),
     "actor_rollout_ref.actor.freeze_vision_tower": MULTI_MODAL,
     "trainer.nnodes": DEVICES,
     "trainer.n_gpus_per_node": DEVICES,
@@ -138,7 +131,7 @@ REFUSED: Mapping[str, Refused] = {
     "actor_rollout_ref.rollout.agent.custom_async_server.*": MULTI_TURN,
     "actor_rollout_ref.rollout.trace.backend": TRACE,
     "reward_model.enable": REWARD_MODEL,
-    "reward_model.reward_manager": REWARD_MANAGER,
+    "reward_model.reward_manager": Refused(REWARD_MANAGER.why, fine=("dapo",)),
     "reward_model.reward_kwargs": REWARD_MANAGER,
     "reward_model.reward_loop_*": REWARD_MANAGER,
     "reward_manager.*": REWARD_MANAGER,

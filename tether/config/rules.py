@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tether.config import embodied
+from tether.config.advantage_rules import ADVANTAGE_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.root import RunConfig
+from tether.required import REQUIRED_AGGREGATION
 
 Rule = Callable[[RunConfig], Problem | None]
 ACTOR = "actor_rollout_ref.actor"
@@ -66,21 +68,26 @@ def _sequence_parallel_packs(section: str, size: int, packing_key: str, packed: 
     return Problem(f"{section}.ulysses_sequence_parallel_size", what, f"set {packing_key}=True")
 
 
-def group_has_peers(cfg: RunConfig) -> Problem | None:
-    """A group of one is its own mean: every advantage is zero or has no baseline."""
-    estimator = cfg.algorithm.adv_estimator
-    if estimator not in ("grpo", "rloo") or cfg.actor_rollout_ref.rollout.n > 1:
+def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
+    """A ratio of whole responses has no meaning in a mean over tokens."""
+    actor = cfg.actor_rollout_ref.actor
+    mode, found = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    demanded = REQUIRED_AGGREGATION.get(mode, found)
+    if found in (None, demanded):
         return None
-    what = f"1 response a prompt carries no signal for algorithm.adv_estimator={estimator}, which compares responses"
-    return Problem(f"{ROLLOUT}.n", what, f"set {ROLLOUT}.n to 2 or more, or use algorithm.adv_estimator=gae")
+    key = f"{ACTOR}.loss_agg_mode"
+    what = f"{found} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
+    return Problem(key, what, f"leave {key} out")
 
 
-def gae_has_a_critic(cfg: RunConfig) -> Problem | None:
-    """GAE needs values."""
-    if cfg.critic.enable or cfg.algorithm.adv_estimator != "gae":
+def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
+    """clip_cov drops tokens whose covariance lies between the bounds."""
+    loss = cfg.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode != "clip_cov" or loss.clip_cov_lb < loss.clip_cov_ub:
         return None
-    what = "False leaves algorithm.adv_estimator=gae without values"
-    return Problem("critic.enable", what, "leave critic.enable out, or choose an estimator that needs no critic")
+    section = f"{ACTOR}.policy_loss"
+    what = f"{loss.clip_cov_lb} is not below {section}.clip_cov_ub={loss.clip_cov_ub}, so clip_cov drops no token"
+    return Problem(f"{section}.clip_cov_lb", what, f"set it below {loss.clip_cov_ub}")
 
 
 def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
@@ -219,8 +226,8 @@ RULES: tuple[Rule, ...] = (
     critic_mini_batch_fits,
     actor_sequence_parallel_packs,
     critic_sequence_parallel_packs,
-    group_has_peers,
-    gae_has_a_critic,
+    policy_loss_is_aggregated_as_defined,
+    clip_cov_bounds_enclose_something,
     adaptive_kl_moves,
     actor_warmup_is_said_once,
     critic_warmup_is_said_once,
@@ -235,6 +242,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints_are_kept_together,
     custom_dataset_is_complete,
     subsets_are_not_empty,
+    *ADVANTAGE_RULES,
 )
 EMBODIED_RULES: tuple[Rule, ...] = (
     actor_warmup_is_said_once,

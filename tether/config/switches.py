@@ -26,6 +26,8 @@ class Switch:
 EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
+GAE = Switch("algorithm.adv_estimator", on=("gae",))
+GDPO = Switch("algorithm.adv_estimator", on=("gdpo",))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
 KL_REWARD = Switch("algorithm.use_kl_in_reward", on=(True,))
 ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
@@ -34,6 +36,9 @@ REJECTION = Switch("algorithm.rollout_correction.rollout_rs", off=(None,))
 CLIP_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("clip_cov",))
 KL_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("kl_cov",))
 SAPO = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("sapo",))
+DECOUPLED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("decoupled",))
+CLIPPED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov"))
+DUAL_CLIPPED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode"))
 ACTOR_COSINE = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("cosine",))
 CRITIC_COSINE = Switch("critic.optim.lr_scheduler_type", on=("cosine",))
 LORA = Switch("actor_rollout_ref.model.lora_rank", off=(0,))
@@ -43,14 +48,19 @@ CRITIC_MIN_LR = Switch("critic.optim.lr_scheduler_type", on=("cosine", "linear")
 REWARD_MODEL = Switch("reward_model.enable", on=(True,))
 
 SWITCHED: Mapping[str, Switch | None] = {
-    "algorithm.lam": Switch("algorithm.adv_estimator", on=("gae",)),
+    "algorithm.lam": GAE,
+    "algorithm.lam_*": GAE,
+    "algorithm.bootstrap_truncated": GAE,
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
     "algorithm.normalize_advantages": EMBODIED,
     "algorithm.bootstrap_type": EMBODIED,
     "algorithm.reward_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,
-    "algorithm.norm_adv_by_std_in_grpo": Switch("algorithm.adv_estimator", on=("grpo",)),
+    "algorithm.norm_adv_by_std_in_grpo": Switch(
+        "algorithm.adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")
+    ),
+    "algorithm.gdpo_reward_*": GDPO,
     "algorithm.kl_penalty": KL_REWARD,
     "algorithm.kl_ctrl.type": KL_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_REWARD,
@@ -60,8 +70,10 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.rollout_correction.rollout_rs_*": REJECTION,
     "algorithm.rollout_correction.loss_type": Switch("algorithm.rollout_correction.bypass_mode", on=(True,)),
     "actor_rollout_ref.actor.kl_loss_*": KL_LOSS,
+    "actor_rollout_ref.actor.clip_ratio_c": DUAL_CLIPPED,
+    "actor_rollout_ref.actor.clip_ratio*": CLIPPED,
     "actor_rollout_ref.actor.loss_scale_factor": Switch(
-        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm",)
+        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")
     ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
     "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_MIN_LR,
@@ -69,6 +81,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": KL_COV,
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": KL_COV,
+    "actor_rollout_ref.actor.policy_loss.behave_weight_threshold": DECOUPLED,
     "actor_rollout_ref.actor.tau_*": SAPO,
     "actor_rollout_ref.model.lora_alpha": LORA,
     "actor_rollout_ref.model.target_modules": LORA,
@@ -101,6 +114,8 @@ SWITCHED: Mapping[str, Switch | None] = {
     "reward_model.max_length": REWARD_MODEL,
     "reward_model.use_dynamic_bsz": REWARD_MODEL,
     "reward_model.forward_max_token_len_per_gpu": REWARD_MODEL,
+    "reward_model.overlong_buffer.enable": None,
+    "reward_model.overlong_buffer.*": Switch("reward_model.overlong_buffer.enable", on=(True,)),
     "reward_model.sandbox_fusion.*": Switch("reward_model.sandbox_fusion.url", off=(None,)),
     "trainer.val_before_train": Switch("data.val_files", off=((),)),
 }

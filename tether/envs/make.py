@@ -59,7 +59,13 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make() -> gymnasium.Env[Any, Any]:
-        return gymnasium.make(spec, disable_env_checker=True, **limit, **options.init_params)
+        try:
+            return gymnasium.make(spec, disable_env_checker=True, **limit, **options.init_params)
+        except TypeError as error:
+            raise ValueError(
+                f"{options.role}.init_params: {options.id} does not take its arguments ({error}). Correct the names in "
+                f"{options.role}.init_params={dict(options.init_params)}."
+            ) from error
 
     own_code = spec.vector_entry_point is not None and not options.ignore_terminations
     if options.vectorization == "subprocess":

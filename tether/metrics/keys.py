@@ -35,6 +35,15 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     **_spread("critic/advantages", "advantage of a token", "near 0 where advantages are whitened"),
     **_spread("critic/returns", "return of a token: what the critic learns to predict"),
     **_spread("critic/values", "value that the critic predicts for a token", "near critic/returns/mean"),
+    "critic/score/nonzero_fraction": MetricInfo(
+        "Share of scored responses with a score other than 0; the advantages of `gpg` are divided by it.", "above 0"
+    ),
+    "critic/advantages/nonzero_fraction": MetricInfo(
+        "Share of tokens whose advantage is not 0: those that the policy learns from.", "above 0.5"
+    ),
+    "critic/bootstrap_value_mean": MetricInfo(
+        "Mean value of the critic after the last token of a truncated response.", "near critic/returns/mean"
+    ),
     "critic/vf_explained_var": MetricInfo(
         "Share of the variance of the returns that the critic explains: 1 - Var(returns - values) / Var(returns); "
         "0 where the returns do not vary.",
@@ -53,6 +62,28 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "reward/call_s/p50": MetricInfo("Median time to score a response, in seconds."),
     "reward/call_s/p99": MetricInfo("Time to score a response that 99 % do not exceed, in seconds."),
     "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned beside its score."),
+    "reward/overlong_penalty_mean": MetricInfo("Mean punishment of length, added to the score of a response."),
+    "reward/overlong_fraction": MetricInfo("Share of responses punished for their length.", "falls over the run"),
+    "reward/running_mean": MetricInfo("Mean of all scores so far, which running normalisation subtracts."),
+    "reward/running_std": MetricInfo("Standard deviation of all scores so far, which it divides by.", "above 0"),
+    "baseline/score_mean": MetricInfo(
+        "Mean score of the greedy responses that `remax` compares with.", "above critic/score/mean"
+    ),
+    "baseline/beaten_fraction": MetricInfo("Share of responses that score above the greedy one.", "above 0"),
+    "baseline/response_tokens": MetricInfo("Tokens generated for greedy responses: what the baseline costs."),
+    "baseline/unscored_prompts": MetricInfo(
+        "Prompts whose greedy response has no score; their responses are left out.", "0"
+    ),
+    "gdpo/<key>/zero_std_fraction": MetricInfo(
+        "Share of prompt groups in which this component of the reward is equal everywhere.", "below 0.5"
+    ),
+    "gdpo/<key>/score_std_mean": MetricInfo(
+        "Mean standard deviation of this component within a prompt group.", "above 0"
+    ),
+    "group/single_fraction": MetricInfo(
+        "Share of prompt groups with one scored response only, which has nothing to be compared with.",
+        "0 where estimators compare responses",
+    ),
     "group/zero_std_fraction": MetricInfo(
         "Share of prompt groups in which all scores are equal: they teach a group baseline nothing.", "below 0.5"
     ),
@@ -63,6 +94,10 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/entropy": MetricInfo(
         "Mean entropy of the policy at a token, in nats.", "falls slowly; a drop to 0 within few steps is a collapse"
     ),
+    "actor/sum_pi_squared": MetricInfo(
+        "Mean probability that two draws of a token agree; asked for by the optimal token baselines.",
+        "rises slowly; 1 is a collapse",
+    ),
     "actor/pg_loss": MetricInfo("Policy loss.", "small; its level says little about progress"),
     "actor/pg_clipfrac": MetricInfo("Share of tokens whose policy update was clipped.", "0 to 0.2"),
     "actor/pg_clipfrac_lower": MetricInfo(
@@ -70,6 +105,15 @@ ACTOR: Mapping[str, MetricInfo] = {
     ),
     "actor/ppo_kl": MetricInfo(
         "Estimated KL from the policy before the update to the policy being trained, in nats a token.", "below 0.05"
+    ),
+    "actor/ppo_kl_abs": MetricInfo(
+        "Mean distance of the log-probs from those before the update, in nats a token (kl_cov)."
+    ),
+    "actor/behave_weight_mean": MetricInfo(
+        "Mean weight p_old / p_rollout of a token (decoupled).", "close to 1; away from it the rollout is stale"
+    ),
+    "actor/behave_dropped": MetricInfo(
+        "Share of tokens dropped for a weight above behave_weight_threshold (decoupled).", "near 0"
     ),
     "actor/kl_loss": MetricInfo("KL to the reference policy in the loss, in nats a token.", "rises slowly"),
     "actor/kl_coef": MetricInfo("Weight of the KL loss."),
@@ -117,9 +161,33 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB."),
 }
 
+
+def _episodes(prefix: str, when: str) -> dict[str, MetricInfo]:
+    return {
+        f"{prefix}/return": MetricInfo(f"Mean sum of the environment's rewards over an episode {when}.", "rises"),
+        f"{prefix}/episode_len": MetricInfo(f"Mean steps of an episode {when}."),
+        f"{prefix}/reward": MetricInfo(f"Mean reward of a step, averaged over episodes {when}."),
+        f"{prefix}/success_once": MetricInfo(f"Share of episodes {when} that solved the task in any step.", "rises"),
+        f"{prefix}/success_at_end": MetricInfo(f"Share of episodes {when} that ended solved.", "rises"),
+        f"{prefix}/num_trajectories": MetricInfo(f"Number of episodes {when}."),
+    }
+
+
+EMBODIED: Mapping[str, MetricInfo] = {
+    **_episodes("env", "that ended in training since the last log"),
+    **_episodes("eval", "without noise"),
+    "eval/<metric>_low": MetricInfo("Lower end of its confidence interval (env.eval.confidence)."),
+    "eval/<metric>_high": MetricInfo("Upper end of its confidence interval."),
+    "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
+    "perf/env_steps": MetricInfo("Steps of all environments so far."),
+    "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),
+}
+
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses."),
+    "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
+    "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
     "timing_s/old_log_prob": MetricInfo("Seconds of recomputing the log-probabilities."),
     "timing_s/ref": MetricInfo("Seconds of the reference policy."),
@@ -156,6 +224,7 @@ METRICS: Mapping[str, MetricInfo] = {
     **LENGTHS,
     **MISMATCH,
     **PROGRESS,
+    **EMBODIED,
     **TIMING,
     **VALIDATION,
 }

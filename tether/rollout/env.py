@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.envs.protocol import DiscreteActions, EnvStep, VectorEnv
+from tether.envs.protocol import DiscreteActions, EnvStep, Floats, VectorEnv
 from tether.rollout.episodes import Episode, EpisodeTracker
 
-Act = Callable[[Tensor, Tensor | None], Tensor]
+Act = Callable[[Floats, Floats | None], NDArray[Any]]
 """(observations [N, O], noise [N, ...] or None for the likeliest) -> actions [N, width]."""
 
 
@@ -64,6 +66,8 @@ class EnvCollector:
         self._valid = torch.ones(shape, dtype=torch.bool)
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
+        self.env_seconds = 0.0
+        """Time in the environments' own code, of all rollouts so far."""
 
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped."""
@@ -87,9 +91,11 @@ class EnvCollector:
         tells_success = False
         obs[0] = obs[-1]
         valid.fill(True)
-        for t, (row, row_noise) in enumerate(zip(self._obs[:-1].unbind(), noise.unbind(), strict=True)):
-            actions[t] = act(row, row_noise).numpy()
+        for t, row_noise in enumerate(noise.numpy()):
+            actions[t] = act(obs[t], row_noise)
+            start = time.perf_counter()
             step = self.env.step(actions[t])
+            self.env_seconds += time.perf_counter() - start
             obs[t + 1], rewards[t] = step.obs, step.reward
             terminated[t], truncated[t] = step.terminated, step.truncated
             if step.valid is not None:

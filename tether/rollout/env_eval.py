@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from tether.envs.protocol import VectorEnv
 from tether.rollout.env import Act
@@ -32,7 +31,7 @@ def evaluate(
     tracker = EpisodeTracker(env.num_envs)
     obs, episodes = env.reset(seed), list[Episode]()
     while wanted.any():
-        step = env.step(act(torch.from_numpy(obs), None).numpy())
+        step = env.step(act(obs, None))
         ended = step.terminated | step.truncated
         valid = np.ones_like(ended) if step.valid is None else step.valid
         success = None if step.success is None else step.success[None]

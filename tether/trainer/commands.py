@@ -62,6 +62,8 @@ def train(loaded: LoadedConfig, command: str) -> None:
         run.close()
     if loaded.config.trainer.resume_mode != "auto":
         command += " trainer.resume_mode=auto '~trainer.resume_from_path'"
+    if trainer.step_number == trainer.schedule.total_steps:  # the same command would find nothing left to do
+        command += f" trainer.total_training_steps={2 * trainer.step_number}"
     show_report(run.directory, console, command)
     if interrupted.signal:
         done, total = trainer.step_number, trainer.schedule.total_steps

@@ -18,6 +18,7 @@ from tether.algorithms import RunningRewardNormalizer, discounted_sums, episodic
 from tether.envs.protocol import VectorEnv
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
+from tether.models.control.acting import Actor
 from tether.models.control.policy import ControlPolicy
 from tether.rollout.env import EnvCollector, EnvRollout
 from tether.rollout.env_eval import evaluate
@@ -58,7 +59,7 @@ class RewardScaler:
         sums = discounted_sums(rewards * valid, starts, self._before, self._gamma)
         self._before, self._ended = sums[:, -1].clone(), ended[:, -1].clone()
         self._statistics.update(sums.flatten(), valid.flatten())
-        return (rewards / self._statistics.scale).clamp(-self._clip, self._clip)
+        return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics."""
@@ -133,7 +134,7 @@ class ControlEvaluation:
 
     def run(self, policy: ControlPolicy, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
         """Metrics of episodes without noise."""
-        episodes = evaluate(self.env, policy.act, self.num_episodes, self.seed, progress)
+        episodes = evaluate(self.env, Actor(policy), self.num_episodes, self.seed, progress)
         return episode_metrics(episodes, "eval", self.confidence)
 
 
@@ -162,11 +163,12 @@ class ControlTrainer:
     def step(self) -> dict[str, float]:
         """Do one training step; returns its metrics."""
         number, time = self.step_number + 1, Timer()
+        env_seconds = self.collector.env_seconds
         with time("step"):
             with time("gen"):
                 shape = (self.collector.steps, self.collector.env.num_envs)
                 noise = self.policy.head.noise(shape, generator(self.seed, number, "noise"))
-                rollout = self.collector.collect(self.policy.act, noise)
+                rollout = self.collector.collect(Actor(self.policy), noise)
             with time("adv"):
                 samples, metrics = make_samples(rollout, self.policy, self.options, self.scaler)
             with time("update_actor"):
@@ -179,6 +181,7 @@ class ControlTrainer:
         self.env_steps += len(samples)
         self.finished += rollout.episodes
         speed = {"perf/env_steps": float(self.env_steps), "perf/sps": len(samples) / time.seconds["step"]}
+        time.seconds["env"] = self.collector.env_seconds - env_seconds
         return metrics | speed | time.metrics() | {"training/global_step": float(number)}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -81,6 +82,9 @@ def _report(directory: Path, console: Console, command: str) -> None:
             first, last = series[0], series[-1]
             table.add_row(key, f"{first:.2f}", f"{last:.2f}", f"{last - first:+.2f}", f"{max(series):.2f}")
     console.print(table)
+    speeds = [metrics["perf/sps"] for metrics in steps.values() if "perf/sps" in metrics]
+    if speeds:
+        console.print(f"speed       {median(speeds):,.0f} environment steps a second (median of the logged steps)")
     checkpoint = CheckpointStore(directory).latest()
     console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
     if checkpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tether.algorithms import Mean, masked_sum
 from tether.batch import TrainBatch
 from tether.metrics.data import data_metrics, group_metrics, mismatch_metrics
+from tether.metrics.estimators import estimator_metrics
 from tether.metrics.perf import memory_metrics, throughput_metrics
 from tether.metrics.timing import Timer, timing_per_token_ms
 from tether.rewards.summary import RewardReport
@@ -29,6 +30,7 @@ def step_metrics(
     assert policy.entropy is not None
     return {
         **data_metrics(batch, max_prompt_length=max_prompt_length),
+        **estimator_metrics(batch),
         **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
         **mismatch_metrics(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask),
         **report.metrics,

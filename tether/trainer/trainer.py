@@ -19,9 +19,12 @@ from tether.metrics.timing import Timer
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
+from tether.trainer.greedy_baseline import GreedyBaseline
 from tether.trainer.kl_reward import KLReward
 from tether.trainer.measure import step_metrics
 from tether.trainer.persistence import Persistence
+from tether.trainer.reward_components import RewardComponents
+from tether.trainer.reward_shaping import RewardShaping
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.protocol import TrainingEngine
@@ -58,6 +61,9 @@ class Trainer:
     actor: Learner[PolicyOutputs]
     critic: Learner[ValueOutputs] | None
     reference: Callable[[TrainBatch], PolicyOutputs] | None
+    greedy_baseline: GreedyBaseline | None
+    reward_components: RewardComponents | None
+    reward_shaping: RewardShaping | None
     kl_reward: KLReward | None
     estimate_advantages: Callable[[TrainBatch], TrainBatch]
     evaluation: Evaluation | None
@@ -80,17 +86,25 @@ class Trainer:
                 key = NoiseKey(self.seed, number)
                 experience = self.collector.collect(prompts, self.sampling, key, self._show_progress)
             batch = TrainBatch.assemble(experience.rollout, experience.scores)
+            if self.greedy_baseline:
+                with time("gen_max"):
+                    metrics |= self.greedy_baseline.add_to(batch, prompts, self.collector, key)
+            if self.reward_components:
+                metrics |= self.reward_components.add_to(batch, experience.outcomes)
             with time("old_log_prob"):
                 policy = self.actor.infer(batch)
-                batch.old_log_probs = policy.log_probs
+                batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
             if self.reference:
                 with time("ref"):
                     batch.ref_log_probs = self.reference(batch).log_probs
             if self.critic:
                 with time("values"):
-                    batch.values = self.critic.infer(batch).values
+                    critic = self.critic.infer(batch)
+                    batch.values, batch.bootstrap_values = critic.values, critic.bootstrap_values
             with time("adv"):
                 batch.token_level_rewards = batch.token_level_scores
+                if self.reward_shaping:
+                    metrics |= self.reward_shaping.apply(batch)
                 if self.kl_reward:
                     metrics |= self.kl_reward.apply(batch)
                 batch = self.estimate_advantages(batch)
@@ -151,6 +165,7 @@ class Trainer:
             "step": self.step_number,
             "validation_due": self.validation_due,
             "sampler": self.sampler.state_dict(),
+            "reward_shaping": self.reward_shaping.state_dict() if self.reward_shaping else None,
             "kl_reward": self.kl_reward.state_dict() if self.kl_reward else None,
         }
 
@@ -159,6 +174,8 @@ class Trainer:
         self.step_number = state["step"]
         self.validation_due = state["validation_due"] and self.evaluation is not None
         self.sampler.load_state_dict(state["sampler"])
+        if self.reward_shaping and state["reward_shaping"]:
+            self.reward_shaping.load_state_dict(state["reward_shaping"])
         if self.kl_reward and state["kl_reward"]:
             self.kl_reward.load_state_dict(state["kl_reward"])
 

@@ -7,6 +7,7 @@ in float64. A loss without a closed form is differentiated by autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from tether.algorithms import POLICY_LOSSES
 from tether.algorithms.ratio import MAX_LOG_RATIO
 
+CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 PolicyGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(log_probs, old_log_probs, advantages), [B, L] each -> derivative of the sum of the losses by log_probs."""
 
@@ -65,7 +67,8 @@ def policy_gradient(name: str, options: Mapping[str, float | None]) -> PolicyGra
         options: keywords of the loss.
     """
     if name == "vanilla":
-        return lambda log_probs, old, advantages: vanilla_gradient(log_probs, old, advantages, **options)  # type: ignore[arg-type]
+        clips: dict[str, Any] = {key: options[key] for key in CLIPS if key in options}
+        return lambda log_probs, old, advantages: vanilla_gradient(log_probs, old, advantages, **clips)
 
     def differentiate(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -1,7 +1,8 @@
 """From a policy's outputs to a distribution of actions: choices or Gaussian.
 
-Both sample from noise that is drawn beforehand, so what is sampled depends on (seed, step) alone. Log-probabilities
-and entropies come a column of the action at a time; `tether.training.control` sums them to the level that is asked for.
+Both are sampled (`tether.models.control.acting`) with noise that is drawn beforehand, so what is sampled depends on
+(seed, step) alone. Log-probabilities and entropies come a column of the action at a time; `tether.training.control`
+sums them to the level that is asked for.
 `backward` is the chain rule by hand, as in `tether.models.control.mlp`.
 """
 
@@ -45,16 +46,6 @@ class CategoricalHead(nn.Module):
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise [*shape, outputs]: the largest of logits + noise is a sample of their softmax."""
         return torch.empty(*shape, self.outputs).exponential_(generator=generator).log_().neg_()
-
-    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """[N, outputs] -> actions [N, width]."""
-        return self.mode(logits + noise)
-
-    def mode(self, logits: Tensor) -> Tensor:
-        """The likeliest actions, [N, width]."""
-        if self.width == 1:
-            return logits.argmax(dim=-1, keepdim=True)
-        return torch.stack([part.argmax(dim=-1) for part in logits.split(self.choices, dim=-1)], dim=-1)
 
     def evaluate(self, logits: Tensor, actions: Tensor) -> Evaluated:
         """[B, outputs], [B, width] -> log-probabilities and entropies."""
@@ -109,16 +100,8 @@ class GaussianHead(nn.Module):
         self.logstd = nn.Parameter(torch.full((width,), init_logstd))
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal noise [*shape, width]."""
+        """Standard normal noise [*shape, width]: mean + std * noise is a sample."""
         return torch.randn(*shape, self.width, generator=generator)
-
-    def sample(self, mean: Tensor, noise: Tensor) -> Tensor:
-        """[N, width] -> actions [N, width]."""
-        return torch.addcmul(mean, noise, self.logstd.exp())
-
-    def mode(self, mean: Tensor) -> Tensor:
-        """The likeliest actions: the mean."""
-        return mean
 
     def evaluate(self, mean: Tensor, actions: Tensor) -> Evaluated:
         """[B, width], [B, width] -> log-probabilities and entropies."""

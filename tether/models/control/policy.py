@@ -61,17 +61,6 @@ class ControlPolicy(nn.Module):
         return obs if self.normalizer is None else self.normalizer(obs)
 
     @torch.no_grad()
-    def act(self, obs: Tensor, noise: Tensor | None) -> Tensor:
-        """Choose actions [N, width] for raw observations [N, obs_dim].
-
-        Args:
-            obs: as the environments gave them.
-            noise: a row of ``head.noise`` for each; None takes the likeliest actions.
-        """
-        outputs = self.actor.activations(self.normalized(obs))[-1]
-        return self.head.mode(outputs) if noise is None else self.head.sample(outputs, noise)
-
-    @torch.no_grad()
     def values(self, obs: Tensor) -> Tensor:
         """Value [B] of raw observations [B, obs_dim]."""
         return self.critic(self.normalized(obs))[:, 0]

@@ -159,6 +159,8 @@ def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> Cont
             "clip_ratio_low": actor.clip_ratio_low,
             "clip_ratio_high": actor.clip_ratio_high,
             "clip_ratio_c": actor.clip_ratio_c,
+            "tau_pos": actor.tau_pos,
+            "tau_neg": actor.tau_neg,
         },
         entropy_coeff=actor.entropy_coeff,
         value_coeff=critic.loss_coef,
