@@ -122,6 +122,13 @@ def test_two_keys_for_one_quantity(imported):
         (["runner.resume_dir=null"], {"trainer.resume_mode": "auto"}),
         (["runner.resume_dir=a/b"], {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "a/b"}),
         (["algorithm.recompute_logprobs=False"], {"algorithm.rollout_correction.bypass_mode": True}),
+        (["algorithm.bootstrap_type=standard"], {"algorithm.bootstrap_truncated": True}),
+        (["algorithm.adv_type=raw"], {"algorithm.adv_estimator": "raw"}),
+        (
+            ["algorithm.adv_type=reinpp", "algorithm.use_reinpp_baseline=True"],
+            {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+        ),
+        (["algorithm.behave_weight_threshold=4.0"], {f"{ACTOR}.policy_loss.behave_weight_threshold": 4.0}),
         (["algorithm.loss_type=decoupled_actor_critic"], {f"{ACTOR}.policy_loss.loss_mode": "decoupled"}),
         ([], {f"{ACTOR}.clip_ratio_c": None, f"{ACTOR}.shuffle": True, f"{ACTOR}.ppo_epochs": 1}),
     ],
@@ -166,7 +173,7 @@ def test_values_of_embodied_runs(imported, overrides, native):
     ("text", "override", "says"),
     [
         (TEXT, "algorithm.normalize_advantages=False", "are always normalised"),
-        (TEXT, "algorithm.adv_type=opd", "supported: gae, grpo, reinpp"),
+        (TEXT, "algorithm.adv_type=opd", "supported: gae, grpo, reinpp, raw"),
         (TEXT, "algorithm.reward_type=chunk_level", "scores responses"),
         (TEXT, "algorithm.bootstrap_type=always", "no state after the end"),
         (TEXT, "algorithm.early_stop_imp_ratio=5.0", "not supported yet"),

@@ -67,11 +67,12 @@ def env_arguments(value: Any, values: Values) -> Any:
 
 def episodes(value: Any, values: Values) -> Any:
     """Episodes a test: those that fit into the steps that RLinf gives each environment, at least one."""
-    envs = whole(values, "env.eval.total_num_envs")
+    envs = whole(values, "env.eval.total_num_envs", None)
     if envs is None:
         return UNSET
-    rounds = whole(values, "env.eval.rollout_epoch") or whole(values, "algorithm.eval_rollout_epoch", 1) or 1
-    steps, length = whole(values, "env.eval.max_steps_per_rollout_epoch"), whole(values, "env.eval.max_episode_steps")
+    rounds = whole(values, "env.eval.rollout_epoch", whole(values, "algorithm.eval_rollout_epoch", 1))
+    steps = whole(values, "env.eval.max_steps_per_rollout_epoch", None)
+    length = whole(values, "env.eval.max_episode_steps", None)
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 Values = Mapping[str, Any]
 """Every key of the file -> its value, interpolations resolved."""
 Convert = Callable[[Any, Values], Any]
 """(value of the key, all values) -> value of the native keys, or UNSET; raises `Unsupported`."""
+
+Default = TypeVar("Default", int, None)
 
 UNSET: Final[Any] = object()
 """Nothing is written: the native key keeps its own default."""
@@ -91,12 +93,7 @@ def only(fine: tuple[Any, ...], why: str) -> Convert:
     return convert
 
 
-def unless_null(value: Any, values: Values) -> Any:
-    """Null means that the key is left out."""
-    return UNSET if value is None else value
-
-
-def whole(values: Values, key: str, default: int | None = None) -> int | None:
+def whole(values: Values, key: str, default: Default) -> int | Default:
     """A whole number above 0 out of the file, or the default where the key is missing or null.
 
     Raises:
@@ -145,7 +142,4 @@ def steps_or_off(value: Any, values: Values) -> Any:
     return -1 if isinstance(value, int) and value < 0 else value
 
 
-ADV_TYPES = choice(
-    {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus"}, "this advantage estimator has no counterpart"
-)
 LOSSES = {"actor": "vanilla", "actor_critic": "vanilla", "decoupled_actor_critic": "decoupled"}

@@ -75,7 +75,7 @@ SHARED: Table = {
     "algorithm.filter_rewards": Refuses("leaving out groups by their reward is not supported yet", fine=(False, None)),
     "algorithm.rewards_lower_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
     "algorithm.rewards_upper_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
-    "algorithm.behave_weight_threshold": Refuses("dropping tokens by their behaviour weight is not supported yet"),
+    "algorithm.behave_weight_threshold": to(f"{ACTOR}.policy_loss.behave_weight_threshold"),
     "algorithm.staleness_threshold": Refuses("samples are never stale: sampling and training take turns"),
     "algorithm.rollout_store_size_per_rank": Refuses("samples are not stored beyond their step", fine=(1, None)),
     "algorithm.on_policy_min_ratio": Refuses("samples are not stored beyond their step", fine=(0, None)),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tether.config.rlinf.rows import (
-    ADV_TYPES,
     LOSSES,
     UNSET,
+    Checked,
     Convert,
     Mapped,
     NoEffect,
@@ -34,24 +34,25 @@ SERVER = NoEffect("the native engine samples in this process, so there is no inf
 ITS_OWN = NoEffect("the model's own config.json says so")
 MEGATRON = NoEffect("acts inside Megatron, and the native engine trains here")
 ONE_DEVICE = Refuses("tether trains on one device so far", fine=(1, None))
+ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
 
 
 def prompts_per_step(value: Any, values: Values) -> Any:
     """`rollout_epoch` rollouts of `rollout_batch_size` prompts make one training batch."""
-    prompts = whole(values, "data.rollout_batch_size")
-    return UNSET if prompts is None else prompts * (whole(values, "algorithm.rollout_epoch", 1) or 1)
+    prompts = whole(values, "data.rollout_batch_size", None)
+    return UNSET if prompts is None else prompts * whole(values, "algorithm.rollout_epoch", 1)
 
 
 def mini_batch(value: Any, values: Values) -> Any:
     """Prompts an optimizer step: given in responses by `global_batch_size`, or as parts of a rollout."""
-    group = whole(values, "algorithm.group_size", 1) or 1
-    rows = whole(values, "actor.global_batch_size")
+    group = whole(values, "algorithm.group_size", 1)
+    rows = whole(values, "actor.global_batch_size", None)
     if rows is None:
-        prompts = whole(values, "data.rollout_batch_size")
+        prompts = whole(values, "data.rollout_batch_size", None)
         if prompts is None:
             return UNSET
-        rows = prompts * group // (whole(values, "algorithm.n_minibatches", 1) or 1)
+        rows = prompts * group // whole(values, "algorithm.n_minibatches", 1)
     if rows % group:
         raise Unsupported(f"{rows} responses an optimizer step are no whole number of groups of {group}")
     return rows // group
@@ -59,13 +60,28 @@ def mini_batch(value: Any, values: Values) -> Any:
 
 def response_length(value: Any, values: Values) -> Any:
     """What RLinf leaves to the response: the sequence without the longest prompt, or the limit that is given."""
-    limit = whole(values, "algorithm.sampling_params.max_new_tokens")
-    total, prompt = whole(values, "runner.seq_length"), whole(values, "data.max_prompt_length")
+    limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
+    total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
     if limit is not None or total is None or prompt is None:
         return UNSET if limit is None else limit
     if total <= prompt:
         raise Unsupported(f"it leaves no token to the response beside data.max_prompt_length={prompt}")
     return total - prompt
+
+
+def estimator(value: Any, values: Values) -> Any:
+    """The advantage estimator; REINFORCE++ has a flag for its variant."""
+    if value not in ESTIMATORS:
+        raise Unsupported(f"this estimator has no counterpart (supported: {', '.join(ESTIMATORS)})")
+    baseline = value == "reinpp" and values.get("algorithm.use_reinpp_baseline")
+    return "reinforce_plus_plus_baseline" if baseline else ESTIMATORS[value]
+
+
+def bootstrap(value: Any, values: Values) -> Any:
+    """A response that is cut by the length limit is a truncated episode."""
+    if value != "standard":
+        raise Unsupported("there is no state after the end of a response")
+    return True
 
 
 def loss(value: Any, values: Values) -> Any:
@@ -215,7 +231,8 @@ TEXT: Table = {
     "runner.max_tokens_per_mbs": to(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
     "algorithm.normalize_advantages": Refuses("the advantages of text runs are always normalised", fine=(True,)),
     "algorithm.group_size": to(f"{ROLLOUT}.n"),
-    "algorithm.adv_type": to("algorithm.adv_estimator", by=ADV_TYPES),
+    "algorithm.adv_type": to("algorithm.adv_estimator", by=estimator),
+    "algorithm.use_reinpp_baseline": Checked("chooses the variant of algorithm.adv_type=reinpp"),
     "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
     "algorithm.loss_agg_func": to(
         f"{ACTOR}.loss_agg_mode",
@@ -233,7 +250,7 @@ TEXT: Table = {
     "algorithm.reward_type": Refuses(TOKENS, fine=("action_level",)),
     "algorithm.logprob_type": Refuses(TOKENS, fine=("action_level", "token_level")),
     "algorithm.entropy_type": Refuses(TOKENS, fine=("action_level", "token_level")),
-    "algorithm.bootstrap_type": Refuses("there is no state after the end of a response"),
+    "algorithm.bootstrap_type": to("algorithm.bootstrap_truncated", by=bootstrap),
     "algorithm.rollout_epoch": to("data.train_batch_size", by=prompts_per_step),
     "algorithm.n_minibatches": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch, default=1),
     "algorithm.training_batch_size_per_gpu": to(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
