@@ -30,7 +30,7 @@ TEST_EPISODES, TEST_SEED = 20, 10_000
 
 @dataclass(frozen=True)
 class Task:
-    """Hyperparameters of CleanRL's PPO for a task, which both sides take."""
+    """Hyperparameters of a task, close to those of CleanRL, which both sides take."""
 
     steps: int
     num_envs: int

@@ -117,3 +117,12 @@ def test_metrics_by_hand():
     assert metrics["eval/success_once_low"] == pytest.approx(0.5 - half, abs=1e-5)
     assert episode_metrics([], "env") == {}
     assert "env/success_once" not in episode_metrics([Episode(1.0, 1, None, None)], "env")
+
+
+def test_what_an_environment_raises_says_where():
+    collector = EnvCollector(MAKERS["loop"](), steps=2)
+    collector.restart(seed=0)
+    collector.collect(act, torch.zeros(2, ENVS, 1))
+    with pytest.raises(AssertionError) as error:
+        collector.collect(lambda obs, noise: act(obs, noise) + 7, torch.zeros(2, ENVS, 1))
+    assert error.value.__notes__ == ["raised by tether/Countdown-v0 at step 3 of its environments"]

@@ -37,8 +37,7 @@ COMMON: Mapping[str, Any] = {
     "critic.loss_coef": 0.5,
     "policy.hidden_dim": 64,
     "policy.num_layers": 2,
-    # Networks this small are slower on a GPU, and on several threads.
-    "trainer.device": "cpu",
+    # Networks this small are slower on several threads.
     "trainer.num_threads": 1,
     "trainer.project_name": "control",
     "trainer.experiment_name": f"${{{SWITCH}}}",
@@ -74,7 +73,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     ),
     "*": DISCRETE,
 }  # fmt: skip
-"""Pattern of ids -> defaults beside `COMMON` (the published ones of CleanRL's PPO); the first that fits counts."""
+"""Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
 
 READS = (
     "env.*", "policy.*",
@@ -161,6 +160,14 @@ def loss_looks_at_one_step(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use one of " + ", ".join(STEP_LOSSES))
 
 
+def device_is_a_cpu(cfg: RunConfig) -> Problem | None:
+    """Environments and networks of a control policy share the host's memory."""
+    if cfg.trainer.device in ("auto", "cpu"):
+        return None
+    what = f"{cfg.trainer.device} is not for embodied runs so far: networks this small are faster on the CPU"
+    return Problem("trainer.device", what, "leave it out")
+
+
 def advantages_come_from_gae(cfg: RunConfig) -> Problem | None:
     """Groups of responses do not exist here."""
     estimator = cfg.algorithm.adv_estimator
@@ -170,6 +177,7 @@ def advantages_come_from_gae(cfg: RunConfig) -> Problem | None:
 
 
 RULES = (
+    device_is_a_cpu,
     loss_looks_at_one_step,
     advantages_come_from_gae,
     rollout_fits_chunks,

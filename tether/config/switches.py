@@ -54,7 +54,6 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
     "algorithm.normalize_advantages": EMBODIED,
     "algorithm.bootstrap_type": EMBODIED,
-    "algorithm.reward_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,
     "algorithm.norm_adv_by_std_in_grpo": Switch(
@@ -98,6 +97,9 @@ SWITCHED: Mapping[str, Switch | None] = {
     "trainer.total_env_steps": EMBODIED,
     "trainer.log_freq": EMBODIED,
     "env.train.id": None,
+    "env.train.autoreset_mode": Switch("env.train.vectorization", on=("subprocess",)),
+    "env.train.num_workers": Switch("env.train.env_type", on=("envpool",)),
+    "env.eval.num_workers": Switch("env.eval.env_type", on=("envpool",)),
     "env.*": EMBODIED,
     "policy.clip_observations": OBS_NORM,
     "policy.clip_rewards": REWARD_NORM,

@@ -59,7 +59,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make(seed: int) -> GymnasiumVectorEnv:
-        pool = envpool.make_gymnasium(
+        pool: Any = envpool.make_gymnasium(  # typed as an Env; it is a VectorEnv
             options.id,
             num_envs=options.num_envs,
             num_threads=options.num_workers,

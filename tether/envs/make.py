@@ -56,11 +56,13 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
 
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     spec = _find(options)
-    limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
+    arguments = dict(options.init_params)
+    if options.max_episode_steps is not None:
+        arguments["max_episode_steps"] = options.max_episode_steps
 
     def make() -> gymnasium.Env[Any, Any]:
         try:
-            return gymnasium.make(spec, disable_env_checker=True, **limit, **options.init_params)
+            return gymnasium.make(spec, disable_env_checker=True, **arguments)
         except TypeError as error:
             raise ValueError(
                 f"{options.role}.init_params: {options.id} does not take its arguments ({error}). Correct the names in "
@@ -75,9 +77,7 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
         if not own_code:
             what = "has no vector code of its own" if spec.vector_entry_point is None else "cannot ignore terminations"
             raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
-        env = gymnasium.make_vec(
-            spec, options.num_envs, vectorization_mode="vector_entry_point", **limit, **options.init_params
-        )
+        env = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
         return GymnasiumVectorEnv(options.id, env)
     return SyncVectorEnv(options.id, make, options.num_envs, ignore_terminations=options.ignore_terminations)
 
@@ -94,7 +94,7 @@ def _find(options: EnvOptions) -> EnvSpec:
     raise ValueError(f"{options.role}.id: no environment is registered as {name}. {fix}")
 
 
-def _missing(options: EnvOptions, error: ImportError) -> str:
+def _missing(options: EnvOptions, error: Exception) -> str:
     text = f"{error} {error.__cause__ or ''}"
     extra = next((extra for module, extra in EXTRAS.items() if module in text), None)
     fix = f"Run: pip install 'tether[{extra}]'" if extra else "Install it."

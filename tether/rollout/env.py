@@ -18,6 +18,9 @@ from tether.rollout.episodes import Episode, EpisodeTracker
 Act = Callable[[Floats, Floats | None], NDArray[Any]]
 """(observations [N, O], noise [N, ...] or None for the likeliest) -> actions [N, width]."""
 
+Finals = list[tuple[int, int, Floats]]
+"""(step, environment, last observation of its episode)."""
+
 
 @dataclass(frozen=True)
 class EnvRollout:
@@ -87,15 +90,13 @@ class EnvCollector:
         obs, actions, rewards = self._obs.numpy(), self._actions.numpy(), self._rewards.numpy()
         terminated, truncated, valid = self._terminated.numpy(), self._truncated.numpy(), self._valid.numpy()
         success = np.zeros(valid.shape, dtype=np.bool_)
-        finals: list[tuple[int, int, NDArray[np.float32]]] = []
+        finals: Finals = []
         tells_success = False
         obs[0] = obs[-1]
         valid.fill(True)
         for t, row_noise in enumerate(noise.numpy()):
             actions[t] = act(obs[t], row_noise)
-            start = time.perf_counter()
-            step = self.env.step(actions[t])
-            self.env_seconds += time.perf_counter() - start
+            step = self._step(actions[t], t)
             obs[t + 1], rewards[t] = step.obs, step.reward
             terminated[t], truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
@@ -104,7 +105,7 @@ class EnvCollector:
                 finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
                 tells_success, success[t] = True, step.success
-        self._check(obs, rewards)
+        self._check(obs, rewards, finals)
         self._done += self.steps
         ended = terminated | truncated
         rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
@@ -120,6 +121,16 @@ class EnvCollector:
             self._tracker.add(rewards, ended, valid, success if tells_success else None),
         )
 
+    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
+        start = time.perf_counter()
+        try:
+            step = self.env.step(actions)
+        except Exception as error:
+            error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
+            raise
+        self.env_seconds += time.perf_counter() - start
+        return step
+
     def _bootstrapped(self, step: EnvStep) -> list[int]:
         """Environments whose episode ended in a state that has a value."""
         cut = step.truncated & ~step.terminated
@@ -127,13 +138,22 @@ class EnvCollector:
             cut = step.truncated | step.terminated
         return np.flatnonzero(cut).tolist()
 
-    def _check(self, obs: NDArray[np.float32], rewards: NDArray[np.float32]) -> None:
-        for what, values in (("observation", obs[1:]), ("reward", rewards[..., None])):
-            bad = np.argwhere(~np.isfinite(values))
-            if len(bad):
-                t, n, entry = bad[0].tolist()
-                where = f"entry {entry} of the {what}" if what == "observation" else "the reward"
-                raise ValueError(
-                    f"{self.env.id}: {where} is {values[t, n, entry]} in environment {n} at step {self._done + t + 1}. "
-                    "Mend the environment, or end its episodes before it diverges."
-                )
+    def _check(self, obs: Floats, rewards: Floats, finals: Finals) -> None:
+        bad = [(t, n, f"entry {entry} of the observation is {obs[t + 1, n, entry]}") for t, n, entry in _bad(obs[1:])]
+        bad += [(t, n, f"the reward is {rewards[t, n]}") for t, n in _bad(rewards)]
+        bad += [
+            (t, n, f"entry {entry} of the last observation is {row[entry]}")
+            for t, n, row in finals
+            for (entry,) in _bad(row)
+        ]
+        if bad:
+            t, n, what = min(bad)
+            raise ValueError(
+                f"{self.env.id}: {what} in environment {n} at step {self._done + t + 1}. "
+                "Mend the environment, or end its episodes before it diverges."
+            )
+
+
+def _bad(values: Floats) -> list[list[int]]:
+    """Where a number is not finite."""
+    return np.argwhere(~np.isfinite(values)).tolist()

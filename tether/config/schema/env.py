@@ -31,11 +31,11 @@ class TrainEnvConfig(Section):
     ignore_terminations: bool = False
     """Go on after the environment says that the episode has ended, up to the time limit."""
     autoreset_mode: AutoresetMode = "same_step"
-    """How an environment that steps itself as a vector begins anew (Gymnasium's modes); same results in all."""
+    """How environments in subprocesses begin anew (Gymnasium's modes); the same training in all."""
     vectorization: Vectorization = "auto"
     """Step in this process, in subprocesses, or with the environment's own vector code; auto prefers the last."""
     num_workers: Positive | None = None
-    """Subprocesses, or threads of envpool; null: one a core."""
+    """Threads of envpool; null: one a core."""
     group_size: Positive = 1
     """Environments that share each start state."""
     use_fixed_reset_state_ids: bool = False
@@ -68,7 +68,7 @@ class EvalEnvConfig(Section):
     vectorization: Annotated[Vectorization, Inherits("env.train.vectorization")]
     """Step in this process, in subprocesses, or with the environment's own vector code."""
     num_workers: Annotated[Positive | None, Inherits("env.train.num_workers")]
-    """Subprocesses, or threads of envpool."""
+    """Threads of envpool."""
     seed: int = 10000
     """Seed of start states."""
     confidence: Fraction = 0.95

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tether.models.control.heads import GaussianHead
 from tether.models.control.policy import ControlPolicy
 
 Array = NDArray[np.float32]
@@ -38,10 +39,10 @@ class Actor:
     """
 
     def __init__(self, policy: ControlPolicy) -> None:
-        self._layers = [(_array(layer.weight).T, _array(layer.bias)) for layer in policy.actor.layers]
+        self._layers = [(_array(weight).T, _array(bias)) for weight, bias in policy.actor.linear]
         self._activation = ACTIVATIONS[policy.spec.activation]
         self._choices = policy.spec.choices
-        self._std = None if policy.spec.choices is not None else np.exp(_array(policy.head.logstd))
+        self._std = np.exp(_array(policy.head.logstd)) if isinstance(policy.head, GaussianHead) else None
         normalizer = policy.normalizer
         self._normalize = None
         if normalizer is not None:

@@ -46,13 +46,14 @@ class Mlp(nn.Module):
     def __init__(self, sizes: list[int], activation: str, output_gain: float, generator: torch.Generator) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        self.layers = nn.ModuleList(nn.Linear(wide, narrow) for wide, narrow in pairwise(sizes))
-        for layer in self.layers:
-            gain = output_gain if layer is self.layers[-1] else self.activation.gain
+        layers = [nn.Linear(wide, narrow) for wide, narrow in pairwise(sizes)]
+        for layer in layers:
+            gain = output_gain if layer is layers[-1] else self.activation.gain
             nn.init.orthogonal_(layer.weight, gain, generator=generator)
             nn.init.zeros_(layer.bias)
-        # Looked up once: a module's attributes are slow to reach, and these are reached at every environment step.
-        self._linear = [(layer.weight, layer.bias) for layer in self.layers]
+        self.layers = nn.ModuleList(layers)
+        # Looked up once: a module's attributes are slow to reach, and an update reaches them many times.
+        self.linear: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in layers]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, first size] -> [B, last size]."""
@@ -61,8 +62,8 @@ class Mlp(nn.Module):
     def activations(self, x: Tensor) -> list[Tensor]:
         """The input, the output of each hidden layer after its nonlinearity, and the output."""
         passed = [x]
-        last = len(self._linear) - 1
-        for index, (weight, bias) in enumerate(self._linear):
+        last = len(self.linear) - 1
+        for index, (weight, bias) in enumerate(self.linear):
             x = torch.addmm(bias, x, weight.t())
             if index < last:
                 x = self.activation.apply(x)
@@ -76,7 +77,7 @@ class Mlp(nn.Module):
             passed: what `activations` gave.
             grad: gradient of the output, [B, last size].
         """
-        for index, (weight, bias) in reversed(list(enumerate(self._linear))):
+        for index, (weight, bias) in reversed(list(enumerate(self.linear))):
             torch.mm(grad.t(), passed[index], out=weight.grad)
             torch.sum(grad, 0, out=bias.grad)
             if index > 0:

@@ -16,8 +16,9 @@ from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer
 from tether.trainer.build.run import build_run_loggers
-from tether.trainer.control import ControlEvaluation, ControlTrainer, RewardScaler, SampleOptions
+from tether.trainer.control import ControlEvaluation, ControlTrainer
 from tether.trainer.control_persistence import POLICY, ControlPersistence
+from tether.trainer.control_samples import RewardScaler, SampleOptions
 from tether.trainer.persistence import check_identity, seed_rng
 from tether.trainer.trainer import Schedule
 from tether.training.checkpoint import CheckpointStore, load_state
@@ -82,6 +83,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
             seed=trainer_config.seed,
+            env_seed=config.env.train.seed,
             log_freq=trainer_config.log_freq,
         )
         if checkpoint:
