@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from tether.config import embodied
 from tether.config.elsewhere import ELSEWHERE
 from tether.config.keys import keys
 from tether.config.patterns import look_up
@@ -21,8 +22,14 @@ def live_keys() -> tuple[str, ...]:
 
 def why_idle(path: str, values: Mapping[str, Any]) -> str | None:
     """Why a key does nothing in a run with these values; None where it acts, by itself or in a key that inherits it."""
-    reason = _why_switched_off(path, values) or look_up(ELSEWHERE, path)
+    reason = _why_unread(path, values) or _why_switched_off(path, values) or look_up(ELSEWHERE, path)
     return None if reason is None or _acts_elsewhere(path, values) else reason
+
+
+def _why_unread(path: str, values: Mapping[str, Any]) -> str | None:
+    if values[embodied.SWITCH] is None or embodied.reads(path):
+        return None
+    return f"{embodied.SWITCH} is set, and embodied runs do not read it"
 
 
 def _why_switched_off(path: str, values: Mapping[str, Any]) -> str | None:

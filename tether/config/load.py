@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from tether.config.embodied import with_defaults
 from tether.config.given import COMMAND_LINE, Given, Setting, read_given
 from tether.config.keys import keys, values_of
 from tether.config.notes import notes
@@ -56,8 +57,8 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: with every problem that there is.
     """
-    given, problems = read_given(path, overrides)
-    resolved = resolve(given)
+    given, problems, notes_on_file = read_given(path, overrides)
+    resolved = resolve(with_defaults(given))
     problems += resolved.problems
     try:
         config = RunConfig.model_validate(nest(resolved.values))
@@ -68,8 +69,15 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
         problems += [problem for problem in mistyped if problem.path not in named]
         problems += _check_the_rest(given, {problem.path for problem in mistyped})
     if problems:
-        raise ConfigError(problems)
-    return LoadedConfig(config, resolved.sources, (*resolved.notes, *notes(resolved.given, values_of(config))))
+        raise ConfigError([_as_written(problem, given) for problem in problems])
+    found = (*notes_on_file, *resolved.notes, *notes(resolved.given, values_of(config)))
+    return LoadedConfig(config, resolved.sources, found)
+
+
+def _as_written(problem: Problem, given: Given) -> Problem:
+    """Name the key of RLinf's that the user wrote, where the problem is with what it was translated to."""
+    written = given[problem.path].written if problem.path in given else None
+    return problem if written is None else replace(problem, what=f"{problem.what} (it follows from {written})")
 
 
 def _check(given: Given, config: RunConfig) -> list[Problem]:
@@ -79,6 +87,7 @@ def _check(given: Given, config: RunConfig) -> list[Problem]:
 def _check_the_rest(given: Given, bad: set[str]) -> list[Problem]:
     """Check a config whose bad keys give way to their defaults; leaves out what is said about those keys."""
     stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required}
-    resolved = resolve({key: setting for key, setting in given.items() if key not in bad} | stand_ins)
+    good = {key: setting for key, setting in given.items() if key not in bad}
+    resolved = resolve(with_defaults(good | stand_ins))
     config = RunConfig.model_validate(nest(resolved.values))
     return [problem for problem in _check(resolved.given, config) if not any(key in str(problem) for key in bad)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tether.config import embodied
 from tether.config.live import live_keys, why_idle
 
 Line = Callable[[str, str], str]
@@ -35,13 +36,18 @@ def format_tree(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     return _tree(values, shown, line) + f"# and {rest} keys at their default that do nothing in this run\n"
 
 
+def annotated(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """YAML of these keys, in their order, each with a comment."""
+    return _tree(values, list(values), lambda path, text: f"{text}  # {comments[path]}")
+
+
 def _shown_keys(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
     acting = {path for path in live_keys() if why_idle(path, values) is None}
     return [path for path in values if path in acting or not _is_untouched(sources[path])]
 
 
 def _is_untouched(source: str) -> bool:
-    return source == "default" or source.startswith("inherits ")
+    return source in ("default", embodied.SOURCE) or source.startswith("inherits ")
 
 
 def _tree(values: Mapping[str, Any], paths: list[str], line: Line) -> str:

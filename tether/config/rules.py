@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tether.config import embodied
 from tether.config.advantage_rules import ADVANTAGE_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
@@ -243,8 +244,16 @@ RULES: tuple[Rule, ...] = (
     subsets_are_not_empty,
     *ADVANTAGE_RULES,
 )
+EMBODIED_RULES: tuple[Rule, ...] = (
+    actor_warmup_is_said_once,
+    critic_warmup_ends,
+    resume_path_is_given,
+    checkpoints_are_kept_together,
+    *embodied.RULES,
+)
 
 
 def contradictions(cfg: RunConfig) -> list[Problem]:
     """Every contradiction of a config."""
-    return [problem for rule in RULES if (problem := rule(cfg)) is not None]
+    rules = RULES if cfg.env.train.id is None else EMBODIED_RULES
+    return [problem for rule in rules if (problem := rule(cfg)) is not None]

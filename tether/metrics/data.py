@@ -36,6 +36,8 @@ def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, floa
             metrics |= _spread(f"critic/{name}", per_token[mask])
     if batch.values is not None and batch.returns is not None and mask.any():
         metrics["critic/vf_explained_var"] = explained_variance(batch.values[mask], batch.returns[mask])
+    if batch.kept is not None:
+        metrics |= _spread("training/rollout_kept_tokens", batch.kept.count[mask])
     metrics["reward/excluded_rows"] = float((~scored).sum())
     return metrics | length_metrics(
         batch.prompt_length, batch.response_length, batch.truncated, max_prompt_length=max_prompt_length

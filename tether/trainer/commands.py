@@ -16,6 +16,7 @@ from tether.models.pull import pull_model
 from tether.models.resolve import KNOWN_MODELS
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.build import build_evaluator, build_generator, build_run
+from tether.trainer.control_commands import evaluate as evaluate_control
 from tether.trainer.evaluate import EvaluationResult
 from tether.trainer.preflight import preflight
 from tether.trainer.report import show_report
@@ -70,7 +71,7 @@ def train(loaded: LoadedConfig, command: str) -> None:
 
 
 def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
-    """Score a checkpoint on held-out prompts; prints the metrics and writes them beside it.
+    """Score a checkpoint on held-out prompts or in its environments; prints the metrics and writes them beside it.
 
     Raises:
         ValueError: no checkpoint, or unusable inputs.
@@ -80,6 +81,9 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
     console = Console(highlight=False, markup=False)
+    if loaded.config.env.train.id is not None:
+        _show(EvaluationResult(evaluate_control(checkpoint, loaded, console), []), checkpoint, console)
+        return
     evaluator, waiting = build_evaluator(loaded, checkpoint / "actor"), console.status("sampling")
     with evaluator as (evaluation, collector), waiting as status:
         result = evaluation.run(
@@ -87,9 +91,7 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
             NoiseKey(loaded.config.trainer.seed, step_of(checkpoint)),
             lambda done, total: status.update(f"sampling: {done} of {total} responses"),
         )
-    for name, value in result.metrics.items():
-        console.print(f"{name:60} {value:.4f}", soft_wrap=True)
-    console.print(f"written to {_write(checkpoint, result)}", soft_wrap=True)
+    _show(result, checkpoint, console)
 
 
 def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:
@@ -131,6 +133,12 @@ def _checkpoint(path: Path) -> Path:
         raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
     verify(checkpoint)
     return checkpoint
+
+
+def _show(result: EvaluationResult, checkpoint: Path, console: Console) -> None:
+    for name, value in result.metrics.items():
+        console.print(f"{name:60} {value:.4f}", soft_wrap=True)
+    console.print(f"written to {_write(checkpoint, result)}", soft_wrap=True)
 
 
 def _write(checkpoint: Path, result: EvaluationResult) -> Path:

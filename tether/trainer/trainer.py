@@ -22,6 +22,7 @@ from tether.trainer.evaluate import Evaluation
 from tether.trainer.greedy_baseline import GreedyBaseline
 from tether.trainer.kl_reward import KLReward
 from tether.trainer.measure import step_metrics
+from tether.trainer.mismatch import MismatchAlarm
 from tether.trainer.persistence import Persistence
 from tether.trainer.reward_components import RewardComponents
 from tether.trainer.reward_shaping import RewardShaping
@@ -69,6 +70,7 @@ class Trainer:
     evaluation: Evaluation | None
     schedule: Schedule
     persistence: Persistence
+    mismatch: MismatchAlarm
     loggers: Loggers
     seed: int
     step_number: int = 0
@@ -119,6 +121,7 @@ class Trainer:
                     self.collector.engine.sync_weights()
         self.step_number = number
         measured = step_metrics(batch, policy, experience.report, time, self.dataset.report.max_prompt_length)
+        measured |= self.mismatch.check(measured, self.loggers.warn)
         epoch = (number - 1) // self.sampler.batches_per_epoch
         return measured | metrics | {"training/global_step": float(number), "training/epoch": float(epoch)}
 

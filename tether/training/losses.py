@@ -127,7 +127,7 @@ class TokenSelection:
 class CriticLoss:
     """Clipped value loss."""
 
-    cliprange_value: float = 0.5
+    cliprange_value: float | None = 0.5
     huber_delta: float | None = None
     aggregation: Aggregation = Aggregation()
 

@@ -36,6 +36,7 @@ from tether.trainer.build.learners import (
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.kl_reward import KLReward
+from tether.trainer.mismatch import MismatchAlarm, mismatch_tolerance
 from tether.trainer.persistence import Persistence, check_identity, model_fingerprint, restore, seed_rng
 from tether.trainer.trainer import Schedule, Trainer
 from tether.training.checkpoint import CheckpointStore, step_of
@@ -105,7 +106,8 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             schedule=schedule,
             persistence=persistence,
-            loggers=_loggers(loaded, directory, schedule, checkpoint),
+            mismatch=_mismatch_alarm(config),
+            loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
             seed=config.trainer.seed,
         )
         if checkpoint:
@@ -172,7 +174,13 @@ def validation_sampling(config: RunConfig) -> SamplingParams:
         temperature=val.temperature if val.do_sample else 0.0,
         top_k=val.top_k,
         top_p=val.top_p,
+        record_kept=False,
     )
+
+
+def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
+    formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))
 
 
 def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
@@ -184,7 +192,8 @@ def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
     return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
 
 
-def _loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+def build_run_loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+    """The loggers of a run in its folder."""
     trainer = loaded.config.trainer
     info = RunInfo(
         directory=directory,
