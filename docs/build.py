@@ -24,6 +24,7 @@ METRIC_GROUPS = {
     "Actor": metrics.ACTOR,
     "Lengths": metrics.LENGTHS,
     "Sampler against trainer": metrics.MISMATCH,
+    "Selection": metrics.SELECTION,
     "Progress": metrics.PROGRESS,
     "Time": metrics.TIMING,
     "Validation": metrics.VALIDATION,

@@ -47,6 +47,12 @@ def filled(field: Tensor | None) -> Tensor:
     return field
 
 
+def last_valid(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """True at the last position of each row where the mask is; nowhere in a row without any."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    return mask & (position == torch.where(mask, position, -1).amax(dim=-1, keepdim=True))
+
+
 class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """What the rollout engine sampled."""
 
@@ -88,6 +94,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """Scores after the KL penalty, if there is one."""
     advantages: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
+    rollout_is_weights: Float[Tensor, "B T"] | None = None
+    """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
 
     @classmethod
     def assemble(cls, rollout: RolloutBatch, scores: Float[Tensor, " B"]) -> TrainBatch:
@@ -101,10 +109,7 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
         ``response_mask``, so that no statistic and no loss sees it.
         """
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
-        width = rollout.response_mask.shape[1]
-        position = torch.arange(width, device=scores.device)
-        last = torch.where(rollout.response_mask, position, -1).amax(dim=-1)
-        at_last = (position == last[:, None]) & scored[:, None]
+        at_last = last_valid(rollout.response_mask) & scored[:, None]
         return cls(
             uid=rollout.uid,
             prompt_ids=rollout.prompt_ids,

@@ -29,6 +29,7 @@ from tether.algorithms.rollout_correction import (
     parse_rejection,
     rejection_mask,
     rejection_metrics,
+    veto_mask,
 )
 from tether.algorithms.token_loss import Max, Mean, Metric, Min, TokenLoss, merge_metrics
 from tether.algorithms.uniform import needs
@@ -80,4 +81,5 @@ __all__ = [
     "select",
     "sum_pi_squared",
     "value_loss",
+    "veto_mask",
 ]

@@ -142,6 +142,20 @@ def rejection_mask(
     return kept
 
 
+def veto_mask(
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, threshold: float
+) -> Bool[Tensor, "B T"]:
+    """Return the mask without the rows in which rho of any one token is below the threshold (verl's token veto).
+
+    One token that the policy would hardly ever have sampled says that the row is not its own. rho is not bounded here,
+    so that a threshold far below exp(-20) still counts.
+    """
+    mask = response_mask.bool()
+    log_ratio = select(log_probs, mask) - select(rollout_log_probs, mask)
+    vetoed = (mask & (log_ratio < math.log(threshold))).any(dim=-1, keepdim=True)
+    return mask & ~vetoed
+
+
 def rejection_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> dict[str, float]:

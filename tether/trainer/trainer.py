@@ -18,10 +18,15 @@ from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.collect import Collector
+from tether.trainer.critic_warmup import CriticWarmup
+from tether.trainer.dynamic_sampling import DynamicSampling
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.kl_reward import KLReward
-from tether.trainer.measure import step_metrics
+from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
 from tether.trainer.persistence import Persistence
+from tether.trainer.pf_ppo import PolicyFiltration
+from tether.trainer.rollout_correction import RolloutCorrection
+from tether.trainer.rollout_files import RolloutFiles
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.protocol import TrainingEngine
@@ -35,8 +40,6 @@ class Schedule:
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = True
-    critic_warmup: int = 0
-    """Steps in which only the critic learns."""
 
     def saves_at(self, step: int) -> bool:
         """Is a checkpoint due after this step; always after the last, if any are saved."""
@@ -60,11 +63,18 @@ class Trainer:
     reference: Callable[[TrainBatch], PolicyOutputs] | None
     kl_reward: KLReward | None
     estimate_advantages: Callable[[TrainBatch], TrainBatch]
+    dynamic_sampling: DynamicSampling | None
+    rollout_correction: RolloutCorrection | None
+    policy_filtration: PolicyFiltration | None
+    critic_warmup: CriticWarmup
+    rollout_files: RolloutFiles | None
     evaluation: Evaluation | None
     schedule: Schedule
     persistence: Persistence
     loggers: Loggers
     seed: int
+    sampler_is_old_policy: bool = False
+    """The log-probs of the sampler are the old ones, and none are recomputed (bypass mode)."""
     step_number: int = 0
     """Training steps done."""
     validation_due: bool = False
@@ -78,11 +88,19 @@ class Trainer:
         with time("step"):
             with time("gen"):
                 key = NoiseKey(self.seed, number)
-                experience = self.collector.collect(prompts, self.sampling, key, self._show_progress)
+                collector = self.dynamic_sampling or self.collector
+                experience = collector.collect(prompts, self.sampling, key, self._show_progress)
             batch = TrainBatch.assemble(experience.rollout, experience.scores)
-            with time("old_log_prob"):
-                policy = self.actor.infer(batch)
-                batch.old_log_probs = policy.log_probs
+            policy = None
+            if self.sampler_is_old_policy:
+                batch.old_log_probs = batch.rollout_log_probs
+            else:
+                with time("old_log_prob"):
+                    policy = self.actor.infer(batch)
+                    batch.old_log_probs = policy.log_probs
+                metrics |= sampler_metrics(batch)
+            if self.rollout_correction:
+                metrics |= self.rollout_correction.apply(batch)
             if self.reference:
                 with time("ref"):
                     batch.ref_log_probs = self.reference(batch).log_probs
@@ -94,18 +112,25 @@ class Trainer:
                 if self.kl_reward:
                     metrics |= self.kl_reward.apply(batch)
                 batch = self.estimate_advantages(batch)
+                metrics |= value_metrics(batch)
+                learned = batch
+                if self.policy_filtration:
+                    learned, filtered = self.policy_filtration.draw(batch, number)
+                    metrics |= filtered
             if self.critic:
                 with time("update_critic"):
-                    metrics |= _prefixed("critic", self.critic.update(batch, number - 1))
-            if number > self.schedule.critic_warmup:
+                    metrics |= _prefixed("critic", self.critic.update(learned, number - 1))
+            if self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", 0.0)):
                 with time("update_actor"):
-                    metrics |= _prefixed("actor", self.actor.update(batch, number - 1))
+                    metrics |= _prefixed("actor", self.actor.update(learned, number - 1))
                 with time("update_weights"):
                     self.collector.engine.sync_weights()
+            if self.rollout_files:
+                with time("dump_rollout_generations"):
+                    self.rollout_files.write(number, experience, batch)
         self.step_number = number
         measured = step_metrics(batch, policy, experience.report, time, self.dataset.report.max_prompt_length)
-        epoch = (number - 1) // self.sampler.batches_per_epoch
-        return measured | metrics | {"training/global_step": float(number), "training/epoch": float(epoch)}
+        return metrics | measured | {"training/global_step": float(number)}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
@@ -115,8 +140,8 @@ class Trainer:
             self.validation_due = False
             self.loggers.log(self.step_number, self.evaluate())
         while self.step_number < self.schedule.total_steps:
-            rows = self.sampler.next_batch()
-            metrics = self.step([self.dataset[row] for row in rows])
+            epoch, rows = self.sampler.epoch, self.sampler.next_batch()
+            metrics = self.step([self.dataset[row] for row in rows]) | {"training/epoch": float(epoch)}
             done = self.step_number
             stopping = interrupted()
             if self.evaluation and self.schedule.tests_at(done):
@@ -152,6 +177,7 @@ class Trainer:
             "validation_due": self.validation_due,
             "sampler": self.sampler.state_dict(),
             "kl_reward": self.kl_reward.state_dict() if self.kl_reward else None,
+            "critic_warmup": self.critic_warmup.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -161,6 +187,12 @@ class Trainer:
         self.sampler.load_state_dict(state["sampler"])
         if self.kl_reward and state["kl_reward"]:
             self.kl_reward.load_state_dict(state["kl_reward"])
+        self.critic_warmup.load_state_dict(state["critic_warmup"])
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a full training batch."""
+        return self.dynamic_sampling.num_groups if self.dynamic_sampling else self.sampler.batch_size
 
     @property
     def critic_engine(self) -> TrainingEngine[ValueOutputs] | None:

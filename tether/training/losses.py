@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from tether.algorithms import POLICY_LOSSES, aggregate_loss, kl_penalty, value_loss
+from tether.algorithms import POLICY_LOSSES, Mean, aggregate_loss, kl_penalty, value_loss
 from tether.batch import TrainBatch, filled
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.protocol import LossSizes, LossTerm
@@ -38,7 +39,7 @@ class PolicyLoss:
     """Policy loss, minus the entropy bonus, plus the KL to the reference."""
 
     name: str = "vanilla"
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the policy loss: clip ratios and the like."""
     aggregation: Aggregation = Aggregation()
     entropy_coeff: float = 0.0
@@ -49,10 +50,18 @@ class PolicyLoss:
         """See `tether.training.protocol.LossFunction`; needs `old_log_probs` and `advantages`."""
         mask = batch.response_mask
         token_loss = POLICY_LOSSES[self.name](
-            outputs.log_probs, batch.old_log_probs, batch.advantages, mask, **self.options
+            outputs.log_probs,
+            batch.old_log_probs,
+            batch.advantages,
+            mask,
+            rollout_is_weights=batch.rollout_is_weights,
+            **self.options,
         )
+        metrics = dict(token_loss.metrics)
         total = self.aggregation(token_loss.loss, mask, sizes)
         shares = {"actor/pg_loss": total}
+        if outputs.entropy is not None:
+            metrics["actor/entropy"] = Mean.of(outputs.entropy, mask)
         if self.entropy_coeff:
             assert outputs.entropy is not None
             entropy = self.aggregation(outputs.entropy, mask, sizes)
@@ -63,14 +72,15 @@ class PolicyLoss:
             )
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
-        return LossTerm(total, token_loss.metrics, shares)
+        return LossTerm(total, metrics, shares)
 
 
 @dataclass(frozen=True)
 class CriticLoss:
     """Clipped value loss."""
 
-    cliprange_value: float = 0.5
+    cliprange_value: float | None = 0.5
+    """None: no clip."""
     huber_delta: float | None = None
     aggregation: Aggregation = Aggregation()
 

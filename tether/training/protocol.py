@@ -57,11 +57,14 @@ class UpdatePlan:
     seed: int = 42
 
     def mini_batches(self, rows: int, step: int, epoch: int) -> Iterator[Tensor]:
-        """Row numbers of each mini-batch; the last may be short. A permutation depends on (seed, step, epoch) alone."""
+        """Row numbers of each mini-batch; the last may be short, and without rows there is none.
+
+        A permutation depends on (seed, step, epoch) alone.
+        """
         order = torch.arange(rows)
         if self.shuffle:
             order = torch.from_numpy(np.random.default_rng([self.seed, step, epoch]).permutation(rows))
-        yield from order.split(self.mini_batch_rows)
+        yield from order.split(self.mini_batch_rows) if rows else ()
 
 
 class TrainingEngine(Protocol[Outputs]):

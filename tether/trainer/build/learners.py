@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema.actor import ActorConfig
+from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
@@ -21,6 +22,7 @@ from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import load_critic
 from tether.models.load import load_causal_lm
 from tether.trainer.build.inputs import Inputs
+from tether.trainer.build.off_policy import bypass_options
 from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.local import LocalEngine
@@ -123,7 +125,7 @@ def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, inc
     """The policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
-    temperature = rollout.temperature
+    temperature, correction = rollout.temperature, config.algorithm.rollout_correction
     engine: LocalEngine[PolicyOutputs] = LocalEngine(
         model,
         _update_micro(actor, packed),
@@ -134,9 +136,11 @@ def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, inc
     )
     return Learner(
         engine=engine,
-        forward=PolicyModel(model, temperature, packed, with_entropy=actor.entropy_coeff != 0),
-        loss=_policy_loss(actor),
-        plan=_plan(actor, rollout.n, config.trainer.seed),
+        forward=PolicyModel(
+            model, temperature, packed, with_entropy=actor.entropy_coeff != 0 or correction.bypass_mode
+        ),
+        loss=_policy_loss(actor, correction),
+        plan=update_plan(actor, rollout.n, config.trainer.seed),
         infer_forward=PolicyModel(model, temperature, packed, with_entropy=True),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
@@ -188,15 +192,15 @@ def build_reference(
 
 
 def build_critic(
-    config: RunConfig, inputs: Inputs, device: torch.device, total_steps: int, checkpoint: Path | None, incidents: Path
+    config: RunConfig, path: Path | str, device: torch.device, total_steps: int, incidents: Path | None
 ) -> Learner[ValueOutputs] | None:
-    """The critic's learner; None where the advantage estimator needs no values."""
+    """The learner of the critic at `path`; None where the advantage estimator needs no values."""
     critic = config.critic
     if not critic.enable:
         return None
     fsdp, packed = critic.model.fsdp_config, critic.model.use_remove_padding
     model = load_critic(
-        checkpoint / "critic" if checkpoint else inputs.critic_path,
+        path,
         dtype=DTYPES[fsdp.model_dtype],
         trust_remote_code=critic.model.trust_remote_code,
         override_config=critic.model.override_config,
@@ -210,14 +214,14 @@ def build_critic(
         build_optimizer(critic.optim, total_steps),
         compute_dtype=DTYPES[fsdp.dtype],
         save=_save_model,
-        incident_dir=incidents / "critic",
+        incident_dir=incidents / "critic" if incidents else None,
     )
     forward = ValueModel(model, packed)
     return Learner(
         engine=engine,
         forward=forward,
         loss=CriticLoss(critic.cliprange_value, aggregation=Aggregation(critic.loss_agg_mode)),
-        plan=_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
+        plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
         infer_forward=forward,
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
@@ -228,13 +232,14 @@ def build_critic(
     )
 
 
-def _policy_loss(actor: ActorConfig) -> PolicyLoss:
+def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> PolicyLoss:
     return PolicyLoss(
-        name=actor.policy_loss.loss_mode,
+        name="bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode,
         options={
             "clip_ratio_low": actor.clip_ratio_low,
             "clip_ratio_high": actor.clip_ratio_high,
             "clip_ratio_c": actor.clip_ratio_c,
+            **(bypass_options(correction) if correction.bypass_mode else {}),
         },
         aggregation=Aggregation(actor.loss_agg_mode, actor.loss_scale_factor),
         entropy_coeff=actor.entropy_coeff,
@@ -252,7 +257,8 @@ def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatchi
     )
 
 
-def _plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+    """Epochs and mini-batches of a role; `responses` a prompt."""
     return UpdatePlan(
         mini_batch_rows=role.ppo_mini_batch_size * responses,
         epochs=role.ppo_epochs,
