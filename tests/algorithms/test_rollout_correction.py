@@ -12,6 +12,7 @@ from tether.algorithms import (
     parse_rejection,
     rejection_mask,
     rejection_metrics,
+    veto_mask,
 )
 
 LN = math.log
@@ -100,6 +101,13 @@ def test_rejection(mode: str, threshold: str, kept: list[int]) -> None:
     assert valid(rejection_mask(*ARGS, parse_rejection(mode, threshold))) == [bool(x) for x in kept]
 
 
+def test_veto() -> None:
+    assert valid(veto_mask(*ARGS, 0.6)) == [False, False, True]
+    assert valid(veto_mask(*ARGS, 0.4)) == [True, True, True]
+    far = torch.where(RHO == 0.5, -50.0, RHO.log())  # far below where ratios are bounded
+    assert valid(veto_mask(far, *ARGS[1:], 1e-20)) == [False, False, True]
+
+
 def test_rejection_metrics() -> None:
     metrics = rejection_metrics(*ARGS, parse_rejection("token_k1", 3.0))
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
@@ -154,7 +162,7 @@ def test_masked_poison_changes_nothing(case: Case) -> None:
         arguments = (c.old_log_probs, c.rollout_log_probs, c.mask)
         levels = [importance_weights(*arguments, level=x, batch_normalize=True) for x in ("token", "sequence")]
         metrics = off_policy_metrics(*arguments), rejection_metrics(*arguments, bounds)
-        return [x.tolist() for x in (*levels, rejection_mask(*arguments, bounds))] + [m.values() for m in metrics]
+        return [x.tolist() for x in (*levels, rejection_mask(*arguments, bounds), veto_mask(*arguments, 0.5))] + [m.values() for m in metrics]
 
     clean, poisoned = everything(case), everything(case.poisoned(math.nan))
     assert [list(x) for x in clean] == [list(x) for x in poisoned]

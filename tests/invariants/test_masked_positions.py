@@ -20,7 +20,7 @@ from tests.training.batches import (
 from tether.batch import TrainBatch, filled
 from tether.metrics.timing import Timer
 from tether.rewards.summary import RewardReport
-from tether.trainer.measure import step_metrics
+from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
 from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel
 from tether.training.losses import CriticLoss, PolicyLoss
 from tether.training.micro_batches import MicroBatching
@@ -73,6 +73,7 @@ def train_step(batch: TrainBatch, estimator: str, poison: float | None) -> tuple
     time = Timer()
     time.seconds["step"] = 1.0
     report = RewardReport([0.0] * ROWS, ROWS - 1, 0, 1, (), {})
+    metrics |= sampler_metrics(batch) | value_metrics(batch)
     metrics |= step_metrics(batch, outputs, report, time, max_prompt_length=7)
     learned = {f"policy.{k}": v for k, v in weights(policy).items()}
     learned |= {f"critic.{k}": v for k, v in weights(critic).items()}

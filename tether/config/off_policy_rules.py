@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tether.config.problems import Problem
+from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.root import RunConfig
 
 CORRECTION = "algorithm.rollout_correction"
@@ -18,17 +19,16 @@ def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
         return None
     if given is None:
         return Problem(key, f"missing with {CORRECTION}.rollout_rs={','.join(modes)}", "give one bound, or one a mode")
-    bounds = str(given).split(",")
-    if len(bounds) not in (1, len(modes)):
-        what = f"{given} has {len(bounds)} bounds for the {len(modes)} modes of {CORRECTION}.rollout_rs"
+    if len(str(given).split(",")) not in (1, len(modes)):
+        what = f"{given} is no list of bounds for the {len(modes)} modes of {CORRECTION}.rollout_rs"
         return Problem(key, what, f"give 1 or {len(modes)}")
-    for mode, bound in zip(modes, bounds * len(modes) if len(bounds) == 1 else bounds, strict=True):
-        numbers = [_number(part) for part in bound.strip().split("_")]
-        if len(numbers) > (2 if mode.endswith("k1") else 1) or min(numbers) <= 0 or numbers[0] > numbers[-1]:
-            what = f"{bound.strip()!r} is no bound of {mode} in {CORRECTION}.rollout_rs"
+    for mode, bound in _bounds(correction):
+        numbers = [_number(part) for part in bound.split("_")]
+        if len(numbers) > (2 if mode.endswith("k1") else 1) or min(numbers) == 0 or numbers[0] > numbers[-1]:
+            what = f"{bound!r} is no bound of {mode} in {CORRECTION}.rollout_rs"
             return Problem(key, what, "give a number above 0; for k1 also 'lower_upper'")
-        if len(numbers) == 1 and mode.endswith("k1") and numbers[0] < 1 and not correction.rollout_rs_threshold_lower:
-            what = f"{bound.strip()} alone bounds the ratio of {mode} in {CORRECTION}.rollout_rs to nothing"
+        if mode.endswith("k1") and len(numbers) == 1 and numbers[0] < 1 and not correction.rollout_rs_threshold_lower:
+            what = f"{bound} alone lets no ratio of {mode} in {CORRECTION}.rollout_rs pass"
             return Problem(key, what, "give a number of 1 or above, or 'lower_upper'")
     return None
 
@@ -36,20 +36,18 @@ def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
 def rejection_has_one_lower_bound(cfg: RunConfig) -> Problem | None:
     """Only a ratio (k1) has a lower bound, which may stand in either of two keys."""
     correction = cfg.algorithm.rollout_correction
-    lower, upper = correction.rollout_rs_threshold_lower, correction.rollout_rs_threshold
-    key = f"{CORRECTION}.rollout_rs_threshold_lower"
-    if lower is None or correction.rollout_rs is None or upper is None:
+    lower, key = correction.rollout_rs_threshold_lower, f"{CORRECTION}.rollout_rs_threshold_lower"
+    if lower is None or correction.rollout_rs is None:
         return None
-    if not any(mode.endswith("k1") for mode in correction.rollout_rs):
-        what = f"{lower} bounds a ratio, and {CORRECTION}.rollout_rs names no mode of k1"
+    ratios = [bound for mode, bound in _bounds(correction) if mode.endswith("k1")]
+    if not ratios:
+        return Problem(key, f"{lower} bounds a ratio, and {CORRECTION}.rollout_rs has no k1", f"leave {key} out")
+    if doubled := [bound for bound in ratios if "_" in bound]:
+        what = f"{lower} is a second lower bound beside {CORRECTION}.rollout_rs_threshold={doubled[0]}"
         return Problem(key, what, f"leave {key} out")
-    if "_" in str(upper):
-        what = f"{lower} is a second lower bound beside {CORRECTION}.rollout_rs_threshold={upper}"
-        return Problem(key, what, f"leave {key} out")
-    smallest = min((_number(bound) for bound in str(upper).split(",")), default=lower)
-    if 0 < smallest < lower:
-        what = f"{lower} is above {CORRECTION}.rollout_rs_threshold={upper}"
-        return Problem(key, what, f"set it to at most {smallest:g}")
+    if lower > min(map(_number, ratios)):
+        what = f"{lower} is above {CORRECTION}.rollout_rs_threshold={min(ratios, key=_number)}"
+        return Problem(key, what, "set it lower")
     return None
 
 
@@ -114,10 +112,17 @@ OFF_POLICY_RULES = (
 )
 
 
+def _bounds(correction: RolloutCorrectionConfig) -> list[tuple[str, str]]:
+    """Each rejection mode with its bound as it is written."""
+    modes, bounds = correction.rollout_rs or (), str(correction.rollout_rs_threshold).split(",")
+    repeated = bounds * len(modes) if len(bounds) == 1 else bounds
+    return [(mode, bound.strip()) for mode, bound in zip(modes, repeated, strict=False)]
+
+
 def _number(text: str) -> float:
-    """The number that `text` writes; NaN, which is in no order, becomes 0 and is refused as such."""
+    """The positive number that `text` writes; 0 where it is none."""
     try:
         number = float(text)
     except ValueError:
         return 0.0
-    return number if number > 0 else 0.0
+    return number if 0 < number < float("inf") else 0.0

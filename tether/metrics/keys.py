@@ -107,7 +107,9 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "rollout_corr/training_log_ppl": MetricInfo("Its logarithm, mean over responses."),
     "rollout_corr/rollout_ppl": MetricInfo("Perplexity of a response under the sampler, mean over responses."),
     "rollout_corr/rollout_log_ppl": MetricInfo("Its logarithm, mean over responses."),
-    "rollout_corr/log_ppl_diff": MetricInfo("Log-perplexity under the trainer minus under the sampler, mean.", "near 0"),
+    "rollout_corr/log_ppl_diff": MetricInfo(
+        "Log-perplexity under the trainer minus under the sampler, mean.", "near 0"
+    ),
     "rollout_corr/log_ppl_abs_diff": MetricInfo("Mean size of that difference.", "near 0"),
     "rollout_corr/log_ppl_diff_max": MetricInfo("Largest such difference."),
     "rollout_corr/log_ppl_diff_min": MetricInfo("Smallest such difference."),
