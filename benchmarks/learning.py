@@ -3,7 +3,8 @@
     python -m benchmarks.learning --quick           # 3 seeds of recipes/quickstart
     python -m benchmarks.learning --seeds 1 2 3 4 5 --recipe recipes/quickstart/run.yaml critic.optim.lr=1e-5
 
-Each seed is a run of its own in OUT/seed_N; --plot draws all of them into one picture.
+Each seed is a run of its own in OUT/seed_N; --plot draws the scores of all of them into one picture, and
+`tether plot OUT/seed_*` everything else.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def main() -> None:
     print("seed  start   end    change   steps  minutes")
     print("\n".join(lines))
     if arguments.plot:
-        print(plot_run(folders, arguments.plot))
+        validation = sorted({key for f in folders for m in read_metrics(f).values() for key in validation_means(m)})
+        print(plot_run(folders, arguments.plot, [*validation, "critic/score/mean"]))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures:
     runs = [make_run(tmp_path / "a", 10), make_run(tmp_path / "b", 8, offset=0.5)]
     plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"])
     (axes,) = figures[0].axes
-    assert axes.get_title("left") == "critic/score/mean"
+    assert axes.get_title("left") == "Training score"
     *thin, bold = axes.lines
     assert [len(line.get_xdata()) for line in thin] == [10, 8]
     steps = np.arange(1, 9)

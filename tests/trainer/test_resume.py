@@ -121,8 +121,10 @@ MOMENTS = ("metrics.jsonl", ".writing_global_step_*", TRACKER, "global_step_*")
 """The process is killed shortly after one of these changes: while training, saving, pruning, or starting."""
 
 
-def test_killed_again_and_again(inputs: Path, tmp_path: Path):
-    settings = [*GAE, f"trainer.total_training_steps={LONG}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+@pytest.mark.parametrize("name", ["gae", "grpo"])
+def test_killed_again_and_again(name: str, inputs: Path, tmp_path: Path):
+    saving = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    settings = [*ALGORITHMS[name], f"trainer.total_training_steps={LONG}", *saving]
     whole, directory = tmp_path / "whole", tmp_path / "killed"
     overrides = [*base_overrides(inputs, directory), *settings]
     # Each child is a fresh process with everything imported, without the type checks of this one.

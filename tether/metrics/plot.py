@@ -106,7 +106,9 @@ def plot_run(run_dirs: Path | Sequence[Path], out_png: Path, keys: Sequence[str]
     known = {key for run in runs for record in run.values() for key in record}
     if not known:
         raise ValueError(f"{', '.join(map(str, folders))}: no step was logged yet; plot again later")
-    panels = _default_panels(runs, known) if keys is None else [_panel_of(key, known) for key in keys]
+    panels = _default_panels(runs, known)
+    if keys is not None:
+        panels = [_panel_of(key, panels, known) for key in keys]
     with mpl.rc_context(STYLE):
         figure = _draw(panels, runs, title=", ".join(folder.resolve().name for folder in folders))
         figure.savefig(out_png, dpi=150, facecolor="white")
@@ -135,10 +137,14 @@ def _phases(runs: Sequence[Run], known: set[str]) -> list[str]:
     return sorted(visible, key=lambda key: -seconds[key])
 
 
-def _panel_of(key: str, known: set[str]) -> Panel:
+def _panel_of(key: str, defaults: Sequence[Panel], known: set[str]) -> Panel:
+    """The default chart if it draws this key alone, else one titled by the key."""
     if key not in known:
         close = difflib.get_close_matches(key, known, n=1)
         raise ValueError(f"no run has the metric {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    for panel in defaults:
+        if known & set(panel.keys) == {key}:
+            return panel
     info = describe(key)
     return Panel(key, textwrap.shorten(info.meaning, 70, placeholder=" …") if info else "", (key,))
 
