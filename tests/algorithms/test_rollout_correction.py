@@ -162,7 +162,9 @@ def test_masked_poison_changes_nothing(case: Case) -> None:
         arguments = (c.old_log_probs, c.rollout_log_probs, c.mask)
         levels = [importance_weights(*arguments, level=x, batch_normalize=True) for x in ("token", "sequence")]
         metrics = off_policy_metrics(*arguments), rejection_metrics(*arguments, bounds)
-        return [x.tolist() for x in (*levels, rejection_mask(*arguments, bounds), veto_mask(*arguments, 0.5))] + [m.values() for m in metrics]
+        return [x.tolist() for x in (*levels, rejection_mask(*arguments, bounds), veto_mask(*arguments, 0.5))] + [
+            m.values() for m in metrics
+        ]
 
     clean, poisoned = everything(case), everything(case.poisoned(math.nan))
     assert [list(x) for x in clean] == [list(x) for x in poisoned]
