@@ -1,17 +1,26 @@
 """Stored rollouts, and a critic that is trained on them before a run."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.tiny import tiny_tokenizer
+from tests.trainer.test_rollout_correction import recorded
 from tests.trainer.tiny_run import GAE, base_overrides, measured, rows, train, write_jsonl
+from tether.algorithms import parse_rejection
+from tether.batch import Prompt
 from tether.cli import main
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.rewards.outcome import Abstention, Score
+from tether.rewards.summary import RewardReport
+from tether.trainer.collect import Experience
 from tether.trainer.critic_pretraining import split_by_prompt, value_batch
-from tether.trainer.rollout_files import StoredResponse, read_rollouts
+from tether.trainer.rollout_correction import RolloutCorrection
+from tether.trainer.rollout_files import RolloutFiles, StoredResponse, read_rollouts
 
 STEPS = 4
 BY_PROMPT = """
@@ -76,6 +85,23 @@ def test_what_is_read_is_what_was_written(stored: Path) -> None:
     assert len(found) == STEPS * 16
     first = records(stored / "1.jsonl")[0]
     assert (found[0].prompt_ids, found[0].response_ids) == (first["prompt_ids"], first["response_ids"])
+
+
+def test_what_was_rejected_is_stored_as_such(tmp_path: Path) -> None:
+    batch = recorded()
+    prompt = Prompt((1,), "tiny", None)
+    report = RewardReport([1.0, 0.5, math.nan], 2, 1, 0, (), {})
+    outcomes = [Score(1.0, {"step": 9, "acc": 1}), Score(0.5), Abstention()]
+    experience = Experience([prompt], batch, ["a", "b", "c"], outcomes, report)
+    RolloutCorrection(rejection=parse_rejection("token_k1", 3.0)).apply(batch)  # the first row's last token
+    batch.token_level_rewards = batch.token_level_scores
+    RolloutFiles(tmp_path, tiny_tokenizer()).write(7, experience, batch)
+    first, second, third = records(tmp_path / "7.jsonl")
+    assert (first["response_mask"], first["rewards"]) == ([1, 1, 0], [0, 1, 0])
+    assert (first["step"], first["acc"]) == (7, 1)
+    assert (second["response_mask"], second["rewards"]) == ([1, 1], [0, 0.5])
+    assert (third["response_mask"], third["score"]) == ([0, 0, 0], None)
+    assert len(read_rollouts(tmp_path)) == 2
 
 
 def test_targets_are_the_discounted_rewards() -> None:

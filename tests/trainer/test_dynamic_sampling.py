@@ -2,7 +2,6 @@
 
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,8 +180,3 @@ def test_going_on_is_exact(step: int, whole: Path, settings: list[str], inputs: 
     rest = train([*base_overrides(inputs, tmp_path), *settings, *resume, f"trainer.save_freq={TOTAL}"])
     assert_same_end(whole / f"global_step_{TOTAL}", rest / f"global_step_{TOTAL}")
     assert same({n: found for n, found in measured(whole).items() if n > step}, measured(rest))
-
-
-def test_noise_goes_on_over_the_batches_of_a_step() -> None:
-    key = NoiseKey(1, 2)
-    assert replace(key, first_sample=8) != key

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, train
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tests.training.test_losses import OUTPUTS, SIZES, batch, tokens
 from tether.algorithms import importance_weights, parse_rejection
+from tether.algorithms.rollout_correction import REJECTION_MODES
 from tether.batch import RolloutBatch, TrainBatch, filled
+from tether.config.schema.algorithm import RejectionMode
 from tether.metrics.keys import describe
 from tether.trainer.rollout_correction import RolloutCorrection
 from tether.training.forward import PolicyModel
@@ -95,6 +98,10 @@ def test_veto() -> None:
     assert found.response_mask.any(dim=-1).tolist() == [False, True, False]
     RolloutCorrection(veto_threshold=1e-44).apply(untouched := recorded())
     assert untouched.response_mask.any(dim=-1).tolist() == [True, True, False]
+
+
+def test_the_configuration_knows_every_mode() -> None:
+    assert get_args(RejectionMode) == REJECTION_MODES
 
 
 def test_a_batch_without_a_score_is_left_alone() -> None:

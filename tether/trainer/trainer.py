@@ -7,6 +7,7 @@ sampler. `Trainer.step` is exactly that. Everything optional is an object that m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ class Trainer:
             if self.critic:
                 with time("update_critic"):
                     metrics |= _prefixed("critic", self.critic.update(learned, number - 1))
-            if self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", 0.0)):
+            if self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", -math.inf)):
                 with time("update_actor"):
                     metrics |= _prefixed("actor", self.actor.update(learned, number - 1))
                 with time("update_weights"):

@@ -61,7 +61,7 @@ def bypass_mode(
         weights = None
         if rollout_is is not None:
             weights = importance_weights(
-                log_probs.detach(), old_log_probs, kept, level=rollout_is, threshold=rollout_is_threshold
+                log_probs.detach(), old_log_probs, response_mask, level=rollout_is, threshold=rollout_is_threshold
             )
         loss = -select(advantages, kept) * select(log_probs, kept)
         metrics = ratio_metrics(bounded_log_ratio(log_probs, old_log_probs, kept), kept)
