@@ -108,12 +108,14 @@ def test_the_cap_is_said_and_the_step_takes_what_there_is(caplog: pytest.LogCapt
     assert len(recorded.keys) == 2
     assert [prompt.index for prompt in found.prompts] == [1]
     assert found.report.metrics["dynamic_sampling/missing_groups"] == 1
-    assert "step 3: 2 batches (algorithm.filter_groups.max_num_gen_batches) gave only 1 of 2 prompts" in caplog.text
+    assert (
+        "step 3: within algorithm.filter_groups.max_num_gen_batches=2 only 1 of 2 prompts had responses" in caplog.text
+    )
 
 
 def test_nothing_to_learn_stops_the_run() -> None:
     scores = dict.fromkeys(range(6), (1.0, 1.0))
-    with pytest.raises(NothingToLearn, match=r"step 3: no prompt of 3 batches .*max_num_gen_batches.* had responses"):
+    with pytest.raises(NothingToLearn, match=r"step 3: within .*max_num_gen_batches=3 no prompt had responses"):
         sample(scores)
 
 

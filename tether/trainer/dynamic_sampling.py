@@ -125,15 +125,15 @@ class DynamicSampling:
     def _check(self, found: int, step: int) -> None:
         if found >= self.num_groups:
             return
-        cap = f"{self.max_batches} batches (algorithm.filter_groups.max_num_gen_batches)"
+        cap = f"algorithm.filter_groups.max_num_gen_batches={self.max_batches}"
         if not found:
             raise NothingToLearn(
-                f"step {step}: no prompt of {cap} had responses that differ in {self.metric}. The prompts are too easy "
-                "or too hard for this policy, or the reward does not tell its answers apart: look at the samples, take "
-                "other prompts, raise actor_rollout_ref.rollout.n, or set algorithm.filter_groups.enable=False."
+                f"step {step}: within {cap} no prompt had responses that differ in {self.metric}. The prompts are too "
+                "easy or too hard for this policy, or the reward does not tell its answers apart: look at the samples, "
+                "take other prompts, raise actor_rollout_ref.rollout.n, or set algorithm.filter_groups.enable=False."
             )
         logger.warning(
-            "step %d: %s gave only %d of %d prompts whose responses differ in %s; the step takes these",
+            "step %d: within %s only %d of %d prompts had responses that differ in %s; the step takes these",
             step, cap, found, self.num_groups, self.metric,
         )  # fmt: skip
 
