@@ -47,10 +47,11 @@ def filled(field: Tensor | None) -> Tensor:
     return field
 
 
-def last_valid(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """True at the last position of each row where the mask is; nowhere in a row without any."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    return mask & (position == torch.where(mask, position, -1).amax(dim=-1, keepdim=True))
+def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Put the number of each row on the last token that the policy sampled, and 0 elsewhere."""
+    position = torch.arange(response_mask.shape[1], device=response_mask.device)
+    last = torch.where(response_mask, position, -1).amax(dim=-1, keepdim=True)
+    return torch.where(position == last, per_row[:, None], 0.0)
 
 
 class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
@@ -91,7 +92,15 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     values: Float[Tensor, "B T"] | None = None  # type: ignore[assignment]
     """The critic's estimate before each response token."""
     token_level_rewards: Float[Tensor, "B T"] | None = None
-    """Scores after the KL penalty, if there is one."""
+    """Scores after reward shaping and the KL penalty, where there are any."""
+    sum_pi_squared: Float[Tensor, "B T"] | None = None
+    """Probability that two draws from the policy agree, for the optimal token baselines."""
+    bootstrap_values: Float[Tensor, " B"] | None = None
+    """The critic's estimate after the last token of a truncated response; 0 where the response ended by itself."""
+    reward_baselines: Float[Tensor, " B"] | None = None
+    """Score of a greedy answer to the row's prompt, for `remax`."""
+    reward_components: Float[Tensor, "B R"] | None = None
+    """The components of the reward, for `gdpo`."""
     advantages: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
     rollout_is_weights: Float[Tensor, "B T"] | None = None
@@ -108,18 +117,25 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
         The score lands on the last token that the policy sampled. A row without a score loses its whole
         ``response_mask``, so that no statistic and no loss sees it.
         """
+        scores = scores.to(rollout.response_mask.device)
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
-        at_last = last_valid(rollout.response_mask) & scored[:, None]
+        mask = rollout.response_mask & scored[:, None]
         return cls(
             uid=rollout.uid,
             prompt_ids=rollout.prompt_ids,
             prompt_length=rollout.prompt_length,
             response_ids=rollout.response_ids,
             response_length=rollout.response_length,
-            response_mask=rollout.response_mask & scored[:, None],
+            response_mask=mask,
             rollout_log_probs=rollout.rollout_log_probs,
             truncated=rollout.truncated,
-            token_level_scores=torch.where(at_last, scores[:, None].nan_to_num(), 0.0).to(torch.float32),
+            token_level_scores=on_last_token(scores.nan_to_num(), mask).to(torch.float32),
             scored=scored,
             batch_size=rollout.batch_size,
         )
+
+    def leave_out(self, rows: Bool[Tensor, " B"]) -> None:
+        """Treat these rows as rows without a score: no statistic and no loss sees them any more."""
+        self.scored = self.scored & ~rows
+        self.response_mask = self.response_mask & ~rows[:, None]
+        self.token_level_scores = torch.where(rows[:, None], 0.0, self.token_level_scores)

@@ -91,7 +91,7 @@ def test_explain_says_what_a_key_inherits():
 
 
 def test_explain_says_what_is_refused_and_what_does_nothing():
-    assert "one of gae, grpo, rloo, reinforce_plus_plus\n" in explain("algorithm.adv_estimator")
+    assert "optimal_token_baseline, gdpo, raw\n" in explain("algorithm.adv_estimator")
     assert "refused: any value but the default (tether keeps" in explain("trainer.default_hdfs_dir")
     assert "no effect here: " in explain("actor_rollout_ref.rollout.gpu_memory_utilization")
     assert "acts only while algorithm.use_pf_ppo is True" in explain("algorithm.pf_ppo.weight_pow")

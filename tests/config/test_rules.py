@@ -9,6 +9,7 @@ from tether.config.rules import RULES
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
 EXPLAINED = "trainer.critic_warmup_until_explained_variance"
+GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,format]", f"{ROLLOUT}.n=2"]
 
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
 CASES = {
@@ -30,6 +31,36 @@ CASES = {
         f"{ROLLOUT}.n",
         "1 response a prompt carries no signal for algorithm.adv_estimator=grpo",
         [f"{ROLLOUT}.n=2"],
+    ),
+    "gdpo_has_components": (
+        ["algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=2"],
+        "algorithm.gdpo_reward_keys",
+        "empty, and algorithm.adv_estimator=gdpo adds up the components",
+        ["algorithm.gdpo_reward_keys=[score,acc]", "algorithm.gdpo_reward_weights=[1,0.5]"],
+    ),
+    "gdpo_reads_components_only": (
+        [*GDPO, "reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=9"],
+        "reward_model.overlong_buffer.enable",
+        "changes the score, but algorithm.adv_estimator=gdpo learns from algorithm.gdpo_reward_keys",
+        ["algorithm.adv_estimator=grpo"],
+    ),
+    "remax_scores_keep_their_scale": (
+        ["algorithm.adv_estimator=remax", "algorithm.normalize_rewards=running"],
+        "algorithm.normalize_rewards",
+        "running moves scores away from the greedy answer's",
+        ["algorithm.normalize_rewards=none"],
+    ),
+    "lambda_is_used": (
+        ["algorithm.lam=0.9", "algorithm.lam_critic=1", "algorithm.lam_actor_alpha=0.05"],
+        "algorithm.lam",
+        "0.9 is read by neither half",
+        ["algorithm.lam_critic=null"],
+    ),
+    "overlong_buffer_fits": (
+        ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=513"],
+        "reward_model.overlong_buffer.len",
+        "513 tokens are no part of data.max_response_length=512. set it from 1 to 512",
+        ["data.max_response_length=513"],
     ),
     "gae_has_a_critic": (
         ["critic.enable=False"],
@@ -166,6 +197,12 @@ CASES |= {
         "True needs the weights of the whole batch",
         [f"{CORRECTION}.rollout_is_batch_normalize=False"],
     ),
+    "bypass_has_no_token_baseline": (
+        [f"{CORRECTION}.bypass_mode=True", "algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=2"],
+        "algorithm.adv_estimator",
+        "optimal_token_baseline needs the pass over the old policy",
+        [f"{CORRECTION}.bypass_mode=False"],
+    ),
     "filtered_groups_have_peers": (
         [f"{FILTER}.enable=True"],
         f"{ROLLOUT}.n",
@@ -246,6 +283,23 @@ def problem_list(*overrides):
     with pytest.raises(ConfigError) as error:
         load(*overrides)
     return error.value.problems
+
+
+def test_components_and_their_weights_are_counted():
+    problems = problems_of(*GDPO, "algorithm.gdpo_reward_weights=[1,2,3]")
+    assert (
+        "3 weights for 2 components in algorithm.gdpo_reward_keys. give 2" in problems["algorithm.gdpo_reward_weights"]
+    )
+
+
+@pytest.mark.parametrize("setting", ["algorithm.use_kl_in_reward=True", "algorithm.normalize_rewards=batch"])
+def test_gdpo_ignores_no_change_of_the_score(setting):
+    assert list(problems_of(*GDPO, setting)) == [setting.split("=")[0]]
+
+
+def test_the_critics_lambda_follows_lam():
+    assert load("algorithm.lam=0.9").config.algorithm.lam_critic == 0.9
+    assert load("algorithm.lam=0.9", "algorithm.lam_critic=1").config.algorithm.lam_critic == 1
 
 
 def test_the_other_direction_of_resuming():

@@ -81,15 +81,6 @@ def test_what_is_masked_does_not_exist(garbage: float) -> None:
     assert group_metrics(scores, torch.zeros(3, dtype=torch.long), scored)["group/score_std_mean"] == 0.5
 
 
-def test_a_rejected_row_is_in_no_statistic_of_scores() -> None:
-    batch = filled_batch()
-    batch.response_mask[0] = False
-    metrics = data_metrics(batch, max_prompt_length=4)
-    assert metrics["critic/score/mean"] == 0.5
-    assert metrics["critic/rewards/mean"] == 0.25
-    assert metrics["reward/excluded_rows"] == 1.0  # it has a score
-
-
 def test_fields_that_are_not_there_yet_are_left_out() -> None:
     batch = TrainBatch.assemble(rollout([2, 1]), torch.tensor([1.0, 0.5]))
     metrics = data_metrics(batch, max_prompt_length=4)

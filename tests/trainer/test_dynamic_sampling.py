@@ -182,3 +182,14 @@ def test_going_on_is_exact(step: int, whole: Path, settings: list[str], inputs: 
     rest = train([*base_overrides(inputs, tmp_path), *settings, *resume, f"trainer.save_freq={TOTAL}"])
     assert_same_end(whole / f"global_step_{TOTAL}", rest / f"global_step_{TOTAL}")
     assert same({n: found for n, found in measured(whole).items() if n > step}, measured(rest))
+
+
+def test_the_greedy_baseline_answers_the_prompts_that_were_kept(
+    settings: list[str], inputs: Path, tmp_path: Path
+) -> None:
+    """3 prompts begin the step, and 4 others may end it."""
+    remax = ["algorithm.adv_estimator=remax", "critic.enable=False", "trainer.total_training_steps=1"]
+    waits = ["trainer.critic_warmup_until_explained_variance=null"]
+    metrics = measured(train([*base_overrides(inputs, tmp_path), *settings, *remax, *waits]))
+    assert metrics[1]["train/num_gen_batches"] >= 2
+    assert metrics[1]["baseline/unscored_prompts"] == 0

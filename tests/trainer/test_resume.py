@@ -12,6 +12,7 @@ from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, tr
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
 from tether.trainer.build import build_run
+from tether.trainer.reward_shaping import RewardShaping
 from tether.training.checkpoint import TRACKER, load_state
 from tether.training.local import LocalEngine
 
@@ -19,6 +20,12 @@ TOTAL = 5
 ALGORITHMS = {
     "gae": [*GAE, "trainer.critic_warmup=2"],
     "grpo": GRPO,
+    "shaped": [
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.normalize_rewards=running",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=4",
+    ],
     "lora": [*GAE, "actor_rollout_ref.model.lora_rank=4"],
 }
 Straight = Callable[[str], Path]
@@ -59,6 +66,7 @@ def going_on(name: str, inputs: Path, checkpoint: Path, directory: Path) -> list
         pytest.param("gae", 3, id="gae-epoch-boundary"),
         pytest.param("grpo", 2, id="grpo-mid-epoch"),
         pytest.param("grpo", 3, id="grpo-epoch-boundary"),
+        pytest.param("shaped", 2, id="running-reward-statistics"),
         pytest.param("lora", 2, id="lora"),
     ],
 )
@@ -97,6 +105,13 @@ def test_a_lost_optimizer_state_would_be_noticed(straight: Straight, inputs: Pat
     whole = straight("grpo")
     monkeypatch.setattr(LocalEngine, "load_state_dict", lambda self, state: None)
     rest = train(going_on("grpo", inputs, whole / "global_step_2", tmp_path))
+    assert not same(weights(whole / f"global_step_{TOTAL}"), weights(rest / f"global_step_{TOTAL}"))
+
+
+def test_lost_reward_statistics_would_be_noticed(straight: Straight, inputs: Path, tmp_path: Path, monkeypatch):
+    whole = straight("shaped")
+    monkeypatch.setattr(RewardShaping, "load_state_dict", lambda self, state: None)
+    rest = train(going_on("shaped", inputs, whole / "global_step_2", tmp_path))
     assert not same(weights(whole / f"global_step_{TOTAL}"), weights(rest / f"global_step_{TOTAL}"))
 
 

@@ -83,7 +83,7 @@ def test_a_rejected_row_leaves_altogether() -> None:
     RolloutCorrection(rejection=parse_rejection("seq_max_k3", 1.0)).apply(found)  # 4 - 1 - log 4 = 1.6
     assert found.response_mask.tolist() == [[False] * 3, [True, True, False], [False] * 3]
     assert rows(found.token_level_scores) == [[0, 0, 0], [0, 0.5, 0], [0, 0, 0]]
-    assert found.scored.tolist() == [True, True, False]
+    assert found.scored.tolist() == [False, True, False]
     assert found.rollout_is_weights is None
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from tests.training.batches import UNSCORED, make_batch, make_critic, make_policy
+from tests.training.batches import UNSCORED, make_batch, make_critic, make_engine, make_policy
 from tether.models.critic import value_head_of
 from tether.training.forward import PolicyModel, ValueModel
+from tether.training.micro_batches import MicroBatching
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
 
@@ -17,7 +18,7 @@ def test_log_probs_and_entropy_are_those_of_transformers(packed: bool, temperatu
     policy = make_policy()
     batch = make_batch(policy, make_critic())
     with torch.no_grad():
-        found = PolicyModel(policy, temperature, packed, with_entropy=True)(batch)
+        found = PolicyModel(policy, temperature, packed, with_entropy=True, with_sum_pi_squared=True)(batch)
     theirs = tiny_model("llama", dtype=torch.float64)
     for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
         response = batch.response_ids[row, :r]
@@ -29,14 +30,38 @@ def test_log_probs_and_entropy_are_those_of_transformers(packed: bool, temperatu
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
         torch.testing.assert_close(found.log_probs[row, :r][mask], expected[mask], **TOLERANCE)
         torch.testing.assert_close(found.entropy[row, :r][mask], entropy[mask], **TOLERANCE)
+        collision = log_softmax.exp().square().sum(-1)
+        torch.testing.assert_close(found.sum_pi_squared[row, :r][mask], collision[mask], **TOLERANCE)
     assert not found.log_probs[~batch.response_mask].any()
     assert not found.entropy[~batch.response_mask].any()
+    assert not found.sum_pi_squared[~batch.response_mask].any()
     assert not batch.response_mask[UNSCORED].any()
 
 
-def test_without_entropy_there_is_none() -> None:
-    policy = make_policy()
-    assert PolicyModel(policy)(make_batch(policy, make_critic())).entropy is None
+def test_what_is_not_asked_for_is_not_there() -> None:
+    policy, critic = make_policy(), make_critic()
+    batch = make_batch(policy, critic)
+    outputs = PolicyModel(policy)(batch)
+    assert outputs.entropy is outputs.sum_pi_squared is None
+    assert ValueModel(critic)(batch).bootstrap_values is None
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_truncated_response_has_a_value_after_its_last_token(packed: bool) -> None:
+    critic = make_critic()
+    batch = make_batch(make_policy(), critic)
+    batch.truncated = torch.arange(len(batch)) % 2 == 1  # row 1 has a tool's output in it
+    engine = make_engine(critic, MicroBatching(max_rows=2, packed=packed))
+    found = engine.infer(batch, ValueModel(critic, packed, with_bootstrap=True))
+    torch.testing.assert_close(found.values, engine.infer(batch, ValueModel(critic, packed)).values, rtol=0, atol=1e-12)
+    head, theirs = value_head_of(critic), tiny_model("llama", dtype=torch.float64, seed=1).base_model
+    for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
+        ids = torch.cat([batch.prompt_ids[row, :p], batch.response_ids[row, :r]])[None]
+        with torch.no_grad():
+            expected = head(theirs(ids).last_hidden_state[0, -1])
+        if not batch.truncated[row]:
+            expected = torch.zeros_like(expected)
+        torch.testing.assert_close(found.bootstrap_values[row : row + 1], expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -33,6 +33,7 @@ def test_packed_by_hand() -> None:
     assert rows.predicts.tolist() == [2, 4, 6]
     assert rows.targets.tolist() == [8, 2, 9]
     assert rows.slots.tolist() == [0, 2, 3]
+    assert rows.ends.tolist() == [5, 7]
     assert sequence_lengths(example()).tolist() == [6, 2]
 
 
@@ -43,6 +44,7 @@ def test_padded_by_hand() -> None:
     assert rows.layout == Padded()
     assert rows.predicts.tolist() == [2, 4, 6]
     assert (rows.targets.tolist(), rows.slots.tolist()) == ([8, 2, 9], [0, 2, 3])
+    assert rows.ends.tolist() == [5, 7]
 
 
 def test_scatter_puts_each_value_in_its_slot_and_carries_gradients() -> None:

@@ -51,8 +51,12 @@ class RunningRewardNormalizer:
 
     def normalize(self, scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
         """Return (score - mean) / std for the valid scores, 0 for the others; changes no statistic."""
-        std = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return select((select(scores, valid) - self.mean) / (std or 1.0), valid)
+        return select((select(scores, valid) - self.mean) / (self.std or 1.0), valid)
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation of all scores so far; 0 for fewer than two."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, float]:
         """Return what `load_state_dict` restores exactly."""

@@ -85,6 +85,15 @@ def bypass_has_no_mean_weight(cfg: RunConfig) -> Problem | None:
     return Problem(f"{CORRECTION}.rollout_is_batch_normalize", what, "set it to False")
 
 
+def bypass_has_no_token_baseline(cfg: RunConfig) -> Problem | None:
+    """The optimal token baselines read what the pass finds that bypass mode leaves out."""
+    estimator = cfg.algorithm.adv_estimator
+    if not cfg.algorithm.rollout_correction.bypass_mode or not estimator.endswith("optimal_token_baseline"):
+        return None
+    what = f"{estimator} needs the pass over the old policy that {CORRECTION}.bypass_mode=True leaves out"
+    return Problem("algorithm.adv_estimator", what, f"set {CORRECTION}.bypass_mode=False, or take another estimator")
+
+
 def filtered_groups_have_peers(cfg: RunConfig) -> Problem | None:
     """The scores of a single response cannot differ."""
     if not cfg.algorithm.filter_groups.enable or cfg.actor_rollout_ref.rollout.n > 1:
@@ -107,6 +116,7 @@ OFF_POLICY_RULES = (
     bypass_is_said_once,
     bypass_corrects_once,
     bypass_has_no_mean_weight,
+    bypass_has_no_token_baseline,
     filtered_groups_have_peers,
     groups_are_filtered_before_the_kl,
 )

@@ -29,7 +29,6 @@ class Refused:
 DEVICES = Refused("tether trains on one device so far", fine=(1,))
 SEQUENCE_PARALLEL = Refused("sequence parallelism needs several devices, and tether trains on one so far")
 MEGATRON = Refused("Megatron is not supported yet")
-TOKEN_BASELINE = Refused("the optimal token baseline is not supported yet")
 FULL_KL = Refused("the KL over the whole vocabulary is not supported yet", values=("full", "full+"))
 OPTIMIZER = Refused("the optimizer is torch.optim.AdamW")
 ONE_SEED = Refused("one seed serves everything: set trainer.seed")
@@ -44,26 +43,20 @@ DATA_CLASSES = Refused("samplers and generators of your own are not supported ye
 QUANTIZED = Refused("sampling with quantized weights is not supported yet")
 SKIP_ROLLOUT = Refused("reusing dumped rollouts is not supported yet")
 REWARD_MODEL = Refused("learned reward models are not supported yet; use rules or custom_reward_function")
-REWARD_MANAGER = Refused("only the naive reward manager is supported so far; use custom_reward_function")
+REWARD_MANAGER = Refused(
+    "only the naive reward manager is supported so far; use custom_reward_function, and reward_model.overlong_buffer"
+)
 SANDBOX = Refused("running code in a remote sandbox is not supported yet")
 TRACE = Refused("traces of conversations are not supported yet")
 CLOUD = Refused("tether keeps checkpoints on local disk and does not watch cloud instances")
 
 REFUSED: Mapping[str, Refused] = {
-    "algorithm.adv_estimator": Refused(
-        "this estimator comes later",
-        values=(
-            "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk", "rloo_vectorized", "remax", "opo", "gpg",
-            "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
-        ),
-    ),
     "algorithm.kl_penalty": FULL_KL,
     "actor_rollout_ref.actor.kl_loss_type": FULL_KL,
     "actor_rollout_ref.actor.policy_loss.loss_mode": Refused(
         "this policy loss comes later",
         values=("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"),
     ),
-    "actor_rollout_ref.actor.*sum_pi_squared*": TOKEN_BASELINE,
     "actor_rollout_ref.actor.freeze_vision_tower": MULTI_MODAL,
     "trainer.nnodes": DEVICES,
     "trainer.n_gpus_per_node": DEVICES,
@@ -121,7 +114,7 @@ REFUSED: Mapping[str, Refused] = {
     "actor_rollout_ref.rollout.agent.custom_async_server.*": MULTI_TURN,
     "actor_rollout_ref.rollout.trace.backend": TRACE,
     "reward_model.enable": REWARD_MODEL,
-    "reward_model.reward_manager": REWARD_MANAGER,
+    "reward_model.reward_manager": Refused(REWARD_MANAGER.why, fine=("dapo",)),
     "reward_model.reward_kwargs": REWARD_MANAGER,
     "reward_model.reward_loop_*": REWARD_MANAGER,
     "reward_manager.*": REWARD_MANAGER,

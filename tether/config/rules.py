@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tether.config.advantage_rules import ADVANTAGE_RULES
 from tether.config.off_policy_rules import OFF_POLICY_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
@@ -64,23 +65,6 @@ def _sequence_parallel_packs(section: str, size: int, packing_key: str, packed: 
         return None
     what = f"{size} needs packed rows, and {packing_key} is False"
     return Problem(f"{section}.ulysses_sequence_parallel_size", what, f"set {packing_key}=True")
-
-
-def group_has_peers(cfg: RunConfig) -> Problem | None:
-    """A group of one is its own mean: every advantage is zero or has no baseline."""
-    estimator = cfg.algorithm.adv_estimator
-    if estimator not in ("grpo", "rloo") or cfg.actor_rollout_ref.rollout.n > 1:
-        return None
-    what = f"1 response a prompt carries no signal for algorithm.adv_estimator={estimator}, which compares responses"
-    return Problem(f"{ROLLOUT}.n", what, f"set {ROLLOUT}.n to 2 or more, or use algorithm.adv_estimator=gae")
-
-
-def gae_has_a_critic(cfg: RunConfig) -> Problem | None:
-    """GAE needs values."""
-    if cfg.critic.enable or cfg.algorithm.adv_estimator != "gae":
-        return None
-    what = "False leaves algorithm.adv_estimator=gae without values"
-    return Problem("critic.enable", what, "leave critic.enable out, or choose an estimator that needs no critic")
 
 
 def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
@@ -228,8 +212,6 @@ RULES: tuple[Rule, ...] = (
     critic_mini_batch_fits,
     actor_sequence_parallel_packs,
     critic_sequence_parallel_packs,
-    group_has_peers,
-    gae_has_a_critic,
     adaptive_kl_moves,
     actor_warmup_is_said_once,
     critic_warmup_is_said_once,
@@ -245,6 +227,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints_are_kept_together,
     custom_dataset_is_complete,
     subsets_are_not_empty,
+    *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
 )
 

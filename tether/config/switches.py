@@ -23,6 +23,8 @@ class Switch:
         return value not in self.on if self.on is not None else value in (self.off or ())
 
 
+GAE = Switch("algorithm.adv_estimator", on=("gae",))
+GDPO = Switch("algorithm.adv_estimator", on=("gdpo",))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
 KL_REWARD = Switch("algorithm.use_kl_in_reward", on=(True,))
 ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
@@ -39,9 +41,14 @@ CRITIC_LORA = Switch("critic.model.lora_rank", off=(0,))
 REWARD_MODEL = Switch("reward_model.enable", on=(True,))
 
 SWITCHED: Mapping[str, Switch | None] = {
-    "algorithm.lam": Switch("algorithm.adv_estimator", on=("gae",)),
+    "algorithm.lam": GAE,
+    "algorithm.lam_*": GAE,
+    "algorithm.bootstrap_truncated": GAE,
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
-    "algorithm.norm_adv_by_std_in_grpo": Switch("algorithm.adv_estimator", on=("grpo",)),
+    "algorithm.norm_adv_by_std_in_grpo": Switch(
+        "algorithm.adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")
+    ),
+    "algorithm.gdpo_reward_*": GDPO,
     "algorithm.kl_penalty": KL_REWARD,
     "algorithm.kl_ctrl.type": KL_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_REWARD,
@@ -86,6 +93,8 @@ SWITCHED: Mapping[str, Switch | None] = {
     "reward_model.max_length": REWARD_MODEL,
     "reward_model.use_dynamic_bsz": REWARD_MODEL,
     "reward_model.forward_max_token_len_per_gpu": REWARD_MODEL,
+    "reward_model.overlong_buffer.enable": None,
+    "reward_model.overlong_buffer.*": Switch("reward_model.overlong_buffer.enable", on=(True,)),
     "reward_model.sandbox_fusion.*": Switch("reward_model.sandbox_fusion.url", off=(None,)),
     "trainer.val_before_train": Switch("data.val_files", off=((),)),
 }

@@ -24,15 +24,15 @@ def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, floa
         batch: a batch with `token_level_scores` and whatever the step has filled in.
         max_prompt_length: the limit that `prompt_length/clip_ratio` compares with, in tokens.
     """
-    mask, rows = batch.response_mask, batch.response_mask.any(dim=-1)
-    metrics = _spread("critic/score", _row_sums(batch.token_level_scores, mask)[rows])
+    mask, scored = batch.response_mask, batch.scored
+    metrics = _spread("critic/score", _row_sums(batch.token_level_scores, mask)[scored])
     if batch.token_level_rewards is not None:
-        metrics |= _spread("critic/rewards", _row_sums(batch.token_level_rewards, mask)[rows])
+        metrics |= _spread("critic/rewards", _row_sums(batch.token_level_rewards, mask)[scored])
     for name in ("advantages", "returns", "values"):
         per_token = getattr(batch, name)
         if per_token is not None:
             metrics |= _spread(f"critic/{name}", per_token[mask])
-    metrics["reward/excluded_rows"] = float((~batch.scored).sum())
+    metrics["reward/excluded_rows"] = float((~scored).sum())
     return metrics | length_metrics(
         batch.prompt_length, batch.response_length, batch.truncated, max_prompt_length=max_prompt_length
     )

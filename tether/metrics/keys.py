@@ -35,6 +35,15 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     **_spread("critic/advantages", "advantage of a token", "near 0 where advantages are whitened"),
     **_spread("critic/returns", "return of a token: what the critic learns to predict"),
     **_spread("critic/values", "value that the critic predicts for a token", "near critic/returns/mean"),
+    "critic/score/nonzero_fraction": MetricInfo(
+        "Share of scored responses with a score other than 0; the advantages of `gpg` are divided by it.", "above 0"
+    ),
+    "critic/advantages/nonzero_fraction": MetricInfo(
+        "Share of tokens whose advantage is not 0: those that the policy learns from.", "above 0.5"
+    ),
+    "critic/bootstrap_value_mean": MetricInfo(
+        "Mean value of the critic after the last token of a truncated response.", "near critic/returns/mean"
+    ),
     "critic/vf_explained_var": MetricInfo(
         "Share of the variance of the returns that the critic explains: 1 - Var(returns - values) / Var(returns); "
         "0 where the returns do not vary.",
@@ -46,13 +55,35 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "critic/grad_norm": MetricInfo("Norm of the critic's gradient before clipping.", "steady; spikes are clipped"),
     "critic/lr": MetricInfo("Learning rate of the critic."),
     "reward/excluded_rows": MetricInfo(
-        "Responses without a score (abstained, failed or empty): left out of all statistics.", "0"
+        "Responses left out of all statistics: without a score (abstained, failed, empty), or rejected as a whole.", "0"
     ),
     "reward/error_rate": MetricInfo("Share of responses on which the reward failed.", "0"),
     "reward/abstain_rate": MetricInfo("Share of responses on which the reward abstained."),
     "reward/call_s/p50": MetricInfo("Median time to score a response, in seconds."),
     "reward/call_s/p99": MetricInfo("Time to score a response that 99 % do not exceed, in seconds."),
     "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned beside its score."),
+    "reward/overlong_penalty_mean": MetricInfo("Mean punishment of length, added to the score of a response."),
+    "reward/overlong_fraction": MetricInfo("Share of responses punished for their length.", "falls over the run"),
+    "reward/running_mean": MetricInfo("Mean of all scores so far, which running normalisation subtracts."),
+    "reward/running_std": MetricInfo("Standard deviation of all scores so far, which it divides by.", "above 0"),
+    "baseline/score_mean": MetricInfo(
+        "Mean score of the greedy responses that `remax` compares with.", "above critic/score/mean"
+    ),
+    "baseline/beaten_fraction": MetricInfo("Share of responses that score above the greedy one.", "above 0"),
+    "baseline/response_tokens": MetricInfo("Tokens generated for greedy responses: what the baseline costs."),
+    "baseline/unscored_prompts": MetricInfo(
+        "Prompts whose greedy response has no score; their responses are left out.", "0"
+    ),
+    "gdpo/<key>/zero_std_fraction": MetricInfo(
+        "Share of prompt groups in which this component of the reward is equal everywhere.", "below 0.5"
+    ),
+    "gdpo/<key>/score_std_mean": MetricInfo(
+        "Mean standard deviation of this component within a prompt group.", "above 0"
+    ),
+    "group/single_fraction": MetricInfo(
+        "Share of prompt groups with one scored response only, which has nothing to be compared with.",
+        "0 where estimators compare responses",
+    ),
     "group/zero_std_fraction": MetricInfo(
         "Share of prompt groups in which all scores are equal: they teach a group baseline nothing.", "below 0.5"
     ),
@@ -62,6 +93,10 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
 ACTOR: Mapping[str, MetricInfo] = {
     "actor/entropy": MetricInfo(
         "Mean entropy of the policy at a token, in nats.", "falls slowly; a drop to 0 within few steps is a collapse"
+    ),
+    "actor/sum_pi_squared": MetricInfo(
+        "Mean probability that two draws of a token agree; asked for by the optimal token baselines.",
+        "rises slowly; 1 is a collapse",
     ),
     "actor/pg_loss": MetricInfo("Policy loss.", "small; its level says little about progress"),
     "actor/pg_clipfrac": MetricInfo("Share of tokens whose policy update was clipped.", "0 to 0.2"),
@@ -169,6 +204,7 @@ PROGRESS: Mapping[str, MetricInfo] = {
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses."),
+    "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
     "timing_s/old_log_prob": MetricInfo("Seconds of recomputing the log-probabilities."),
     "timing_s/ref": MetricInfo("Seconds of the reference policy."),

@@ -17,10 +17,10 @@ class KLReward:
     kind: str
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
-        """Set `token_level_rewards` from scores, `old_log_probs` and `ref_log_probs`; returns metrics."""
+        """Lower `token_level_rewards` by the KL of `old_log_probs` to `ref_log_probs`; returns metrics."""
         coefficient = self.controller.value
         batch.token_level_rewards, kl = apply_kl_penalty(
-            batch.token_level_scores,
+            filled(batch.token_level_rewards),
             filled(batch.old_log_probs),
             filled(batch.ref_log_probs),
             batch.response_mask,

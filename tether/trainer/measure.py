@@ -5,6 +5,7 @@ from __future__ import annotations
 from tether.algorithms import Mean, explained_variance, masked_sum, off_policy_metrics
 from tether.batch import TrainBatch, filled
 from tether.metrics.data import data_metrics, group_metrics, mismatch_metrics
+from tether.metrics.estimators import estimator_metrics
 from tether.metrics.perf import memory_metrics, throughput_metrics
 from tether.metrics.timing import Timer, timing_per_token_ms
 from tether.rewards.summary import RewardReport
@@ -40,13 +41,13 @@ def step_metrics(
         max_prompt_length: the limit that prompts were held to.
     """
     tokens = int(sequence_lengths(batch).sum())
-    rows = batch.response_mask.any(dim=-1)
     entropy = {}
     if policy is not None and policy.entropy is not None:
         entropy["actor/entropy"] = float(Mean.of(policy.entropy, batch.response_mask))
     return {
         **data_metrics(batch, max_prompt_length=max_prompt_length),
-        **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, rows),
+        **estimator_metrics(batch),
+        **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
         **report.metrics,
         **entropy,
         **throughput_metrics(tokens, time.seconds["step"]),

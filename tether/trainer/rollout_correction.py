@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from tether.algorithms import (
     importance_metrics,
     importance_weights,
@@ -21,7 +18,7 @@ from tether.algorithms import (
     rejection_metrics,
     veto_mask,
 )
-from tether.batch import TrainBatch, filled, last_valid
+from tether.batch import TrainBatch, filled, on_last_token
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,10 @@ class RolloutCorrection:
     def apply(self, batch: TrainBatch) -> dict[str, float]:
         """Set `rollout_is_weights` and take what is rejected out of `response_mask`; returns metrics.
 
-        Nothing that comes later in the step sees a rejected token: not the advantages (GAE skips it), not the group
-        statistics (a row without a token left is in none), not the denominators of the losses. What the reward gave at
-        a rejected token moves to the last token of the row that is left. Weights are those of all that was sampled,
-        rejected or not, and their mean too.
+        Nothing that comes later in the step sees a rejected token: not the advantages (GAE skips it), not the
+        denominators of the losses. The score of a row moves to the last token that is left of it, and a row of which
+        nothing is left is left out like one without a score. Weights are those of all that was sampled, rejected or
+        not, and their mean too.
         """
         old, sampler, sampled = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
         if not sampled.any():
@@ -67,12 +64,8 @@ class RolloutCorrection:
             metrics["rollout_corr/rollout_token_veto_fraction"] = float(
                 masked_mean(vetoed.float(), sampled.any(dim=-1))
             )
-        batch.token_level_scores = _moved(batch.token_level_scores, sampled & ~kept, kept)
+        scores = masked_sum(batch.token_level_scores, sampled, dim=-1)
+        batch.token_level_scores = on_last_token(scores, kept).to(batch.token_level_scores.dtype)
         batch.response_mask = kept
+        batch.leave_out(~kept.any(dim=-1))
         return metrics
-
-
-def _moved(scores: Tensor, rejected: Tensor, kept: Tensor) -> Tensor:
-    """[B, T] scores, with what stands under `rejected` added at the last kept token of its row."""
-    lost = masked_sum(scores, rejected, dim=-1)
-    return torch.where(kept, scores, 0.0) + torch.where(last_valid(kept), lost[:, None], 0.0)

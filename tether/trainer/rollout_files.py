@@ -7,7 +7,7 @@ A line is one response. Its first keys are those of verl's rollout dumps::
     step            training step
     data_source, index, uid                     where the prompt comes from, its row there, its number in the step
     prompt_ids, response_ids, response_mask     tokens; 1 where the update learns from the token
-    rewards                                     reward of each response token, after the KL penalty
+    rewards                                     reward of each response token, after shaping and the KL penalty
     ...                                         whatever else the reward returned
 """
 

@@ -22,10 +22,13 @@ from tether.trainer.collect import Collector
 from tether.trainer.critic_warmup import CriticWarmup
 from tether.trainer.dynamic_sampling import DynamicSampling
 from tether.trainer.evaluate import Evaluation
+from tether.trainer.greedy_baseline import GreedyBaseline
 from tether.trainer.kl_reward import KLReward
 from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
 from tether.trainer.persistence import Persistence
 from tether.trainer.pf_ppo import PolicyFiltration
+from tether.trainer.reward_components import RewardComponents
+from tether.trainer.reward_shaping import RewardShaping
 from tether.trainer.rollout_correction import RolloutCorrection
 from tether.trainer.rollout_files import RolloutFiles
 from tether.training.forward import PolicyOutputs, ValueOutputs
@@ -62,6 +65,9 @@ class Trainer:
     actor: Learner[PolicyOutputs]
     critic: Learner[ValueOutputs] | None
     reference: Callable[[TrainBatch], PolicyOutputs] | None
+    greedy_baseline: GreedyBaseline | None
+    reward_components: RewardComponents | None
+    reward_shaping: RewardShaping | None
     kl_reward: KLReward | None
     estimate_advantages: Callable[[TrainBatch], TrainBatch]
     dynamic_sampling: DynamicSampling | None
@@ -92,13 +98,18 @@ class Trainer:
                 collector = self.dynamic_sampling or self.collector
                 experience = collector.collect(prompts, self.sampling, key, self._show_progress)
             batch = TrainBatch.assemble(experience.rollout, experience.scores)
+            if self.greedy_baseline:
+                with time("gen_max"):
+                    metrics |= self.greedy_baseline.add_to(batch, experience.prompts, self.collector, key)
+            if self.reward_components:
+                metrics |= self.reward_components.add_to(batch, experience.outcomes)
             policy = None
             if self.sampler_is_old_policy:
                 batch.old_log_probs = batch.rollout_log_probs
             else:
                 with time("old_log_prob"):
                     policy = self.actor.infer(batch)
-                    batch.old_log_probs = policy.log_probs
+                    batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
                 metrics |= sampler_metrics(batch)
             if self.rollout_correction:
                 metrics |= self.rollout_correction.apply(batch)
@@ -107,9 +118,12 @@ class Trainer:
                     batch.ref_log_probs = self.reference(batch).log_probs
             if self.critic:
                 with time("values"):
-                    batch.values = self.critic.infer(batch).values
+                    critic = self.critic.infer(batch)
+                    batch.values, batch.bootstrap_values = critic.values, critic.bootstrap_values
             with time("adv"):
                 batch.token_level_rewards = batch.token_level_scores
+                if self.reward_shaping:
+                    metrics |= self.reward_shaping.apply(batch)
                 if self.kl_reward:
                     metrics |= self.kl_reward.apply(batch)
                 batch = self.estimate_advantages(batch)
@@ -177,6 +191,7 @@ class Trainer:
             "step": self.step_number,
             "validation_due": self.validation_due,
             "sampler": self.sampler.state_dict(),
+            "reward_shaping": self.reward_shaping.state_dict() if self.reward_shaping else None,
             "kl_reward": self.kl_reward.state_dict() if self.kl_reward else None,
             "critic_warmup": self.critic_warmup.state_dict(),
         }
@@ -186,6 +201,8 @@ class Trainer:
         self.step_number = state["step"]
         self.validation_due = state["validation_due"] and self.evaluation is not None
         self.sampler.load_state_dict(state["sampler"])
+        if self.reward_shaping and state["reward_shaping"]:
+            self.reward_shaping.load_state_dict(state["reward_shaping"])
         if self.kl_reward and state["kl_reward"]:
             self.kl_reward.load_state_dict(state["kl_reward"])
         self.critic_warmup.load_state_dict(state["critic_warmup"])

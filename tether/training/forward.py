@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from tensordict import TensorClass
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,17 +21,18 @@ class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
 
     log_probs: Tensor  # [B, T]
     entropy: Tensor | None = None  # [B, T]
+    sum_pi_squared: Tensor | None = None  # [B, T]
 
 
 class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The critic before each response token; zero outside the mask."""
 
     values: Tensor  # type: ignore[assignment]  # [B, T]
+    bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 where it ended itself
 
 
-def _predicting_states(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    states = hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
-    return states[rows.predicts]
+def _states(model: PreTrainedModel, rows: TokenRows) -> Tensor:
+    return hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,26 @@ class PolicyModel:
     temperature: float = 1.0
     packed: bool = True
     with_entropy: bool = False
+    with_sum_pi_squared: bool = False
+    """Also the sum over the vocabulary of the squared probabilities; it carries no gradient."""
 
     def __call__(self, batch: TrainBatch) -> PolicyOutputs:
-        """Log-probability (and entropy) of each response token."""
+        """Log-probability (and what else is asked for) of each response token."""
         rows = token_rows(batch, packed=self.packed)
-        states = _predicting_states(self.model, rows)
         tokens = token_log_probs(
-            states, lm_head_of(self.model), rows.targets, temperature=self.temperature, with_entropy=self.with_entropy
+            _states(self.model, rows)[rows.predicts],
+            lm_head_of(self.model),
+            rows.targets,
+            temperature=self.temperature,
+            with_entropy=self.with_entropy,
+            with_sum_pi_squared=self.with_sum_pi_squared,
         )
-        entropy = rows.scatter(tokens.entropy) if tokens.entropy is not None else None
-        return PolicyOutputs(log_probs=rows.scatter(tokens.log_probs), entropy=entropy, batch_size=batch.batch_size)
+        return PolicyOutputs(
+            log_probs=rows.scatter(tokens.log_probs),
+            entropy=rows.scatter(tokens.entropy) if tokens.entropy is not None else None,
+            sum_pi_squared=rows.scatter(tokens.sum_pi_squared) if tokens.sum_pi_squared is not None else None,
+            batch_size=batch.batch_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,10 +75,18 @@ class ValueModel:
 
     model: PreTrainedModel
     packed: bool = True
+    with_bootstrap: bool = False
+    """Also the value at the last token of a truncated response: of the state in which the length limit cut it."""
 
     def __call__(self, batch: TrainBatch) -> ValueOutputs:
-        """Value before each response token."""
+        """Value before each response token, and after the last where that is asked for."""
         rows = token_rows(batch, packed=self.packed)
-        states = _predicting_states(self.model, rows)
-        values = values_from_hidden(states, value_head_of(self.model))
-        return ValueOutputs(values=rows.scatter(values), batch_size=batch.batch_size)
+        states, head = _states(self.model, rows), value_head_of(self.model)
+        after = None
+        if self.with_bootstrap:
+            after = torch.where(batch.truncated, values_from_hidden(states[rows.ends], head), 0.0)
+        return ValueOutputs(
+            values=rows.scatter(values_from_hidden(states[rows.predicts], head)),
+            bootstrap_values=after,
+            batch_size=batch.batch_size,
+        )

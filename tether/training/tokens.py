@@ -28,6 +28,7 @@ class TokenRows:
     predicts: Tensor  # [M] flat position in R*S that stands just before each valid response token
     targets: Tensor  # [M] those response tokens
     slots: Tensor  # [M] their flat place in B*T
+    ends: Tensor  # [B] flat position in R*S of the last token of each row
     shape: tuple[int, int]  # (B, T)
 
     def scatter(self, per_token: Tensor) -> Tensor:
@@ -74,5 +75,6 @@ def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
         predicts=start[row] + within,
         targets=batch.response_ids[row, column],
         slots=row * width + column,
+        ends=start + sequence_lengths(batch) - 1,
         shape=(rows, width),
     )

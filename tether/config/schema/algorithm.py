@@ -6,11 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from tether.config.schema.section import Fraction, NonNegative, Positive, PositiveFloat, Section, as_strings
+from tether.config.schema.section import (
+    Floats,
+    Fraction,
+    Inherits,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    Strings,
+    as_strings,
+)
 
 AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
-    "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
+    "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "raw",
 ]  # fmt: skip
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
@@ -92,8 +102,20 @@ class AlgorithmConfig(Section):
     """Discount factor."""
     lam: Fraction = 1.0
     """gae: lambda, between bias (0) and variance (1)."""
+    lam_critic: Annotated[Fraction, Inherits(".lam")]
+    """gae: lambda of the returns that the critic learns; unset: lam. VAPO takes 1. (tether's own key.)"""
+    lam_actor_alpha: PositiveFloat | None = None
+    """gae: lambda of the advantages follows the response's length n: 1 - 1 / (alpha n). VAPO takes 0.05. (tether's.)"""
+    bootstrap_truncated: bool = False
+    """gae: a response cut by the length limit ends in the critic's value, not in 0. (tether's own key.)"""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo: divide by the standard deviation of the group."""
+    """grpo, grpo_vectorized, grpo_passk: divide by the standard deviation of the group."""
+    gdpo_reward_keys: Strings = ()
+    """gdpo: numbers in the reward's dict, each a component of the reward; score is the score itself."""
+    gdpo_reward_weights: Floats = ()
+    """gdpo: weight of each component; empty: all 1."""
+    normalize_rewards: Literal["none", "running", "batch"] = "none"
+    """Scale scores to mean 0 and std 1: by all scores so far, or by those of the step. (tether's own key.)"""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: KlKind = "kl"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from tether.config.schema.engine import FsdpConfig, MegatronConfig, ProfilerConfig, Strategy
-from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section
+from tether.config.schema.section import (
+    Count,
+    Fraction,
+    Inherits,
+    NonNegative,
+    Options,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class CustomRewardFunctionConfig(Section):
@@ -99,6 +108,19 @@ class SandboxFusionConfig(Section):
     """Memory a call."""
 
 
+class OverlongBufferConfig(Section):
+    """`reward_model.overlong_buffer`: DAPO's soft punishment of long responses."""
+
+    enable: bool = False
+    """Punish responses that come near data.max_response_length."""
+    len: Count = 0
+    """Tokens before that limit in which the punishment grows."""
+    penalty_factor: NonNegative = 1.0
+    """What a response of the full length loses; less within the buffer, in proportion."""
+    log: bool = False
+    """Log the punishment."""
+
+
 class RewardModelConfig(Section):
     """How rewards are computed; a learned reward model."""
 
@@ -151,6 +173,7 @@ class RewardModelConfig(Section):
     """Its file."""
     reward_loop_class_name: str | None = None
     """Its name."""
+    overlong_buffer: OverlongBufferConfig
     sandbox_fusion: SandboxFusionConfig
     profiler: ProfilerConfig
 

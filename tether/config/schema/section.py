@@ -74,6 +74,7 @@ def as_strings(value: Any) -> Any:
 
 Name = Annotated[str, BeforeValidator(_as_text), Says("a name")]
 Strings = Annotated[tuple[str, ...], BeforeValidator(as_strings), Says("a string or a list of strings")]
+Floats = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Says("a list of numbers")]
 Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple), Says("a list of two numbers")]
 Options = Annotated[dict[str, Any], Field(default_factory=dict), Says("a {key: value} mapping")]
 Positive = Annotated[int, Field(gt=0), Says("a whole number above 0")]

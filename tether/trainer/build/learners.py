@@ -21,6 +21,7 @@ from tether.config.schema.optim import OptimConfig
 from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import load_critic
 from tether.models.load import load_causal_lm
+from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
 from tether.trainer.build.off_policy import bypass_options
 from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel, ValueOutputs
@@ -141,7 +142,9 @@ def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, inc
         ),
         loss=_policy_loss(actor, correction),
         plan=update_plan(actor, rollout.n, config.trainer.seed),
-        infer_forward=PolicyModel(model, temperature, packed, with_entropy=True),
+        infer_forward=PolicyModel(
+            model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
+        ),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
             rows=rollout.log_prob_micro_batch_size_per_gpu,
@@ -216,13 +219,13 @@ def build_critic(
         save=_save_model,
         incident_dir=incidents / "critic" if incidents else None,
     )
-    forward = ValueModel(model, packed)
+    bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
     return Learner(
         engine=engine,
-        forward=forward,
+        forward=ValueModel(model, packed),
         loss=CriticLoss(critic.cliprange_value, aggregation=Aggregation(critic.loss_agg_mode)),
         plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
-        infer_forward=forward,
+        infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
             rows=critic.forward_micro_batch_size_per_gpu,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from tether.algorithms import ADVANTAGE_ESTIMATORS, AdaptiveKLController, FixedKLController
-from tether.batch import TrainBatch
+from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.algorithm import AlgorithmConfig
 from tether.data.sampler import PromptSampler
@@ -21,6 +19,12 @@ from tether.metrics.loggers.protocol import RunInfo
 from tether.rewards.pool import RewardPool
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.rollout.protocol import SamplingParams
+from tether.trainer.build.advantages import (
+    build_advantage_estimator,
+    build_greedy_baseline,
+    build_reward_components,
+    build_reward_shaping,
+)
 from tether.trainer.build.inputs import Inputs, build_inputs, build_rewards
 from tether.trainer.build.learners import DTYPES, build_actor, build_critic, build_reference, load_policy
 from tether.trainer.build.off_policy import (
@@ -98,8 +102,11 @@ def build_run(loaded: LoadedConfig) -> Run:
                 incidents,
             ),
             reference=build_reference(config, inputs, policy, device),
+            greedy_baseline=build_greedy_baseline(config),
+            reward_components=build_reward_components(config),
+            reward_shaping=build_reward_shaping(config),
             kl_reward=_kl_reward(config.algorithm),
-            estimate_advantages=_advantage_estimator(config.algorithm),
+            estimate_advantages=build_advantage_estimator(config.algorithm),
             dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler),
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             policy_filtration=build_policy_filtration(config),
@@ -192,26 +199,6 @@ def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
     if control.type == "adaptive":
         return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
     return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
-
-
-def _advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], TrainBatch]:
-    estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
-
-    def estimate(batch: TrainBatch) -> TrainBatch:
-        result = estimator(
-            batch.token_level_rewards,
-            batch.response_mask,
-            values=batch.values,
-            uid=batch.uid,
-            old_log_probs=batch.old_log_probs,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        )
-        batch.advantages, batch.returns = result.advantages, result.returns
-        return batch
-
-    return estimate
 
 
 def _loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:

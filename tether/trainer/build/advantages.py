@@ -1,0 +1,92 @@
+"""From rewards to advantages: the estimator, what it asks of the step, and what is done to rewards before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tether.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    RunningRewardNormalizer,
+    length_adaptive_lambda,
+    needs,
+    overlong_penalty,
+)
+from tether.batch import TrainBatch
+from tether.config import RunConfig
+from tether.config.schema.algorithm import AlgorithmConfig
+from tether.rollout.protocol import SamplingParams
+from tether.trainer.greedy_baseline import GreedyBaseline
+from tether.trainer.reward_components import RewardComponents
+from tether.trainer.reward_shaping import LengthPenalty, RewardShaping
+
+
+def asks_for(config: RunConfig, what: str) -> bool:
+    """Whether the estimator of a run cannot do without an input, for example ``reward_baselines``."""
+    return what in needs(ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator])
+
+
+def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], TrainBatch]:
+    """The function that fills in `advantages` and `returns`."""
+    estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+    weights = torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None
+    alpha = algorithm.lam_actor_alpha
+    decoupled = alpha is not None or algorithm.lam_critic != algorithm.lam
+
+    def estimate(batch: TrainBatch) -> TrainBatch:
+        result = estimator(
+            batch.token_level_rewards,
+            batch.response_mask,
+            uid=batch.uid,
+            values=batch.values,
+            bootstrap_values=batch.bootstrap_values,
+            old_log_probs=batch.old_log_probs,
+            sum_pi_squared=batch.sum_pi_squared,
+            reward_baselines=batch.reward_baselines,
+            reward_components=batch.reward_components,
+            component_weights=weights,
+            gamma=algorithm.gamma,
+            lam=length_adaptive_lambda(batch.response_mask, alpha) if alpha else algorithm.lam,
+            critic_lam=algorithm.lam_critic if decoupled else None,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        )
+        batch.advantages, batch.returns = result.advantages, result.returns
+        return batch
+
+    return estimate
+
+
+def build_reward_shaping(config: RunConfig) -> RewardShaping | None:
+    """What changes scores; None where nothing does."""
+    penalty, how = _length_penalty(config), config.algorithm.normalize_rewards
+    if penalty is None and how == "none":
+        return None
+    return RewardShaping(penalty, RunningRewardNormalizer() if how == "running" else None, per_batch=how == "batch")
+
+
+def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
+    """ReMax's baseline; None for other estimators."""
+    if not asks_for(config, "reward_baselines"):
+        return None
+    rollout = config.actor_rollout_ref.rollout
+    greedy = SamplingParams(max_new_tokens=rollout.response_length, temperature=0.0, ignore_eos=rollout.ignore_eos)
+    return GreedyBaseline(greedy, _length_penalty(config))
+
+
+def build_reward_components(config: RunConfig) -> RewardComponents | None:
+    """GDPO's components; None for other estimators."""
+    return RewardComponents(config.algorithm.gdpo_reward_keys) if asks_for(config, "reward_components") else None
+
+
+def _length_penalty(config: RunConfig) -> LengthPenalty | None:
+    buffer = config.reward_model.overlong_buffer
+    if not buffer.enable:
+        return None
+    return partial(
+        overlong_penalty,
+        max_length=config.data.max_response_length,
+        buffer_length=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+    )

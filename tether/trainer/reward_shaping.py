@@ -1,0 +1,62 @@
+"""What happens to the score of a row before advantages are estimated: punishment of length, then normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tether.algorithms import RunningRewardNormalizer, masked_sum, normalize_rewards_per_batch
+from tether.batch import TrainBatch, on_last_token
+
+LengthPenalty = Callable[[Tensor], Tensor]
+"""[B] response lengths in tokens -> [B] what is added to the score, 0 or below."""
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """Changes the scores of rows that have one; at most one of the two normalisations is on."""
+
+    length_penalty: LengthPenalty | None = None
+    running: RunningRewardNormalizer | None = None
+    """Normalises by all scores so far, those of this step included."""
+    per_batch: bool = False
+    """Normalises by the scores of this step."""
+
+    def apply(self, batch: TrainBatch) -> dict[str, float]:
+        """Set `token_level_rewards` from `token_level_scores`, on the last token of each row; returns metrics."""
+        metrics: dict[str, float] = {}
+        scores = masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
+        if self.length_penalty:
+            penalty = self.length_penalty(batch.response_length)
+            scores = scores + penalty
+            metrics |= penalty_metrics(penalty[batch.scored])
+        if self.running:
+            self.running.update(scores, batch.scored)
+            scores = self.running.normalize(scores, batch.scored)
+            metrics |= {"reward/running_mean": self.running.mean, "reward/running_std": self.running.std}
+        if self.per_batch:
+            scores = normalize_rewards_per_batch(scores, batch.scored)
+        batch.token_level_rewards = on_last_token(scores, batch.response_mask)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running statistics, if there are any."""
+        return self.running.state_dict() if self.running else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the running statistics; normalisation that a resumed run switches on starts afresh."""
+        if self.running and state:
+            self.running.load_state_dict(state)
+
+
+def penalty_metrics(penalty: Tensor) -> dict[str, float]:
+    """How much, and how often, length was punished; nothing where no row has a score."""
+    if not len(penalty):
+        return {}
+    return {
+        "reward/overlong_penalty_mean": float(penalty.double().mean()),
+        "reward/overlong_fraction": float((penalty < 0).double().mean()),
+    }
