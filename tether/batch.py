@@ -105,6 +105,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     returns: Float[Tensor, "B T"] | None = None
     rollout_is_weights: Float[Tensor, "B T"] | None = None
     """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
+    selected: Bool[Tensor, "B T"] | None = None
+    """Tokens that the policy loss treats apart, chosen among all tokens of a mini-batch (clip_cov, kl_cov)."""
 
     @classmethod
     def assemble(cls, rollout: RolloutBatch, scores: Float[Tensor, " B"]) -> TrainBatch:

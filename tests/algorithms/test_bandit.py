@@ -133,10 +133,40 @@ def test_full_kl_gradient() -> None:
     torch.testing.assert_close(theta.grad, gradient_of(reverse_kl), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("k1", "kl")])
+def test_every_loss_and_kind_has_its_number() -> None:
+    assert set(DERIVATIVES) == set(POLICY_LOSSES)
+    assert {*KINDS, "full"} == set(KL_ESTIMATORS)
+
+
+def lowers_the_kl(step: Tensor) -> bool:
+    return bool(reverse_kl((THETA - 0.01 * step).log_softmax(dim=0)) < reverse_kl(P.log()))
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_one_step_lowers_the_kl(kind: str) -> None:
+    """As a term of the loss; but k1, whose step is no step."""
+    if kind == "full":
+        assert lowers_the_kl(gradient_of(lambda log_p: full_kl(log_p[None], REFERENCE.log()[None], 1).sum()))
+        return
     step = expected_gradient(lambda log_p: kl_penalty(log_p, REFERENCE.log()[:, None], kind), P)
-    assert reverse_kl((THETA - 0.01 * step).log_softmax(dim=0)) < reverse_kl(P.log())
+    if kind in ("k1", "kl"):
+        assert step.abs().max() < 1e-15
+    else:
+        assert lowers_the_kl(step)
+
+
+def policy_gradient(rewards: Tensor) -> Tensor:
+    """Of the expected reward, negated: what gradient descent on the policy loss follows."""
+    return (-P * rewards) @ (torch.eye(4, dtype=torch.float64) - P)
+
+
+def test_a_kl_of_samples_in_the_reward_lowers_the_kl_and_one_of_the_whole_distribution_does_nothing() -> None:
+    """k1 in the reward has the exact gradient of the KL; the full KL is the same for all actions: a mere baseline."""
+    k1 = kl_penalty(P.log()[:, None], REFERENCE.log()[:, None], "k1")[:, 0]
+    torch.testing.assert_close(policy_gradient(-k1), gradient_of(reverse_kl), rtol=1e-12, atol=1e-12)
+    assert lowers_the_kl(policy_gradient(-k1))
+    full = full_kl(P.log()[None], REFERENCE.log()[None], 1).expand(4)
+    assert policy_gradient(-full).abs().max() < 1e-15
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])

@@ -68,6 +68,18 @@ CASES = {
         "False leaves algorithm.adv_estimator=gae without values",
         ["critic.enable=null"],
     ),
+    "policy_loss_is_aggregated_as_defined": (
+        [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean"],
+        f"{ACTOR}.loss_agg_mode",
+        f"token-mean contradicts {ACTOR}.policy_loss.loss_mode=gspo, which is defined for seq-mean-token-mean",
+        [f"{ACTOR}.loss_agg_mode=null"],
+    ),
+    "clip_cov_bounds_enclose_something": (
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"],
+        f"{ACTOR}.policy_loss.clip_cov_lb",
+        f"5.0 is not below {ACTOR}.policy_loss.clip_cov_ub=5.0, so clip_cov drops no token",
+        [f"{ACTOR}.policy_loss.clip_cov_lb=4.5"],
+    ),
     "adaptive_kl_moves": (
         ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0"],
         "algorithm.kl_ctrl.horizon",
@@ -185,6 +197,12 @@ CASES |= {
         f"{CORRECTION}.rollout_is",
         "token would weigh a second time",
         [f"{CORRECTION}.loss_type=reinforce"],
+    ),
+    "decoupled_corrects_once": (
+        [f"{ACTOR}.policy_loss.loss_mode=decoupled", f"{CORRECTION}.rollout_is=token"],
+        f"{CORRECTION}.rollout_is",
+        "token would weigh a second time",
+        [f"{CORRECTION}.rollout_is=null"],
     ),
     "bypass_has_no_mean_weight": (
         [

@@ -1,8 +1,7 @@
 """Promise 1: how a mini-batch is cut into micro-batches, packed or recomputed changes no gradient."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import cycle, product
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,22 +9,48 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
-from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, count_valid, merge_metrics
+from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
 from tether.models.backbone import enable_gradient_checkpointing
-from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss
+from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
+from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.micro_batches import MicroBatching
 from tether.training.protocol import LossFunction, LossSizes, LossTerm
 
 TOLERANCE = 1e-10
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
-KL_KINDS = [kind for kind in KL_ESTIMATORS if kind != "full"]  # that one is no loss of sampled tokens
-ACTOR_CASES = list(zip(product(ESTIMATORS, AGGREGATIONS), cycle(KL_KINDS), strict=False))
+MODES = (*AGGREGATIONS, "masked_mean_ratio")
+KL_KINDS = tuple(KL_ESTIMATORS)
 WHOLE = MicroBatching(max_rows=ROWS)
-SPLITS = [MicroBatching(max_rows=rows) for rows in (1, 2, 3)] + [
-    MicroBatching(max_tokens=tokens)
-    for tokens in (14, 30)  # the longest row has 16
+SPLITS = [
+    MicroBatching(max_rows=1),
+    MicroBatching(max_rows=2),
+    MicroBatching(max_rows=3, packed=False),
+    MicroBatching(max_rows=5),  # two steps of gradient accumulation
+    MicroBatching(max_tokens=14),  # the longest row has 16
+    MicroBatching(max_tokens=30, packed=False),
+]
+
+SELECTIONS = {
+    "clip_cov": TokenSelection("clip_cov", {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01}),
+    "kl_cov": TokenSelection("kl_cov", {"kl_cov_ratio": 0.1}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy loss and an aggregation, each pair with one of the KL kinds and one of the estimators."""
+
+    loss: str
+    mode: str
+    kl_kind: str
+    estimator: str
+
+
+CASES = [
+    Case(loss, mode, KL_KINDS[(i + 4 * j) % len(KL_KINDS)], ESTIMATORS[(i + j) % len(ESTIMATORS)])
+    for i, loss in enumerate(POLICY_LOSSES)
+    for j, mode in enumerate(MODES)
 ]
 
 
@@ -40,7 +65,7 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def actor() -> Setup:
-    return Setup(make_policy)
+    return Setup(lambda: make_policy(num_hidden_layers=1))
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +73,33 @@ def critic() -> Setup:
     return Setup(make_critic)
 
 
+@pytest.fixture(scope="module")
+def reference() -> ReferenceModel:
+    return ReferenceModel(make_policy(seed=3, num_hidden_layers=1))
+
+
+@pytest.fixture(scope="module")
+def batches(actor: Setup, critic: Setup) -> dict[str, TrainBatch]:
+    """By estimator; one row of each is fully masked."""
+    return {estimator: make_batch(actor.plain, critic.plain, estimator) for estimator in ESTIMATORS}
+
+
 def accumulate(
-    model: PreTrainedModel, batch: TrainBatch, loss: LossFunction, micro: MicroBatching, *, packed: bool = True
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    loss: LossFunction,
+    micro: MicroBatching,
+    *,
+    reference: ReferenceModel | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Gradients and metrics of one mini-batch."""
+    """Gradients and metrics of one mini-batch, its tokens selected first where the loss asks for it."""
     is_actor = model.get_output_embeddings() is not None
-    forward = PolicyModel(model, 0.9, packed, with_entropy=True) if is_actor else ValueModel(model, packed)
-    measured = make_engine(model, micro).accumulate_gradients(batch, forward, loss)
+    policy = PolicyModel(model, 0.9, micro.packed, with_entropy=True, reference=reference)
+    forward = policy if is_actor else ValueModel(model, micro.packed)
+    engine, mini = make_engine(model, micro), batch.clone()
+    if isinstance(loss, PolicyLoss) and loss.name in TOKEN_SELECTIONS:
+        SELECTIONS[loss.name](mini, engine.infer(mini, forward), torch.Generator().manual_seed(0))
+    measured = engine.accumulate_gradients(mini, forward, loss)
     return gradients(model), {name: float(metric) for name, metric in merge_metrics(measured).items()}
 
 
@@ -65,62 +110,82 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
-def policy_loss(aggregation: str = "token-mean", kl_kind: str = "k3") -> PolicyLoss:
+def policy_loss(name: str = "vanilla", mode: str = "token-mean", kl_kind: str = "k3") -> PolicyLoss:
     return PolicyLoss(
+        name=name,
         options={"clip_ratio_high": 0.3},
-        aggregation=Aggregation(aggregation),
+        aggregation=Aggregation(mode),
         entropy_coeff=0.03,
         kl_coef=0.2,
         kl_kind=kl_kind,
     )
 
 
-@pytest.mark.parametrize(("combination", "kl_kind"), ACTOR_CASES)
-def test_the_actors_gradient(actor: Setup, critic: Setup, combination: tuple[str, str], kl_kind: str) -> None:
-    estimator, aggregation = combination
-    batch = make_batch(actor.plain, critic.plain, estimator)
-    loss = policy_loss(aggregation, kl_kind)
-    expected, metrics = accumulate(actor.plain, batch, loss, WHOLE)
-    assert 0 < metrics["actor/pg_clipfrac"] < 1
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.loss}-{case.mode}-{case.kl_kind}")
+def test_the_actors_gradient(
+    actor: Setup, batches: dict[str, TrainBatch], reference: ReferenceModel, case: Case
+) -> None:
+    batch, loss = batches[case.estimator], policy_loss(case.loss, case.mode, case.kl_kind)
+    beside = reference if case.kl_kind == "full" else None
+    expected, metrics = accumulate(actor.plain, batch, loss, WHOLE, reference=beside)
+    assert 0 < metrics.get("actor/pg_clipfrac", 0.5) < 1
     for micro in SPLITS:
-        found, split_metrics = accumulate(actor.plain, batch, loss, micro)
+        found, split_metrics = accumulate(actor.plain, batch, loss, micro, reference=beside)
         assert distance(found, expected) < TOLERANCE
         assert split_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_cases_hold_every_loss_aggregation_and_kl_kind() -> None:
+    assert {(case.loss, case.mode) for case in CASES} == {(loss, mode) for loss in POLICY_LOSSES for mode in MODES}
+    assert {case.kl_kind for case in CASES} == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("huber_delta", [None, 0.3])
-def test_the_critics_gradient(actor: Setup, critic: Setup, aggregation: str, huber_delta: float | None) -> None:
-    batch = make_batch(actor.plain, critic.plain)
-    loss = CriticLoss(0.4, huber_delta, Aggregation(aggregation))
-    expected, metrics = accumulate(critic.plain, batch, loss, WHOLE)
+def test_the_critics_gradient(
+    critic: Setup, batches: dict[str, TrainBatch], mode: str, huber_delta: float | None
+) -> None:
+    loss = CriticLoss(0.4, huber_delta, Aggregation(mode))
+    expected, metrics = accumulate(critic.plain, batches["gae"], loss, WHOLE)
     assert 0 < metrics["critic/vf_clipfrac"] < 1
     for micro in SPLITS:
-        found, split_metrics = accumulate(critic.plain, batch, loss, micro)
+        found, split_metrics = accumulate(critic.plain, batches["gae"], loss, micro)
         assert distance(found, expected) < TOLERANCE
         assert split_metrics == pytest.approx(metrics, rel=1e-9)
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ["actor", "actor-full-kl", "critic"])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("recomputing", [True, False])
-def test_packing_and_recomputing(actor: Setup, critic: Setup, role: str, packed: bool, recomputing: bool) -> None:
-    setup, loss = (actor, policy_loss()) if role == "actor" else (critic, CriticLoss())
-    batch = make_batch(actor.plain, critic.plain)
-    expected, _ = accumulate(setup.plain, batch, loss, WHOLE)
+def test_packing_and_recomputing(
+    actor: Setup,
+    critic: Setup,
+    batches: dict[str, TrainBatch],
+    reference: ReferenceModel,
+    role: str,
+    packed: bool,
+    recomputing: bool,
+) -> None:
+    setup, loss, beside = {
+        "actor": (actor, policy_loss(), None),
+        "actor-full-kl": (actor, policy_loss(kl_kind="full"), reference),
+        "critic": (critic, CriticLoss(), None),
+    }[role]
+    expected, _ = accumulate(setup.plain, batches["gae"], loss, WHOLE, reference=beside)
     model = setup.recomputing if recomputing else setup.plain
-    for micro in (WHOLE, *SPLITS):
-        found, _ = accumulate(model, batch, loss, replace(micro, packed=packed), packed=packed)
+    for micro in (WHOLE, *SPLITS[1:3]):
+        found, _ = accumulate(model, batches["gae"], loss, replace(micro, packed=packed), reference=beside)
         assert distance(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(("which", "passes"), [("plain", 1), ("recomputing", 2)])
-def test_recomputing_does_run_each_layer_again(actor: Setup, critic: Setup, which: str, passes: int) -> None:
-    batch, model = make_batch(actor.plain, critic.plain), getattr(actor, which)
-    calls = []
+def test_recomputing_does_run_each_layer_again(
+    actor: Setup, batches: dict[str, TrainBatch], which: str, passes: int
+) -> None:
+    model, calls = getattr(actor, which), []
     # A pre-hook: the second pass stops as soon as it has what backward needs, which may be inside the layer.
     hook = model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    accumulate(model, batch, policy_loss(), WHOLE)
+    accumulate(model, batches["gae"], policy_loss(), WHOLE)
     hook.remove()
     assert len(calls) == passes
 
@@ -136,22 +201,43 @@ def mean_of_each_micro_batch(loss: PolicyLoss) -> LossFunction:
     return legacy
 
 
-def test_a_mean_of_each_micro_batch_breaks_the_promise(actor: Setup, critic: Setup) -> None:
+def test_a_mean_of_each_micro_batch_breaks_the_promise(actor: Setup, batches: dict[str, TrainBatch]) -> None:
     """The negative control: these tests do see the bug that they are there for."""
-    batch = make_batch(actor.plain, critic.plain)
     legacy = mean_of_each_micro_batch(policy_loss())
-    expected, _ = accumulate(actor.plain, batch, policy_loss(), WHOLE)
-    assert distance(accumulate(actor.plain, batch, legacy, WHOLE)[0], expected) < TOLERANCE
+    expected, _ = accumulate(actor.plain, batches["gae"], policy_loss(), WHOLE)
+    assert distance(accumulate(actor.plain, batches["gae"], legacy, WHOLE)[0], expected) < TOLERANCE
     for micro in SPLITS:
-        assert distance(accumulate(actor.plain, batch, legacy, micro)[0], expected) > 1e-3
+        assert distance(accumulate(actor.plain, batches["gae"], legacy, micro)[0], expected) > 1e-3
 
 
-def test_rows_come_back_in_order_however_they_were_cut(actor: Setup, critic: Setup) -> None:
-    batch = make_batch(actor.plain, critic.plain)
+def selected_in_each_micro_batch(loss: PolicyLoss) -> LossFunction:
+    """The legacy way: rank the tokens of the micro-batch, which is what happens to be in memory."""
+
+    def legacy(outputs: PolicyOutputs, micro: TrainBatch, sizes: LossSizes) -> LossTerm:
+        mini = micro.clone()
+        SELECTIONS[loss.name](mini, outputs, torch.Generator().manual_seed(0))
+        return loss(outputs, mini, sizes)
+
+    return legacy
+
+
+@pytest.mark.parametrize("name", TOKEN_SELECTIONS)
+def test_a_selection_in_each_micro_batch_breaks_the_promise(
+    actor: Setup, batches: dict[str, TrainBatch], name: str
+) -> None:
+    """The negative control of the losses that treat some tokens apart."""
+    legacy = selected_in_each_micro_batch(policy_loss(name))
+    expected, _ = accumulate(actor.plain, batches["gae"], policy_loss(name), WHOLE)
+    assert distance(accumulate(actor.plain, batches["gae"], legacy, WHOLE)[0], expected) < TOLERANCE
+    for micro in SPLITS:
+        assert distance(accumulate(actor.plain, batches["gae"], legacy, micro)[0], expected) > 1e-3
+
+
+def test_rows_come_back_in_order_however_they_were_cut(actor: Setup, batches: dict[str, TrainBatch]) -> None:
     engine, forward = make_engine(actor.plain), PolicyModel(actor.plain, with_entropy=True)
-    whole = engine.infer(batch, forward)
+    whole = engine.infer(batches["gae"], forward)
     for micro in SPLITS:
-        split = engine.infer(batch, forward, micro)
+        split = engine.infer(batches["gae"], forward, micro)
         torch.testing.assert_close(split.log_probs, whole.log_probs, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(split.entropy, whole.entropy, rtol=1e-12, atol=1e-12)
     actor.plain.train()

@@ -5,8 +5,10 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.training.batches import UNSCORED, make_batch, make_critic, make_engine, make_policy
+from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import value_head_of
-from tether.training.forward import PolicyModel, ValueModel
+from tether.models.lora import LoraOptions, adapter_off, add_lora
+from tether.training.forward import PolicyModel, ReferenceModel, ValueModel
 from tether.training.micro_batches import MicroBatching
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
@@ -42,7 +44,7 @@ def test_what_is_not_asked_for_is_not_there() -> None:
     policy, critic = make_policy(), make_critic()
     batch = make_batch(policy, critic)
     outputs = PolicyModel(policy)(batch)
-    assert outputs.entropy is outputs.sum_pi_squared is None
+    assert outputs.entropy is outputs.sum_pi_squared is outputs.full_kl is None
     assert ValueModel(critic)(batch).bootstrap_values is None
 
 
@@ -62,6 +64,46 @@ def test_a_truncated_response_has_a_value_after_its_last_token(packed: bool) -> 
         if not batch.truncated[row]:
             expected = torch.zeros_like(expected)
         torch.testing.assert_close(found.bootstrap_values[row : row + 1], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_kl_over_the_vocabulary_is_that_of_transformers_logits(packed: bool, temperature: float) -> None:
+    policy, reference = make_policy(), make_policy(seed=1)
+    batch = make_batch(policy, make_critic())
+    with torch.no_grad():
+        found = PolicyModel(policy, temperature, packed, reference=ReferenceModel(reference))(batch).full_kl
+    theirs = [tiny_model("llama", dtype=torch.float64, seed=seed) for seed in (0, 1)]
+    for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
+        ids = torch.cat([batch.prompt_ids[row, :p], batch.response_ids[row, :r]])[None]
+        with torch.no_grad():
+            log_p, log_q = ((model(ids).logits[0, p - 1 : -1] / temperature).log_softmax(-1) for model in theirs)
+        mask = batch.response_mask[row, :r]
+        torch.testing.assert_close(
+            found[row, :r][mask], (log_p.exp() * (log_p - log_q)).sum(-1)[mask], rtol=1e-5, atol=1e-5
+        )
+    assert found[batch.response_mask].min() > 0.1
+    assert not found[~batch.response_mask].any()
+
+
+def test_with_lora_the_reference_is_the_policy_without_its_adapter() -> None:
+    """It is the adapter alone that gets a gradient, also where layers are recomputed after the adapter was off."""
+    policy, base = make_policy(), make_policy()
+    torch.manual_seed(0)
+    add_lora(policy, LoraOptions(rank=4))
+    batch = make_batch(base, make_critic())
+    reference = ReferenceModel(policy, during=adapter_off)
+    assert PolicyModel(policy, reference=reference)(batch).full_kl.abs().max() < 1e-12
+    adapter = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    for parameter in adapter.values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    enable_gradient_checkpointing(policy.train())
+    found, expected = (
+        PolicyModel(policy, reference=reference)(batch).full_kl for reference in (reference, ReferenceModel(base))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(kl.sum(), list(adapter.values())) for kl in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -18,12 +18,12 @@ from tests.training.batches import (
     weights,
 )
 from tether.batch import TrainBatch, filled
-from tether.training.forward import PolicyModel
+from tether.training.forward import PolicyModel, PolicyOutputs
 from tether.training.local import LocalEngine
-from tether.training.losses import PolicyLoss
+from tether.training.losses import PolicyLoss, TokenSelection
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
+from tether.training.protocol import LossSizes, LossTerm, UpdatePlan
 
 BAD_ROW = 3
 ALL = UpdatePlan(mini_batch_rows=ROWS)
@@ -163,3 +163,41 @@ def test_only_the_bad_mini_batch_is_skipped(batch: TrainBatch) -> None:
     assert math.isfinite(metrics["grad_norm"])
     update(others, scored[torch.tensor([0, 1, 2, 6, 7])], plan)
     assert same_bits(weights(engine.model), weights(others.model))
+
+
+def test_a_mini_batch_is_prepared_once_with_the_models_present_outputs(batch: TrainBatch) -> None:
+    """Before it is cut, in every epoch anew; what is filled in reaches every micro-batch and nothing else."""
+    engine = make_engine(make_policy(), MicroBatching(max_rows=2))
+    seen: list[tuple[int, float]] = []
+    reached: list[TrainBatch] = []
+
+    def prepare(mini: TrainBatch, outputs: PolicyOutputs, generator: torch.Generator) -> None:
+        assert not outputs.log_probs.requires_grad
+        torch.testing.assert_close(outputs.log_probs, PolicyModel(engine.model)(mini).log_probs, rtol=1e-9, atol=1e-9)
+        seen.append((len(mini), float(torch.rand((), generator=generator))))
+        mini.selected = mini.response_mask
+
+    def loss(outputs: PolicyOutputs, micro: TrainBatch, sizes: LossSizes) -> LossTerm:
+        reached.append(micro)
+        return PolicyLoss()(outputs, micro, sizes)
+
+    plan = UpdatePlan(mini_batch_rows=5, epochs=2)
+    engine.update(batch, PolicyModel(engine.model), loss, plan, 3, prepare)
+    draws = [float(torch.rand((), generator=plan.generator(3, epoch, number))) for epoch in (0, 1) for number in (0, 1)]
+    assert seen == list(zip([5, 3, 5, 3], draws, strict=True))
+    assert all(torch.equal(filled(micro.selected), micro.response_mask) for micro in reached)
+    assert batch.selected is None
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_selection_does_not_depend_on_the_micro_batches(batch: TrainBatch, name: str) -> None:
+    found = []
+    for micro in (MicroBatching(max_rows=ROWS), MicroBatching(max_rows=1), MicroBatching(max_tokens=14)):
+        engine = make_engine(make_policy(), micro)
+        selection = TokenSelection(name, {"clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1, "clip_cov_lb": 0.1})
+        plan = UpdatePlan(mini_batch_rows=5, epochs=2)
+        engine.update(batch, PolicyModel(engine.model), PolicyLoss(name), plan, 0, selection)
+        found.append(weights(engine.model))
+    for other in found[1:]:
+        for key, weight in other.items():
+            torch.testing.assert_close(weight, found[0][key], rtol=1e-7, atol=1e-9)  # Adam divides by small numbers

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.training.test_tokens import example
-from tether.batch import TrainBatch
+from tether.batch import TrainBatch, filled
 from tether.training.forward import PolicyOutputs, ValueOutputs
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss
+from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.protocol import LossSizes
 
 SIZES = LossSizes(num_tokens=6, num_sequences=4)  # of a mini-batch of which `example` is half
@@ -48,6 +48,9 @@ POLICY = (-2.4, 1.0, 2.4)  # -2 * clipped 1.2; 1 * 1; 3 * clipped 0.8
         (Aggregation("seq-mean-token-mean"), ((-2.4 + 1) / 2 + 2.4) / 4),
         (Aggregation("seq-mean-token-sum-norm"), (-2.4 + 1 + 2.4) / 3),  # by the width of the responses
         (Aggregation("seq-mean-token-sum-norm", scale_factor=10), (-2.4 + 1 + 2.4) / 10),
+        # an episode of full length 3 in a width of 3: every row weighs the same
+        (Aggregation("masked_mean_ratio"), ((-2.4 + 1) / 2 + 2.4) / 4),
+        (Aggregation("masked_mean_ratio", scale_factor=6), ((-2.4 + 1) * 6 / 2 + 2.4 * 6 / 1) / (4 * 3)),
     ],
 )
 def test_the_policy_loss(aggregation: Aggregation, expected: float) -> None:
@@ -66,6 +69,45 @@ def test_entropy_is_subtracted_and_kl_added() -> None:
     assert term.shares["actor/pg_loss"].item() == pytest.approx(sum(POLICY) / 6)
     assert term.shares["actor/kl_loss"].item() == pytest.approx(kl)
     assert term.loss.item() == pytest.approx(sum(POLICY) / 6 - 0.1 * 0.9 / 6 + 0.2 * kl)
+
+
+def test_the_kl_over_the_vocabulary_is_the_models() -> None:
+    outputs = OUTPUTS.clone()
+    outputs.full_kl = tokens(0.5, 0.25, 0.75)
+    outputs.full_kl[~batch().response_mask] = 0.0
+    term = PolicyLoss(kl_coef=0.2, kl_kind="full")(outputs, batch(), SIZES)
+    assert term.shares["actor/kl_loss"].item() == pytest.approx(1.5 / 6)
+    assert term.loss.item() == pytest.approx(sum(POLICY) / 6 + 0.2 * 1.5 / 6)
+
+
+def test_selected_tokens_reach_the_policy_loss() -> None:
+    """clip_cov: the loss of a selected token is 0."""
+    full = batch()
+    full.selected = torch.tensor([[True, False, False], [False, False, False]])
+    term = PolicyLoss("clip_cov")(OUTPUTS, full, SIZES)
+    assert term.loss.item() == pytest.approx((0 + POLICY[1] + POLICY[2]) / 6)
+
+
+def test_the_rollouts_log_probs_reach_the_policy_loss() -> None:
+    """decoupled: the third token's behaviour weight is 2, the others' 1."""
+    full = batch()
+    full.rollout_log_probs = tokens(-1.0, -1.0, -1.0 - math.log(2))
+    assert PolicyLoss("decoupled")(OUTPUTS, full, SIZES).loss.item() == pytest.approx((-2.4 + 1 + 2 * 2.4) / 6)
+    dropped = PolicyLoss("decoupled", {"behave_weight_threshold": 1.5})(OUTPUTS, full, SIZES)
+    assert dropped.loss.item() == pytest.approx((-2.4 + 1) / 6)
+
+
+def test_a_selection_sees_the_whole_mini_batch() -> None:
+    """Advantages 2, -1, -3 (mean -2/3) and log-probs log 1.5, 0, log .5 above -1 (mean log(.75) / 3)."""
+    mini, generator = batch(), torch.Generator().manual_seed(0)
+    mean = math.log(0.75) / 3
+    covariances = (8 / 3 * (math.log(1.5) - mean), -1 / 3 * -mean, -7 / 3 * (math.log(0.5) - mean))
+    assert covariances[2] > covariances[0] > covariances[1]
+    TokenSelection("kl_cov", {"kl_cov_ratio": 0.7})(mini, OUTPUTS, generator)  # two of three tokens
+    assert filled(mini.selected).tolist() == [[True, False, False], [True, False, False]]
+    # the first token is over the clip, and the third is under it: neither may be drawn
+    TokenSelection("clip_cov", {"clip_cov_lb": -1.0, "clip_cov_ratio": 1.0})(mini, OUTPUTS, generator)
+    assert filled(mini.selected).tolist() == [[False, False, True], [False, False, False]]
 
 
 def test_options_reach_the_policy_loss() -> None:

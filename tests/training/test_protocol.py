@@ -1,5 +1,6 @@
 """The plan of an update: which rows go into which mini-batch."""
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,3 +32,15 @@ def test_a_shuffle_depends_on_seed_step_and_epoch_alone() -> None:
     others = [numbers(plan, 20, 4, 1), numbers(plan, 20, 3, 2), numbers(UpdatePlan(4, shuffle=True, seed=2), 20, 3, 1)]
     assert first not in others
     assert first != numbers(UpdatePlan(4), 20)
+
+
+def test_draws_depend_on_seed_step_epoch_and_mini_batch_alone() -> None:
+    def draw(seed: int, *where: int) -> float:
+        return float(torch.rand((), generator=UpdatePlan(4, seed=seed).generator(*where)))
+
+    assert draw(1, 3, 1, 0) == draw(1, 3, 1, 0)
+    assert len({draw(1, 3, 1, 0), draw(2, 3, 1, 0), draw(1, 4, 1, 0), draw(1, 3, 2, 0), draw(1, 3, 1, 1)}) == 5
+
+
+def test_without_rows_there_is_no_mini_batch() -> None:
+    assert numbers(UpdatePlan(3), 0) == []

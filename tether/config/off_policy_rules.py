@@ -76,6 +76,15 @@ def bypass_corrects_once(cfg: RunConfig) -> Problem | None:
     return Problem(f"{CORRECTION}.rollout_is", what, f"set it to null, or {CORRECTION}.loss_type=reinforce")
 
 
+def decoupled_corrects_once(cfg: RunConfig) -> Problem | None:
+    """The decoupled loss has the token weight in it."""
+    level = cfg.algorithm.rollout_correction.rollout_is
+    if level is None or cfg.actor_rollout_ref.actor.policy_loss.loss_mode != "decoupled":
+        return None
+    what = f"{level} would weigh a second time: {LOSS_MODE}=decoupled already weighs tokens by the ratio to the sampler"
+    return Problem(f"{CORRECTION}.rollout_is", what, f"set it to null, or {LOSS_MODE}=vanilla")
+
+
 def bypass_has_no_mean_weight(cfg: RunConfig) -> Problem | None:
     """In bypass mode the weights follow the policy as it learns, and are never all known at once."""
     correction = cfg.algorithm.rollout_correction
@@ -115,6 +124,7 @@ OFF_POLICY_RULES = (
     rejection_has_one_lower_bound,
     bypass_is_said_once,
     bypass_corrects_once,
+    decoupled_corrects_once,
     bypass_has_no_mean_weight,
     bypass_has_no_token_baseline,
     filtered_groups_have_peers,

@@ -29,7 +29,6 @@ class Refused:
 DEVICES = Refused("tether trains on one device so far", fine=(1,))
 SEQUENCE_PARALLEL = Refused("sequence parallelism needs several devices, and tether trains on one so far")
 MEGATRON = Refused("Megatron is not supported yet")
-FULL_KL = Refused("the KL over the whole vocabulary is not supported yet", values=("full", "full+"))
 OPTIMIZER = Refused("the optimizer is torch.optim.AdamW")
 ONE_SEED = Refused("one seed serves everything: set trainer.seed")
 REPLAY = Refused("replay of expert choices is not supported yet")
@@ -51,12 +50,12 @@ TRACE = Refused("traces of conversations are not supported yet")
 CLOUD = Refused("tether keeps checkpoints on local disk and does not watch cloud instances")
 
 REFUSED: Mapping[str, Refused] = {
-    "algorithm.kl_penalty": FULL_KL,
-    "actor_rollout_ref.actor.kl_loss_type": FULL_KL,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": Refused(
-        "this policy loss comes later",
-        values=("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"),
+    "algorithm.kl_penalty": Refused(
+        "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
+        "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
+        values=("full", "full+"),
     ),
+    "actor_rollout_ref.actor.kl_loss_type": Refused("full already has the exact gradient", values=("full+",)),
     "actor_rollout_ref.actor.freeze_vision_tower": MULTI_MODAL,
     "trainer.nnodes": DEVICES,
     "trainer.n_gpus_per_node": DEVICES,

@@ -13,6 +13,7 @@ from tether.config.off_policy_rules import OFF_POLICY_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.root import RunConfig
+from tether.required import REQUIRED_AGGREGATION
 
 Rule = Callable[[RunConfig], Problem | None]
 ACTOR = "actor_rollout_ref.actor"
@@ -65,6 +66,28 @@ def _sequence_parallel_packs(section: str, size: int, packing_key: str, packed: 
         return None
     what = f"{size} needs packed rows, and {packing_key} is False"
     return Problem(f"{section}.ulysses_sequence_parallel_size", what, f"set {packing_key}=True")
+
+
+def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
+    """A ratio of whole responses has no meaning in a mean over tokens."""
+    actor = cfg.actor_rollout_ref.actor
+    mode, found = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    demanded = REQUIRED_AGGREGATION.get(mode, found)
+    if found in (None, demanded):
+        return None
+    key = f"{ACTOR}.loss_agg_mode"
+    what = f"{found} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
+    return Problem(key, what, f"leave {key} out")
+
+
+def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
+    """clip_cov drops tokens whose covariance lies between the bounds."""
+    loss = cfg.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode != "clip_cov" or loss.clip_cov_lb < loss.clip_cov_ub:
+        return None
+    section = f"{ACTOR}.policy_loss"
+    what = f"{loss.clip_cov_lb} is not below {section}.clip_cov_ub={loss.clip_cov_ub}, so clip_cov drops no token"
+    return Problem(f"{section}.clip_cov_lb", what, f"set it below {loss.clip_cov_ub}")
 
 
 def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
@@ -212,6 +235,8 @@ RULES: tuple[Rule, ...] = (
     critic_mini_batch_fits,
     actor_sequence_parallel_packs,
     critic_sequence_parallel_packs,
+    policy_loss_is_aggregated_as_defined,
+    clip_cov_bounds_enclose_something,
     adaptive_kl_moves,
     actor_warmup_is_said_once,
     critic_warmup_is_said_once,

@@ -34,6 +34,9 @@ FILTER_GROUPS = Switch("algorithm.filter_groups.enable", on=(True,))
 CLIP_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("clip_cov",))
 KL_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("kl_cov",))
 SAPO = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("sapo",))
+DECOUPLED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("decoupled",))
+CLIPPED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov"))
+DUAL_CLIPPED = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode"))
 ACTOR_COSINE = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("cosine",))
 CRITIC_COSINE = Switch("critic.optim.lr_scheduler_type", on=("cosine",))
 LORA = Switch("actor_rollout_ref.model.lora_rank", off=(0,))
@@ -61,8 +64,10 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.rollout_correction.rollout_rs_*": REJECTION,
     "algorithm.rollout_correction.loss_type": Switch("algorithm.rollout_correction.bypass_mode", on=(True,)),
     "actor_rollout_ref.actor.kl_loss_*": KL_LOSS,
+    "actor_rollout_ref.actor.clip_ratio_c": DUAL_CLIPPED,
+    "actor_rollout_ref.actor.clip_ratio*": CLIPPED,
     "actor_rollout_ref.actor.loss_scale_factor": Switch(
-        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm",)
+        "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")
     ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
     "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_COSINE,
@@ -70,6 +75,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": KL_COV,
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": KL_COV,
+    "actor_rollout_ref.actor.policy_loss.behave_weight_threshold": DECOUPLED,
     "actor_rollout_ref.actor.tau_*": SAPO,
     "actor_rollout_ref.model.lora_alpha": LORA,
     "actor_rollout_ref.model.target_modules": LORA,

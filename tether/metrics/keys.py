@@ -106,6 +106,15 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/ppo_kl": MetricInfo(
         "Estimated KL from the policy before the update to the policy being trained, in nats a token.", "below 0.05"
     ),
+    "actor/ppo_kl_abs": MetricInfo(
+        "Mean distance of the log-probs from those before the update, in nats a token (kl_cov)."
+    ),
+    "actor/behave_weight_mean": MetricInfo(
+        "Mean weight p_old / p_rollout of a token (decoupled).", "close to 1; away from it the rollout is stale"
+    ),
+    "actor/behave_dropped": MetricInfo(
+        "Share of tokens dropped for a weight above behave_weight_threshold (decoupled).", "near 0"
+    ),
     "actor/kl_loss": MetricInfo("KL to the reference policy in the loss, in nats a token.", "rises slowly"),
     "actor/kl_coef": MetricInfo("Weight of the KL loss."),
     "actor/reward_kl_penalty": MetricInfo(

@@ -1,10 +1,7 @@
 """Log-probabilities and entropies of tokens from hidden states, without the [tokens, vocabulary] tensor of logits.
 
-Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries a chunk. Logits are computed [N, C] at a
-time, forward and again backward, so memory is O(N * C). Chunks of the vocabulary and not of tokens, because each row
-of the output matrix then gets its gradient from one matmul, where token chunks would sum a [V, E] tensor each time.
-
-With z = logits / temperature, p = softmax(z) and y the target::
+Logits are computed a chunk of the vocabulary at a time, forward and again backward (`tether.models.vocabulary`, which
+has the legend). With z = logits / temperature, p = softmax(z) and y the target::
 
     log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
     entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
@@ -12,7 +9,6 @@ With z = logits / temperature, p = softmax(z) and y the target::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+
+from tether.models.vocabulary import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 
 
 @dataclass(frozen=True)
@@ -90,84 +88,19 @@ def token_log_probs(
         chunk_size: vocabulary entries a chunk; by default as many as keep a chunk in the CPU's cache.
     """
     assert temperature > 0, "greedy has no log-probs"
-    dtype = _matmul_dtype(hidden)
+    dtype = matmul_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # it would cast the sums inside
         log_probs, entropy, sum_pi_squared = _TokenLogProbs.apply(
             hidden.to(dtype),
             head.weight,
             head.bias,
             targets,
-            _Transform(head.scale, head.softcap, temperature),
-            chunk_size or _chunk_size(hidden),
+            LogitTransform(head.scale, head.softcap, temperature),
+            chunk_size or default_chunk_size(hidden),
             with_entropy,
             with_sum_pi_squared,
         )
     return LogProbs(log_probs, entropy, sum_pi_squared)
-
-
-def _matmul_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _chunk_size(hidden: Tensor) -> int:
-    """Chunks of 2M logits stay near the cache of a CPU; a GPU wants fewer, larger kernels."""
-    elements = 1 << (21 if hidden.device.type == "cpu" else 26)
-    return max(256, elements // max(1, hidden.shape[0]))
-
-
-@dataclass(frozen=True)
-class _Transform:
-    """From the matmul's output to z."""
-
-    scale: float
-    softcap: float | None
-    temperature: float
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
-        if self.softcap is not None:
-            logits = logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
-        elif self.scale != 1.0:
-            logits = logits.mul_(self.scale)
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
-
-    def slope_beside(self, z: Tensor) -> Tensor | None:
-        """dz / dlogits over ``scale / temperature``: with a softcap 1 - tanh^2, else 1 (None)."""
-        if self.softcap is None:
-            return None
-        return 1.0 - (z * (self.temperature / self.softcap)).square_()
-
-
-class _Chunks:
-    """One pass over the vocabulary. Its buffers are allocated once: fresh pages would cost more than the arithmetic."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, size: int) -> None:
-        self.hidden, self.weight, self.bias, self.transform, self.size = hidden, weight, bias, transform, size
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self._raw = hidden.new_empty(len(hidden) * min(size, len(weight)))
-        self._z = self._raw if self._raw.dtype == self.dtype else torch.empty_like(self._raw, dtype=self.dtype)
-        self._work = torch.empty_like(self._z)
-
-    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yields the chunk's range of the vocabulary, its weight [C, E], z [N, C] and work space [N, C]."""
-        for start in range(0, len(self.weight), self.size):
-            span = slice(start, min(start + self.size, len(self.weight)))
-            weight = self.weight[span].to(self.hidden.dtype)
-            raw, z, work = (self._shaped(buffer, len(weight)) for buffer in (self._raw, self._z, self._work))
-            torch.mm(self.hidden, weight.T, out=raw)
-            if z.dtype != raw.dtype:
-                z.copy_(raw)
-            if self.bias is not None:
-                z.add_(self.bias[span])
-            yield span, weight, self.transform.apply_(z), work
-
-    def for_matmul(self, grad: Tensor) -> Tensor:
-        """`grad` [N, C] in the dtype of the matmuls; takes the buffer of raw logits."""
-        return grad if grad.dtype == self._raw.dtype else self._shaped(self._raw, grad.shape[1]).copy_(grad)
-
-    def _shaped(self, buffer: Tensor, width: int) -> Tensor:
-        return buffer[: len(self.hidden) * width].view(len(self.hidden), width)
 
 
 def _locate(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
@@ -186,12 +119,12 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        transform: _Transform,
+        transform: LogitTransform,
         chunk_size: int,
         with_entropy: bool,
         with_sum_pi_squared: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        chunks = _Chunks(hidden, weight, bias, transform, chunk_size)
+        chunks = VocabularyChunks(hidden, weight, bias, transform, chunk_size)
         target_z = torch.zeros(len(hidden), 1, dtype=chunks.dtype, device=hidden.device)
         # over the chunks so far, with m their maximum: sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m)
         mass, moment, square = (torch.zeros_like(target_z) for _ in range(3))
@@ -224,7 +157,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, from_log_probs: Tensor | None, from_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        chunks = _Chunks(hidden, weight, bias, ctx.transform, ctx.chunk_size)
+        chunks = VocabularyChunks(hidden, weight, bias, ctx.transform, ctx.chunk_size)
         grad_hidden = torch.zeros_like(hidden, dtype=chunks.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None

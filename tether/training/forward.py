@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch
 from tether.models.backbone import hidden_states
 from tether.models.critic import value_head_of, values_from_hidden
+from tether.models.full_kl import full_kl_of_hidden
 from tether.models.logprobs import lm_head_of, token_log_probs
 from tether.training.tokens import TokenRows, token_rows
 
@@ -22,6 +25,7 @@ class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
     log_probs: Tensor  # [B, T]
     entropy: Tensor | None = None  # [B, T]
     sum_pi_squared: Tensor | None = None  # [B, T]
+    full_kl: Tensor | None = None  # [B, T] from the reference, over the whole vocabulary
 
 
 class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
@@ -33,6 +37,15 @@ class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
 
 def _states(model: PreTrainedModel, rows: TokenRows) -> Tensor:
     return hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The policy that a KL holds the trained one to: a frozen model, or the trained one with its adapter off."""
+
+    model: PreTrainedModel
+    during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
+    """Entered around every forward pass; with LoRA it switches the adapter off."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +62,16 @@ class PolicyModel:
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
     """Also the sum over the vocabulary of the squared probabilities; it carries no gradient."""
+    reference: ReferenceModel | None = None
+    """Given where the KL over the whole vocabulary is wanted. It runs beside the policy on the same micro-batch, so
+    that neither its hidden states nor its logits are ever kept for a whole batch."""
 
     def __call__(self, batch: TrainBatch) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token."""
         rows = token_rows(batch, packed=self.packed)
+        states = _states(self.model, rows)[rows.predicts]
         tokens = token_log_probs(
-            _states(self.model, rows)[rows.predicts],
+            states,
             lm_head_of(self.model),
             rows.targets,
             temperature=self.temperature,
@@ -65,7 +82,15 @@ class PolicyModel:
             log_probs=rows.scatter(tokens.log_probs),
             entropy=rows.scatter(tokens.entropy) if tokens.entropy is not None else None,
             sum_pi_squared=rows.scatter(tokens.sum_pi_squared) if tokens.sum_pi_squared is not None else None,
+            full_kl=rows.scatter(self._full_kl(states, rows, self.reference)) if self.reference else None,
             batch_size=batch.batch_size,
+        )
+
+    def _full_kl(self, states: Tensor, rows: TokenRows, reference: ReferenceModel) -> Tensor:
+        with torch.no_grad(), reference.during(reference.model):
+            ref_states = _states(reference.model, rows)[rows.predicts]
+        return full_kl_of_hidden(
+            states, lm_head_of(self.model), ref_states, lm_head_of(reference.model), temperature=self.temperature
         )
 
 

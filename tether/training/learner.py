@@ -7,7 +7,7 @@ from typing import Generic
 
 from tether.batch import TrainBatch
 from tether.training.micro_batches import MicroBatching
-from tether.training.protocol import Forward, LossFunction, Outputs, TrainingEngine, UpdatePlan
+from tether.training.protocol import Forward, LossFunction, Outputs, Prepare, TrainingEngine, UpdatePlan
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Learner(Generic[Outputs]):
     infer_forward: Forward[Outputs]
     """What is computed of a rollout before the update."""
     infer_micro: MicroBatching
+    prepare: Prepare[Outputs] | None = None
+    """What the loss needs to know of a whole mini-batch."""
 
     def infer(self, batch: TrainBatch) -> Outputs:
         """Outputs for all rows, without gradients."""
@@ -29,4 +31,4 @@ class Learner(Generic[Outputs]):
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Learn from the batch; see `TrainingEngine.update`."""
-        return self.engine.update(batch, self.forward, self.loss, self.plan, step)
+        return self.engine.update(batch, self.forward, self.loss, self.plan, step, self.prepare)

@@ -24,7 +24,7 @@ from tether.training import incident
 from tether.training.master import MasterWeights
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
-from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, UpdatePlan
+from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, UpdatePlan
 from tether.training.tokens import sequence_lengths
 
 
@@ -68,7 +68,13 @@ class LocalEngine(Generic[Outputs]):
         return torch.cat(pieces)[place]  # type: ignore[arg-type, return-value]  # tensordict's classes
 
     def update(
-        self, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], plan: UpdatePlan, step: int
+        self,
+        batch: TrainBatch,
+        forward: Forward[Outputs],
+        loss: LossFunction[Outputs],
+        plan: UpdatePlan,
+        step: int,
+        prepare: Prepare[Outputs] | None = None,
     ) -> dict[str, float]:
         """See `tether.training.protocol.TrainingEngine.update`."""
         assert self.optimizer, "a frozen model has no update"
@@ -80,8 +86,10 @@ class LocalEngine(Generic[Outputs]):
         norms: list[float] = []
         skipped = 0
         for epoch in range(plan.epochs):
-            for rows in plan.mini_batches(len(batch), step, epoch):
+            for number, rows in enumerate(plan.mini_batches(len(batch), step, epoch)):
                 mini = batch[rows]
+                if prepare is not None:
+                    prepare(mini, self.infer(mini, forward), plan.generator(step, epoch, number))
                 measured += self.accumulate_gradients(mini, forward, loss)
                 norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.options.grad_clip))
                 if math.isfinite(norm):

@@ -6,9 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tether.algorithms import POLICY_LOSSES, Mean, aggregate_loss, kl_penalty, value_loss
+from tether.algorithms import (
+    POLICY_LOSSES,
+    TOKEN_SELECTIONS,
+    Mean,
+    aggregate_loss,
+    kl_penalty,
+    masked_mean_ratio,
+    value_loss,
+)
 from tether.batch import TrainBatch, filled
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.protocol import LossSizes, LossTerm
@@ -16,14 +25,24 @@ from tether.training.protocol import LossSizes, LossTerm
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How token losses become one number (`tether.algorithms.aggregate_loss`)."""
+    """How token losses become one number."""
 
     mode: str = "token-mean"
+    """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
-    """Divisor of ``seq-mean-token-sum-norm``; None is the response width."""
+    """Divisor of ``seq-mean-token-sum-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
+    the response width."""
 
     def __call__(self, loss: Tensor, mask: Tensor, sizes: LossSizes) -> Tensor:
         """[b, T] -> this micro-batch's share of the mini-batch's loss."""
+        if self.mode == "masked_mean_ratio":
+            return masked_mean_ratio(
+                loss,
+                mask,
+                episode_length=mask.sum(dim=-1, keepdim=True),
+                max_episode_length=self.scale_factor or loss.shape[1],
+                num_elements=sizes.num_sequences * loss.shape[1],
+            )
         return aggregate_loss(
             loss,
             mask,
@@ -54,6 +73,8 @@ class PolicyLoss:
             batch.old_log_probs,
             batch.advantages,
             mask,
+            selected=batch.selected,
+            rollout_log_probs=batch.rollout_log_probs,
             rollout_is_weights=batch.rollout_is_weights,
             **self.options,
         )
@@ -67,12 +88,39 @@ class PolicyLoss:
             entropy = self.aggregation(outputs.entropy, mask, sizes)
             total = total - self.entropy_coeff * entropy
         if self.kl_coef:
-            kl = self.aggregation(
-                kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), self.kl_kind, mask), mask, sizes
-            )
+            kl = self.aggregation(self._kl(outputs, batch), mask, sizes)
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
         return LossTerm(total, metrics, shares)
+
+    def _kl(self, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:
+        if self.kl_kind == "full":
+            return filled(outputs.full_kl)
+        return kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), self.kl_kind, batch.response_mask)
+
+
+@dataclass(frozen=True)
+class TokenSelection:
+    """Fills in `selected` for a policy loss that treats some tokens of a mini-batch apart (`TOKEN_SELECTIONS`).
+
+    Chosen before the mini-batch is cut: among the tokens of a micro-batch it would be others, and the gradient would
+    depend on how many rows fit into memory.
+    """
+
+    name: str
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Keywords of the selection."""
+
+    def __call__(self, mini: TrainBatch, outputs: PolicyOutputs, generator: torch.Generator) -> None:
+        """See `tether.training.protocol.Prepare`."""
+        mini.selected = TOKEN_SELECTIONS[self.name](
+            outputs.log_probs,
+            mini.old_log_probs,
+            mini.advantages,
+            mini.response_mask,
+            generator=generator,
+            **self.options,
+        )
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class LossTerm:
 
 
 LossFunction = Callable[[Outputs, TrainBatch, LossSizes], LossTerm]
+Prepare = Callable[[TrainBatch, Outputs, torch.Generator], None]
+"""Fills in, in place, what a loss needs to know of a whole mini-batch, such as a ranking of its tokens. Called with the
+mini-batch before it is cut, the model's present outputs for it (without gradients), and a generator for draws."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class UpdatePlan:
             order = torch.from_numpy(np.random.default_rng([self.seed, step, epoch]).permutation(rows))
         yield from order.split(self.mini_batch_rows) if rows else ()
 
+    def generator(self, step: int, epoch: int, number: int) -> torch.Generator:
+        """Draws for mini-batch `number` of an epoch, on the CPU; they depend on (seed, step, epoch, number) alone."""
+        (seed,) = np.random.SeedSequence([self.seed, step, epoch, number]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(seed))
+
 
 class TrainingEngine(Protocol[Outputs]):
     """Runs and updates one model: here, over many ranks, or with its layers split."""
@@ -75,7 +83,13 @@ class TrainingEngine(Protocol[Outputs]):
         ...
 
     def update(
-        self, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], plan: UpdatePlan, step: int
+        self,
+        batch: TrainBatch,
+        forward: Forward[Outputs],
+        loss: LossFunction[Outputs],
+        plan: UpdatePlan,
+        step: int,
+        prepare: Prepare[Outputs] | None = None,
     ) -> dict[str, float]:
         """Learn from a rollout: `plan.epochs` passes of mini-batches, one optimizer step each.
 
@@ -85,6 +99,7 @@ class TrainingEngine(Protocol[Outputs]):
             loss: its share of the loss.
             plan: epochs and mini-batches.
             step: training step, counted from 0; sets the learning rate and the permutation.
+            prepare: run on each mini-batch before it is cut; costs one more forward pass.
 
         Returns:
             Metrics: those of the loss, `grad_norm` (mean over optimizer steps), `lr`, `skipped_updates`.

@@ -15,6 +15,7 @@ from tether.algorithms.policy_losses.sequence import geo_mean, gspo
 from tether.algorithms.policy_losses.unclipped import clip_cov, gpg, kl_cov, sapo
 from tether.algorithms.token_loss import TokenLoss
 from tether.algorithms.uniform import uniform
+from tether.required import REQUIRED_AGGREGATION
 
 __all__ = [
     "POLICY_LOSSES",
@@ -47,10 +48,3 @@ TOKEN_SELECTIONS: dict[str, Callable[..., Bool[Tensor, "B T"]]] = uniform(
     meaning={"generator": "a seeded torch.Generator on the CPU"},
 )
 """For the losses that need ``selected``: the function that chooses, once over the whole mini-batch."""
-
-REQUIRED_AGGREGATION = {
-    "gspo": "seq-mean-token-mean",
-    "sapo": "seq-mean-token-mean",
-    "geo_mean": "seq-mean-token-mean",
-}
-"""Losses that are defined for one aggregation only, whatever the config says."""

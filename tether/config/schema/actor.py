@@ -27,9 +27,11 @@ from tether.config.schema.section import (
     Section,
 )
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "masked_mean_ratio"
+]  # fmt: skip
 LossMode = Literal[
-    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode"
+    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode", "decoupled"
 ]  # fmt: skip
 
 
@@ -37,17 +39,19 @@ class PolicyLossConfig(Section):
     """`actor.policy_loss`: which policy loss."""
 
     loss_mode: LossMode = "vanilla"
-    """Policy loss; vanilla is PPO's clipped surrogate with dual clip."""
+    """Policy loss; vanilla is PPO's clipped surrogate with dual clip, decoupled RLinf's decoupled_actor_critic."""
     clip_cov_ratio: Fraction = 2e-4
-    """clip_cov: share of tokens whose gradient is dropped."""
+    """clip_cov: share of a mini-batch's tokens whose gradient is dropped; at least one token."""
     clip_cov_lb: float = 1.0
-    """clip_cov: lowest covariance that is dropped."""
+    """clip_cov: only tokens of a higher covariance are dropped."""
     clip_cov_ub: float = 5.0
-    """clip_cov: highest covariance that is dropped."""
+    """clip_cov: only tokens of a lower covariance are dropped."""
     kl_cov_ratio: Fraction = 2e-4
-    """kl_cov: share of tokens that get a KL term."""
+    """kl_cov: share of a mini-batch's tokens that get a KL term; at least one token."""
     ppo_kl_coef: NonNegative = 0.1
     """kl_cov: weight of that term."""
+    behave_weight_threshold: PositiveFloat | None = None
+    """decoupled: tokens whose behaviour weight p_old / p_rollout is above it are dropped; null keeps all. (RLinf's.)"""
 
 
 class ActorConfig(Section):
@@ -75,10 +79,10 @@ class ActorConfig(Section):
     """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
     clip_ratio_c: AboveOne = 3.0
     """Dual clip: where the advantage is negative, the loss of a token is at most -clip_ratio_c x advantage."""
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How the losses of tokens become one number."""
+    loss_agg_mode: LossAggMode | None = None
+    """How the losses of tokens become one number; null: as policy_loss.loss_mode demands, else token-mean."""
     loss_scale_factor: PositiveFloat | None = None
-    """seq-mean-token-sum-norm divides by it; null: the response width."""
+    """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: the response width."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -86,7 +90,7 @@ class ActorConfig(Section):
     kl_loss_coef: NonNegative = 0.001
     """Weight of that KL term."""
     kl_loss_type: KlKind = "low_var_kl"
-    """Estimator of that KL term."""
+    """Estimator of that KL term; full is exact, over the vocabulary, and runs the reference in each update."""
     policy_loss: PolicyLossConfig
     optim: OptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None

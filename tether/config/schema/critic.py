@@ -38,8 +38,12 @@ class CriticConfig(Section):
     """Deal rows to mini-batches in a new random order each pass."""
     cliprange_value: PositiveFloat = 0.5
     """A new value counts as at most this far from the old one in the clipped value loss."""
-    loss_agg_mode: Annotated[LossAggMode, Inherits("actor_rollout_ref.actor.loss_agg_mode")]
-    """How the losses of tokens become one number."""
+    value_clip: Annotated[PositiveFloat | None, AliasOf(".cliprange_value")] = None
+    """RLinf's name of cliprange_value."""
+    huber_delta: PositiveFloat | None = None
+    """Errors above it count linearly (Huber), which tames outliers; null: every error is squared. (RLinf's key.)"""
+    loss_agg_mode: Annotated[LossAggMode | None, Inherits("actor_rollout_ref.actor.loss_agg_mode")]
+    """How the losses of tokens become one number; null: token-mean."""
     optim: CriticOptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""

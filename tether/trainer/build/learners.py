@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tether.algorithms import TOKEN_SELECTIONS
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema.actor import ActorConfig
@@ -21,13 +22,14 @@ from tether.config.schema.optim import OptimConfig
 from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import load_critic
 from tether.models.load import load_causal_lm
+from tether.required import REQUIRED_AGGREGATION
 from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
 from tether.trainer.build.off_policy import bypass_options
-from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel, ValueOutputs
+from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.local import LocalEngine
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss
+from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
@@ -122,7 +124,9 @@ def _save_model(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, incidents: Path) -> Learner[PolicyOutputs]:
+def build_actor(
+    config: RunConfig, model: PreTrainedModel, reference: ReferenceModel | None, total_steps: int, incidents: Path
+) -> Learner[PolicyOutputs]:
     """The policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
@@ -138,7 +142,11 @@ def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, inc
     return Learner(
         engine=engine,
         forward=PolicyModel(
-            model, temperature, packed, with_entropy=actor.entropy_coeff != 0 or correction.bypass_mode
+            model,
+            temperature,
+            packed,
+            with_entropy=actor.entropy_coeff != 0 or correction.bypass_mode,
+            reference=reference if _needs_full_kl(actor) else None,
         ),
         loss=_policy_loss(actor, correction),
         plan=update_plan(actor, rollout.n, config.trainer.seed),
@@ -151,18 +159,36 @@ def build_actor(config: RunConfig, model: PreTrainedModel, total_steps: int, inc
             tokens=rollout.log_prob_max_token_len_per_gpu,
             packed=packed,
         ),
+        prepare=_token_selection(actor),
     )
 
 
-def build_reference(
+def load_reference(
     config: RunConfig, inputs: Inputs, policy: PreTrainedModel, device: torch.device
-) -> Reference | None:
-    """Log-probabilities under the policy that training started from; None where no KL asks for them.
+) -> ReferenceModel | None:
+    """The policy that training started from; None where no KL asks for it.
 
     With LoRA it is the policy with its adapter off, else a frozen model of its own.
     """
     settings = config.actor_rollout_ref
     if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
+        return None
+    if settings.model.lora_rank:
+        return ReferenceModel(policy, during=_lora().adapter_off)
+    model = load_causal_lm(
+        inputs.model_path,
+        dtype=DTYPES[settings.ref.fsdp_config.dtype],
+        trust_remote_code=settings.model.trust_remote_code,
+        override_config=settings.model.override_config,
+    )
+    return ReferenceModel(on_device(model, device))
+
+
+def build_reference(config: RunConfig, reference: ReferenceModel | None) -> Reference | None:
+    """Log-probabilities of the sampled tokens under the reference; None where no KL is estimated from them."""
+    settings = config.actor_rollout_ref
+    is_asked = config.algorithm.use_kl_in_reward or not _needs_full_kl(settings.actor)
+    if reference is None or not is_asked:
         return None
     packed = settings.model.use_remove_padding
     micro = micro_batching(
@@ -171,27 +197,14 @@ def build_reference(
         tokens=settings.ref.log_prob_max_token_len_per_gpu,
         packed=packed,
     )
-    shared = settings.model.lora_rank > 0
-    if shared:
-        model = policy
-    else:
-        model = load_causal_lm(
-            inputs.model_path,
-            dtype=DTYPES[settings.ref.fsdp_config.dtype],
-            trust_remote_code=settings.model.trust_remote_code,
-            override_config=settings.model.override_config,
-        )
-        on_device(model, device)
-    engine: LocalEngine[PolicyOutputs] = LocalEngine(model, micro)
-    forward = PolicyModel(model, settings.rollout.temperature, packed)
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(reference.model, micro)
+    forward = PolicyModel(reference.model, settings.rollout.temperature, packed)
 
-    def reference(batch: TrainBatch) -> PolicyOutputs:
-        if not shared:
-            return engine.infer(batch, forward)
-        with _lora().adapter_off(model):
+    def infer(batch: TrainBatch) -> PolicyOutputs:
+        with reference.during(reference.model):
             return engine.infer(batch, forward)
 
-    return reference
+    return infer
 
 
 def build_critic(
@@ -223,7 +236,7 @@ def build_critic(
     return Learner(
         engine=engine,
         forward=ValueModel(model, packed),
-        loss=CriticLoss(critic.cliprange_value, aggregation=Aggregation(critic.loss_agg_mode)),
+        loss=CriticLoss(critic.cliprange_value, critic.huber_delta, Aggregation(critic.loss_agg_mode or "token-mean")),
         plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
         infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
         infer_micro=micro_batching(
@@ -236,19 +249,46 @@ def build_critic(
 
 
 def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> PolicyLoss:
+    name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
     return PolicyLoss(
-        name="bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode,
+        name=name,
         options={
+            "tau_pos": actor.tau_pos,
+            "tau_neg": actor.tau_neg,
+            "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+            "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
             "clip_ratio_low": actor.clip_ratio_low,
             "clip_ratio_high": actor.clip_ratio_high,
             "clip_ratio_c": actor.clip_ratio_c,
             **(bypass_options(correction) if correction.bypass_mode else {}),
         },
-        aggregation=Aggregation(actor.loss_agg_mode, actor.loss_scale_factor),
+        aggregation=Aggregation(
+            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor
+        ),
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,
     )
+
+
+def _token_selection(actor: ActorConfig) -> TokenSelection | None:
+    loss = actor.policy_loss
+    if loss.loss_mode not in TOKEN_SELECTIONS:
+        return None
+    options = {
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_cov_ratio": loss.clip_cov_ratio,
+        "clip_cov_lb": loss.clip_cov_lb,
+        "clip_cov_ub": loss.clip_cov_ub,
+        "kl_cov_ratio": loss.kl_cov_ratio,
+    }
+    return TokenSelection(loss.loss_mode, options)
+
+
+def _needs_full_kl(actor: ActorConfig) -> bool:
+    """Whether the loss compares whole distributions, for which the reference runs beside the policy."""
+    return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 
 def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:

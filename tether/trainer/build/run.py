@@ -26,7 +26,14 @@ from tether.trainer.build.advantages import (
     build_reward_shaping,
 )
 from tether.trainer.build.inputs import Inputs, build_inputs, build_rewards
-from tether.trainer.build.learners import DTYPES, build_actor, build_critic, build_reference, load_policy
+from tether.trainer.build.learners import (
+    DTYPES,
+    build_actor,
+    build_critic,
+    build_reference,
+    load_policy,
+    load_reference,
+)
 from tether.trainer.build.off_policy import (
     build_critic_warmup,
     build_dynamic_sampling,
@@ -82,9 +89,10 @@ def build_run(loaded: LoadedConfig) -> Run:
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
         policy = load_policy(config, inputs, device, checkpoint)
+        reference = load_reference(config, inputs, policy, device)
         incidents = directory / "incidents"
         # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-        actor = build_actor(config, policy, schedule.total_steps, incidents)
+        actor = build_actor(config, policy, reference, schedule.total_steps, incidents)
         collector = Collector(
             _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
         )
@@ -101,7 +109,7 @@ def build_run(loaded: LoadedConfig) -> Run:
                 schedule.total_steps,
                 incidents,
             ),
-            reference=build_reference(config, inputs, policy, device),
+            reference=build_reference(config, reference),
             greedy_baseline=build_greedy_baseline(config),
             reward_components=build_reward_components(config),
             reward_shaping=build_reward_shaping(config),

@@ -1,0 +1,175 @@
+"""The keys of the losses: each reaches the object that computes it, and every loss trains."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides
+from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from tether.config import RunConfig, load_config
+from tether.config.keys import keys
+from tether.metrics.keys import describe
+from tether.trainer.build import Run, build_run
+from tether.trainer.build.inputs import build_inputs
+from tether.trainer.build.learners import build_actor, build_critic, build_reference, load_policy, load_reference
+from tether.training.forward import PolicyModel, PolicyOutputs
+from tether.training.learner import Learner
+from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+
+ACTOR = "actor_rollout_ref.actor"
+MODE = f"{ACTOR}.policy_loss.loss_mode"
+CPU = torch.device("cpu")
+DEFAULTS = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05,
+    "ppo_kl_coef": 0.1, "behave_weight_threshold": None,
+}  # fmt: skip
+SELECTION_DEFAULTS = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 2e-4,
+}  # fmt: skip
+
+
+def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
+    assert set(keys()[MODE].choices) == set(POLICY_LOSSES)
+    assert set(keys()[f"{ACTOR}.loss_agg_mode"].choices) == {*AGGREGATIONS, "masked_mean_ratio"}
+    for key in (f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty"):
+        assert set(keys()[key].choices) == {*KL_ESTIMATORS, "full+"}
+
+
+def config_of(inputs: Path, *overrides: str) -> RunConfig:
+    return load_config(None, [*base_overrides(inputs, Path("unused")), *overrides]).config
+
+
+def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[PolicyOutputs]:
+    inputs = build_inputs(config)
+    policy = policy or load_policy(config, inputs, CPU, None)
+    return build_actor(config, policy, load_reference(config, inputs, policy, CPU), 3, Path("unused"))
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "option"),
+    [
+        (f"{ACTOR}.clip_ratio_c=5", "decoupled", {"clip_ratio_c": 5.0}),
+        (f"{ACTOR}.clip_ratio=0.1", "gspo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}),
+        (f"{ACTOR}.clip_ratio_high=0.3", "cispo", {"clip_ratio_high": 0.3}),
+        (f"{ACTOR}.tau_pos=2", "sapo", {"tau_pos": 2.0}),
+        (f"{ACTOR}.tau_neg=3", "sapo", {"tau_neg": 3.0}),
+        (f"{ACTOR}.policy_loss.ppo_kl_coef=0.5", "kl_cov", {"ppo_kl_coef": 0.5}),
+        (f"{ACTOR}.policy_loss.behave_weight_threshold=2", "decoupled", {"behave_weight_threshold": 2.0}),
+    ],
+)
+def test_options_of_the_policy_loss(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
+    loss = actor_of(config_of(inputs, f"{MODE}={name}", override)).loss
+    aggregation = Aggregation("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
+    assert loss == PolicyLoss(name, DEFAULTS | option, aggregation)
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "option"),
+    [
+        ("clip_cov_ratio=0.1", "clip_cov", {"clip_cov_ratio": 0.1}),
+        ("clip_cov_lb=2", "clip_cov", {"clip_cov_lb": 2.0}),
+        ("clip_cov_ub=9", "clip_cov", {"clip_cov_ub": 9.0}),
+        ("kl_cov_ratio=0.1", "kl_cov", {"kl_cov_ratio": 0.1}),
+    ],
+)
+def test_options_of_the_selection(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
+    actor = actor_of(config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}"))
+    assert actor.prepare == TokenSelection(name, SELECTION_DEFAULTS | option)
+
+
+def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:
+    assert actor_of(config_of(inputs)).prepare is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], Aggregation()),
+        ([f"{MODE}=geo_mean"], Aggregation("seq-mean-token-mean")),
+        ([f"{MODE}=geo_mean", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], Aggregation("seq-mean-token-mean")),
+        ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], Aggregation("masked_mean_ratio")),
+        (
+            [f"{ACTOR}.loss_agg_mode=masked_mean_ratio", f"{ACTOR}.loss_scale_factor=80"],
+            Aggregation("masked_mean_ratio", 80.0),
+        ),
+    ],
+)
+def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) -> None:
+    loss = actor_of(config_of(inputs, *overrides)).loss
+    assert isinstance(loss, PolicyLoss)
+    assert loss.aggregation == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], CriticLoss(0.5, None)),
+        (["critic.huber_delta=10"], CriticLoss(0.5, 10.0)),
+        (["critic.value_clip=0.2"], CriticLoss(0.2, None)),
+        ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], CriticLoss(0.5, None, Aggregation("masked_mean_ratio"))),
+        ([f"{MODE}=gspo"], CriticLoss(0.5, None)),  # the critic has no ratio of whole responses
+    ],
+)
+def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
+    config = config_of(inputs, *GAE, *overrides)
+    critic = build_critic(config, build_inputs(config).critic_path, CPU, 3, tmp_path)
+    assert critic is not None
+    assert critic.loss == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beside", "apart"),
+    [
+        ([], False, False),
+        ([f"{ACTOR}.use_kl_loss=True"], False, True),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], True, False),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", "algorithm.use_kl_in_reward=True"], True, True),
+        (["algorithm.use_kl_in_reward=True"], False, True),
+    ],
+)
+def test_the_reference_runs_where_a_kl_needs_it(inputs: Path, overrides: list[str], beside: bool, apart: bool) -> None:
+    """Beside the policy in each update for the full KL, and apart, once a rollout, for one of sampled tokens."""
+    config = config_of(inputs, *overrides)
+    forward = actor_of(config).forward
+    assert isinstance(forward, PolicyModel)
+    assert (forward.reference is not None) == beside
+    read = build_inputs(config)
+    reference = load_reference(config, read, load_policy(config, read, CPU, None), CPU)
+    assert (build_reference(config, reference) is not None) == apart
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    """One run; its actor is put in place of each loss's in turn."""
+    folder = tmp_path_factory.mktemp("losses")
+    built = build_run(load_config(None, [*base_overrides(inputs, folder), *GRPO]))
+    yield built
+    built.close()
+
+
+TRAINED = {
+    **{name: [f"{MODE}={name}"] for name in POLICY_LOSSES if name != "bypass_mode"},
+    "masked_mean_ratio": [f"{ACTOR}.loss_agg_mode=masked_mean_ratio"],
+    "full": [f"{ACTOR}.kl_loss_type=full"],
+    "full-lora": [f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.lora_rank=2"],
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_loss_trains(run: Run, inputs: Path, name: str) -> None:
+    config = config_of(inputs, *GRPO, *TRAINED[name])
+    trainer = run.trainer
+    trainer.actor = actor_of(config, None if "lora" in name else trainer.actor.engine.model)
+    before = [p.detach().clone() for p in trainer.actor.engine.trained]
+    metrics = trainer.step([trainer.dataset[row] for row in range(4)])
+    assert not [key for key in metrics if describe(key) is None]
+    assert all(math.isfinite(value) for key, value in metrics.items() if key.startswith("actor/"))
+    assert metrics["actor/skipped_updates"] == 0
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/kl_loss"] > 0
+    assert any(not torch.equal(p, old) for p, old in zip(trainer.actor.engine.trained, before, strict=True))
