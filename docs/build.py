@@ -1,4 +1,4 @@
-"""Fills the generated blocks of the documentation from the code that they describe.
+"""Fills the generated blocks of the documentation from the code that they describe, and writes docs/algorithms.
 
     python docs/build.py
 
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+
+import algorithm_pages  # noqa: E402
 
 from tether.config import live_keys  # noqa: E402
 from tether.config.keys import keys  # noqa: E402
@@ -26,6 +28,7 @@ METRIC_GROUPS = {
     "Sampler against trainer": metrics.MISMATCH,
     "Selection": metrics.SELECTION,
     "Progress": metrics.PROGRESS,
+    "Embodied runs": metrics.EMBODIED,
     "Time": metrics.TIMING,
     "Validation": metrics.VALIDATION,
 }
@@ -76,8 +79,8 @@ def filled(text: str, name: str, content: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return every page with generated blocks, as it should read."""
-    texts: dict[Path, str] = {}
+    """Return every page that is generated, or has generated blocks, as it should read."""
+    texts = algorithm_pages.files()
     for (page, name), content in BLOCKS.items():
         path = DOCS / page
         texts[path] = filled(texts.get(path) or path.read_text(encoding="utf-8"), name, content())
@@ -86,4 +89,5 @@ def pages() -> dict[Path, str]:
 
 if __name__ == "__main__":
     for path, text in pages().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

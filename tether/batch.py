@@ -54,6 +54,22 @@ def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T
     return torch.where(position == last, per_row[:, None], 0.0)
 
 
+class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
+    """Which tokens top-k and top-p left to draw from at each position; `tether.models.kept` writes and reads it.
+
+    The positions of a row follow each other in its `words`, each with the ids of its tokens, ascending, or with a bit
+    mask of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes
+    ``4 + min(4 * count, V / 8)`` bytes. A row of two positions, with a vocabulary of 64 and so masks of two words::
+
+        kept {5, 9}, then {0, 1, 33}     count [2, 3]     words [5, 9, 0b11, 0b10]
+    """
+
+    count: Int[Tensor, "B T"]
+    """How many tokens were kept; 0 where nothing was sampled."""
+    words: list[Int[Tensor, " W"]]
+    """B tensors of int32, each as long as its row needs: one row of nonsense must not widen all the others."""
+
+
 class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """What the rollout engine sampled."""
 
@@ -69,6 +85,8 @@ class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """Log-probability under the distribution that the token was truly sampled from."""
     truncated: Bool[Tensor, " B"]
     """The response was cut by the length limit: it did not end by itself."""
+    kept: KeptTokens | None = None
+    """What top-k and top-p left to draw from; None where they left everything."""
 
 
 class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
@@ -86,6 +104,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The reward as given: for text, the score at the last response token."""
     scored: Bool[Tensor, " B"]
     """False where the reward abstained or failed: the row is left out of every statistic and of the update."""
+    kept: KeptTokens | None = None
+    """As in the rollout: every log-probability and entropy is of the distribution over these tokens."""
     old_log_probs: Float[Tensor, "B T"] | None = None
     """Under the policy at the start of the update (the proximal policy)."""
     ref_log_probs: Float[Tensor, "B T"] | None = None
@@ -133,6 +153,7 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
             truncated=rollout.truncated,
             token_level_scores=on_last_token(scores.nan_to_num(), mask).to(torch.float32),
             scored=scored,
+            kept=rollout.kept,
             batch_size=rollout.batch_size,
         )
 

@@ -54,7 +54,10 @@ def train(arguments: ConfigArguments = None) -> None:
     from tether.execution.memory import restart_with_huge_pages
 
     restart_with_huge_pages()
-    from tether.trainer.commands import train as run
+    if loaded.config.env.train.id is None:
+        from tether.trainer.commands import train as run
+    else:
+        from tether.trainer.control_commands import train as run
 
     try:
         run(loaded, command=shlex.join(["tether", *sys.argv[1:]]))
@@ -66,9 +69,12 @@ def train(arguments: ConfigArguments = None) -> None:
 @app.command(name="eval")
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="For example data.val_files=math/test.parquet")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="For example data.val_files=math/test.parquet, or env.eval.num_episodes=100"),
+    ] = None,
 ) -> None:
-    """Score a checkpoint on held-out prompts."""
+    """Score a checkpoint on held-out prompts, or in its environments."""
     from tether.trainer.commands import evaluate as run
 
     run(checkpoint, overrides or [])

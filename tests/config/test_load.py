@@ -308,7 +308,7 @@ MISTYPED = [
         "data.truncation=middel",
         "data.truncation: 'middel' is not one of error, left, right, middle. did you mean middle?",
     ),
-    (f"{ACTOR}.clip_ratio_c=1", f"{ACTOR}.clip_ratio_c: 1 is not a number above 1. the default is 3.0"),
+    (f"{ACTOR}.clip_ratio_c=1", f"{ACTOR}.clip_ratio_c: 1 is not a number above 1 or null. the default is 3.0"),
     (f"{ACTOR}.optim.lr=-1", f"{ACTOR}.optim.lr: -1 is not a number, 0 or above. the default is 1e-06"),
     (
         f"{ACTOR}.optim.betas=[0.9]",

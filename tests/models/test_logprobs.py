@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from tests.tiny import TINY_CONFIGS, tiny_model
+from tether.models.kept import KeptRecorder, KeptSets
 from tether.models.logprobs import LmHead, LogProbs, lm_head_of, logits_of, token_log_probs
 
 HEADS = {
@@ -26,11 +27,21 @@ def make_head(vocab: int, size: int, *, bias: bool = False, dtype=torch.float64,
     return LmHead(weight, torch.randn(vocab, dtype=dtype).requires_grad_() if bias else None, **rest)
 
 
-def plain(hidden, head, targets, temperature) -> LogProbs:
+def kept_sets(kept) -> KeptSets:
+    """From [N, V]: each position is the only one of its row."""
+    rows = torch.arange(len(kept))
+    recorder = KeptRecorder(len(kept), 1, kept.shape[1], kept.device)
+    recorder.add(rows, torch.zeros_like(rows), kept)
+    return KeptSets.read(recorder.result(1), rows, kept.shape[1])
+
+
+def plain(hidden, head, targets, temperature, kept=None) -> LogProbs:
     """The formulas as one writes them down."""
-    log_p = (logits_of(hidden, head) / temperature).log_softmax(-1)
+    z = logits_of(hidden, head) / temperature
+    log_p = (z if kept is None else z.masked_fill(~kept, -torch.inf)).log_softmax(-1)
     p = log_p.exp()
-    return LogProbs(log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(-1), (p * p).sum(-1))
+    finite = log_p if kept is None else log_p.masked_fill(~kept, 0.0)
+    return LogProbs(log_p.gather(1, targets[:, None])[:, 0], -(p * finite).sum(-1), (p * p).sum(-1))
 
 
 def test_numbers_worked_by_hand():
@@ -49,19 +60,34 @@ def test_numbers_worked_by_hand():
     assert torch.allclose(out.sum_pi_squared, torch.full((2,), 30 / 64, dtype=torch.float64), rtol=1e-14)
 
 
+def some_kept(targets, vocab):
+    """From the target alone to all but a few; few are stored as ids, many as a bit mask."""
+    shares = torch.tensor([0.0, 0.02, 0.03, 0.1, 0.5, 0.95, 0.02])
+    return (torch.rand(7, vocab) < shares[:, None]).scatter(1, targets[:, None], True)
+
+
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("chunk_size", [1, 5, 11, 100])
-def test_values_and_gradients_equal_the_plain_formula(kind, chunk_size):
+@pytest.mark.parametrize("chunk_size", [1, 5, 33, 100])
+@pytest.mark.parametrize("cut", [False, True])
+def test_values_and_gradients_equal_the_plain_formula(kind, chunk_size, cut):
     torch.manual_seed(0)
-    head = make_head(11, 4, **HEADS[kind])
+    head = make_head(70, 4, **HEADS[kind])
     hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(11, (7,))
+    targets = torch.randint(70, (7,))
+    kept = some_kept(targets, 70) if cut else None
     leaves = [hidden, head.weight, *([head.bias] if head.bias is not None else [])]
     g, h = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     ours = token_log_probs(
-        hidden, head, targets, temperature=0.7, with_entropy=True, with_sum_pi_squared=True, chunk_size=chunk_size
+        hidden,
+        head,
+        targets,
+        temperature=0.7,
+        kept=None if kept is None else kept_sets(kept),
+        with_entropy=True,
+        with_sum_pi_squared=True,
+        chunk_size=chunk_size,
     )
-    want = plain(hidden, head, targets, 0.7)
+    want = plain(hidden, head, targets, 0.7, kept)
     for name in ("log_probs", "entropy", "sum_pi_squared"):
         assert torch.allclose(getattr(ours, name), getattr(want, name), rtol=1e-12, atol=1e-13), name
     assert not ours.sum_pi_squared.requires_grad
@@ -153,13 +179,15 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_no_tensor_of_tokens_times_vocabulary_forward_or_backward(softcap):
+def test_no_tensor_of_tokens_times_vocabulary_forward_or_backward(softcap, cut):
     tokens, vocab, size, chunk = 64, 1000, 8, 100
     head = LmHead(torch.randn(vocab, size, requires_grad=True), softcap=softcap)
     hidden = torch.randn(tokens, size, requires_grad=True)
+    kept = kept_sets(torch.rand(tokens, vocab) < torch.linspace(0.01, 0.5, tokens)[:, None]) if cut else None
     with LargestTensor() as seen:
-        out = token_log_probs(hidden, head, torch.arange(tokens), with_entropy=True, chunk_size=chunk)
+        out = token_log_probs(hidden, head, torch.arange(tokens), kept=kept, with_entropy=True, chunk_size=chunk)
         (out.log_probs.sum() + out.entropy.sum()).backward()
     assert seen.numel == max(tokens * chunk, vocab * size)  # a chunk, or the weight's gradient
 

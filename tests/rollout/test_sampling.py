@@ -47,7 +47,7 @@ def expected_distribution(logits: Tensor, settings: SamplingParams) -> Tensor:
 def test_inverts_the_cumulative_distribution() -> None:
     u = numbers(0.0, 0.499, 0.501, 0.749, 0.751, 0.874, 0.876, ALMOST_ONE)
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(len(u), 4)
-    token, log_prob = draw(logits, u, params())
+    token, log_prob, _ = draw(logits, u, params())
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert torch.allclose(log_prob, torch.tensor([0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.125, 0.125]).log())
 
@@ -61,7 +61,8 @@ def test_frequencies_and_log_probs_are_those_of_the_stated_distribution(choice: 
     expected = expected_distribution(logits, choice)
     grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     for row in range(3):
-        token, log_prob = draw(logits[row].expand(len(grid), -1), grid, choice)
+        token, log_prob, kept = draw(logits[row].expand(len(grid), -1), grid, choice, with_kept=True)
+        assert torch.equal(kept, (expected[row] > 0).expand_as(kept))
         frequency = torch.bincount(token, minlength=300) / len(grid)
         assert torch.allclose(frequency.double(), expected[row], atol=1.01 / len(grid))
         assert torch.allclose(log_prob, expected[row, token].log(), atol=1e-12, rtol=0)
@@ -86,7 +87,7 @@ def test_top_p_looks_as_far_as_it_must() -> None:
     flat = torch.linspace(0, 1e-3, 5000, dtype=torch.float64)
     peaked = torch.zeros(5000, dtype=torch.float64)
     peaked[77] = 50.0
-    token, log_prob = draw(torch.stack([flat, peaked]), numbers(0.0, 0.5), params(top_p=0.9))
+    token, log_prob, _ = draw(torch.stack([flat, peaked]), numbers(0.0, 0.5), params(top_p=0.9))
     assert token.tolist() == [500, 77]  # 499.75 tokens are cut; ties and steps of 2e-7 leave no doubt
     assert math.isclose(log_prob[0], math.log(1 / 4500), abs_tol=1e-3)
     assert math.isclose(log_prob[1], 0.0, abs_tol=1e-12)
@@ -96,8 +97,9 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]])
     u = torch.linspace(0, 0.999, 100, dtype=torch.float64)
     for choice in (params(top_k=2), params(top_p=0.75)):  # 0.686 + 0.093 reaches 0.75
-        token, log_prob = draw(logits.expand(100, 5), u, choice)
+        token, log_prob, kept = draw(logits.expand(100, 5), u, choice, with_kept=True)
         assert set(token.tolist()) == {0, 1, 2, 4}
+        assert kept.nonzero()[:, 1].tolist() == [0, 1, 2, 4] * 100
         assert torch.allclose(log_prob, logits[0, [0, 1, 2, 4]].logsumexp(0).neg() + logits[0, token])
 
 
@@ -114,8 +116,9 @@ def test_never_draws_a_token_of_probability_zero(
 ) -> None:
     logits = (random_logits(1, len(forbidden)) * scale).to(dtype)
     logits[0, torch.tensor(forbidden)] = -torch.inf
-    token, log_prob = draw(logits, numbers(u), choice)
+    token, log_prob, kept = draw(logits, numbers(u), choice, with_kept=True)
     assert not forbidden[int(token)]
+    assert kept.numel() == 0 if choice.temperature == 0 else kept[0, token]
     assert torch.isfinite(log_prob).all()
     assert log_prob <= 1e-6
 
@@ -123,7 +126,7 @@ def test_never_draws_a_token_of_probability_zero(
 def test_greedy_is_the_first_argmax_with_the_log_prob_of_the_softmax() -> None:
     logits = random_logits(4, 300)
     logits[1, [7, 200]] = 30.0
-    token, log_prob = draw(logits, numbers(0.9, 0.9, 0.9, 0.9), params(0.0, top_k=5, top_p=0.1))
+    token, log_prob, _ = draw(logits, numbers(0.9, 0.9, 0.9, 0.9), params(0.0, top_k=5, top_p=0.1))
     assert token.tolist() == [*logits[:1].argmax(-1), 7, *logits[2:].argmax(-1)]
     assert torch.allclose(log_prob, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0], atol=1e-12)
 
@@ -136,7 +139,7 @@ def test_a_row_without_a_distribution_shows_it_and_spoils_no_other(temperature: 
     logits[1] = -torch.inf
     if bad is not None:
         logits[1, 5] = bad
-    token, log_prob = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=0.9))
+    token, log_prob, _ = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=0.9))
     assert torch.isfinite(log_prob).tolist() == [True, False, True]
     assert torch.equal(token[[0, 2]], good.token[[0, 2]])
     assert torch.equal(log_prob[[0, 2]], good.log_prob[[0, 2]])
@@ -154,8 +157,9 @@ def test_low_precision_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
 
 def test_large_batches_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, u = random_logits(7, 300), torch.linspace(0, 0.99, 7, dtype=torch.float64)
-    whole = draw(logits, u, params())
+    whole = draw(logits, u, params(top_p=0.9), with_kept=True)
     monkeypatch.setattr(sampling, "_SCRATCH", 650)
-    parts = draw(logits, u, params())
+    parts = draw(logits, u, params(top_p=0.9), with_kept=True)
+    assert torch.equal(whole.kept, parts.kept)
     assert torch.equal(whole.token, parts.token)
     assert torch.equal(whole.log_prob, parts.log_prob)

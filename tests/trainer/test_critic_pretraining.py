@@ -183,6 +183,7 @@ def test_the_command(stored: Path, inputs: Path, tmp_path: Path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["env.train.id=CartPole-v1"], "env.train.id: embodied runs store no rollouts"),
         (["algorithm.adv_estimator=reinforce_plus_plus"], "critic.enable: there is no critic to train"),
         ([], "name the stored rollouts: --rollouts FOLDER, or trainer.rollout_data_dir=FOLDER"),
     ],

@@ -42,7 +42,11 @@ def test_a_batch_without_a_score_stays() -> None:
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
 def test_a_run(method: str, inputs: Path, tmp_path: Path) -> None:
     base = [*base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.total_training_steps=2"]
-    settings = ["algorithm.use_pf_ppo=True", f"algorithm.pf_ppo.reweight_method={method}"]
+    settings = [
+        "algorithm.use_pf_ppo=True",
+        "actor_rollout_ref.rollout.top_k=20",
+        f"algorithm.pf_ppo.reweight_method={method}",
+    ]
     metrics = measured(train([*base, *settings]))
     assert 0 < metrics[1]["pf_ppo/distinct_fraction"] <= 1
     assert metrics[1]["pf_ppo/score_mean"] >= metrics[1]["critic/score/min"]

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy
-from tether.batch import filled
+from tether.batch import TrainBatch, filled
+from tether.rollout.native import NativeEngine
+from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.training.forward import PolicyModel, ValueModel
 from tether.training.incident import replay
 from tether.training.losses import CriticLoss, PolicyLoss
@@ -61,6 +63,24 @@ def test_replay_returns_the_rows_and_the_first_incident_of_a_step_is_kept(tmp_pa
     metrics = engine.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
     assert metrics["skipped_updates"] == 2  # one bad row in each of the two mini-batches
     assert replay(tmp_path / "step_1") == [0]
+
+
+def test_the_cut_of_truncated_sampling_is_kept_with_the_batch(tmp_path: Path) -> None:
+    policy = make_policy()
+    engine = NativeEngine(policy, eos_token_ids=frozenset())
+    rollout = engine.generate([[5, 6], [7]], SamplingParams(6, n=2, top_p=0.8), NoiseKey(0, 0))
+    batch = TrainBatch.assemble(rollout, torch.ones(4))
+    batch.old_log_probs = batch.rollout_log_probs
+    batch.advantages = batch.token_level_scores.clone()
+    batch.advantages[2, 0] = math.nan
+    learner = make_engine(policy, incident_dir=tmp_path)
+    learner.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
+    kept = torch.load(tmp_path / "step_1" / "incident.pt", weights_only=False)
+    saved = TrainBatch.from_dict(kept["batch"], batch_size=[4])
+    assert torch.equal(saved.kept.count, filled(batch.kept).count)
+    log_probs = kept["forward"](saved).log_probs
+    torch.testing.assert_close(log_probs, batch.rollout_log_probs, rtol=0, atol=1e-10)
+    assert replay(tmp_path / "step_1") == [2]
 
 
 def test_a_weight_that_is_not_finite_makes_every_row_bad(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ makes the loss of the mini-batch out of it. Shapes: `tether.algorithms.shapes`.
 """
 
 from tether.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from tether.algorithms.advantages.episodes import discounted_sums, episodic_gae
 from tether.algorithms.advantages.gae import length_adaptive_lambda
 from tether.algorithms.advantages.groups import informative_rows
 from tether.algorithms.advantages.result import Advantages
@@ -55,7 +56,9 @@ __all__ = [
     "aggregate_loss",
     "apply_kl_penalty",
     "count_valid",
+    "discounted_sums",
     "entropy_from_logits",
+    "episodic_gae",
     "explained_variance",
     "full_kl",
     "importance_metrics",

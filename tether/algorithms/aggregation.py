@@ -23,6 +23,14 @@ def aggregate_loss(
 ) -> Scalar:
     """Return this piece's share of the loss of a whole mini-batch.
 
+    Assumes: ``token-mean`` weighs tokens alike, so long rows more; ``seq-mean-token-mean`` weighs rows alike, so the
+        tokens of long ones less.
+    Use it: ``token-mean`` as a rule (DAPO); ``seq-mean-token-mean`` for losses of whole rows (GRPO's own); the sums
+        where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
+    Watch: `response_length/mean`: growth without a better score can come from the weight of long rows.
+        `actor/grad_norm`: sums have larger gradients.
+    Keys: `actor_rollout_ref.actor.loss_agg_mode`, `actor_rollout_ref.actor.loss_scale_factor`, `critic.loss_agg_mode`.
+
     Args:
         loss: the loss of each token of this piece (a micro-batch, a rank's part, or everything).
         response_mask: its tokens.
@@ -31,13 +39,13 @@ def aggregate_loss(
         num_sequences: rows of the whole mini-batch with at least one token.
         max_length: the divisor of ``seq-mean-token-sum-norm``, required for it and unused otherwise.
 
-    With s_i the sum of row i over its tokens and n_i their number, the shares add up to
+    With s_i the sum of row i over its tokens and n_i their number, the shares add up to L:
 
-    - ``token-mean``: sum_i s_i / num_tokens
-    - ``seq-mean-token-sum``: sum_i s_i / num_sequences
-    - ``seq-mean-token-mean``: sum_i (s_i / n_i) / num_sequences
-    - ``seq-mean-token-sum-norm``: sum_i s_i / max_length. In spite of its name this mode, as in verl, does not divide
-      by the number of sequences, so its gradient grows with the mini-batch.
+    - ``token-mean``: L = sum_i s_i / num_tokens
+    - ``seq-mean-token-sum``: L = sum_i s_i / num_sequences
+    - ``seq-mean-token-mean``: L = sum_i (s_i / n_i) / num_sequences
+    - ``seq-mean-token-sum-norm``: L = sum_i s_i / max_length. In spite of its name this mode does not divide by the
+      number of sequences, as in verl of January 2026, so its gradient grows with the mini-batch.
 
     The denominators have no default on purpose: those of one piece would make the gradient depend on its size. A
     mini-batch without a token has loss 0. Under data parallelism sum the shares; where gradients are averaged over
@@ -72,6 +80,11 @@ def masked_mean_ratio(
 ) -> Scalar:
     """Return this piece's share of RLinf's episode-weighted mean: every episode weighs the same, short or long.
 
+    Assumes: an episode is one unit of experience, however long it took.
+    Use it: for embodied tasks without automatic reset, where success ends an episode early.
+    Watch: `actor/grad_norm`: episodes much shorter than L have weights far above 1.
+    Keys: `actor_rollout_ref.actor.loss_agg_mode=masked_mean_ratio`, `actor_rollout_ref.actor.loss_scale_factor`.
+
     Args:
         loss: the loss of each step of this piece.
         response_mask: its live steps.
@@ -79,7 +92,7 @@ def masked_mean_ratio(
         max_episode_length: the length L that an episode of full weight has.
         num_elements: number of elements of ``loss`` in the whole mini-batch, masked ones too.
 
-    The shares add up to sum over live steps of loss * L / n, divided by num_elements.
+    The shares add up to 1 / num_elements times the sum of w * loss over live steps, with w = L / n.
     """
     # Dead rows have length 0; their loss is selected away, and must not become 0 / 0.
     weight = max_episode_length / episode_length.clamp(min=1).to(torch.promote_types(loss.dtype, torch.float32))

@@ -1,21 +1,24 @@
 """How far the policy is from the reference: per-token estimators from log-probabilities, and KL in the reward.
 
 With l and q the log-probabilities that policy and reference give a token sampled from the policy, d = l - q. In
-expectation over samples from the policy, as a *value* and as the *gradient* of a loss term:
+expectation over samples from the policy, as a *value* and as the *gradient* of a loss term (Schulman, "Approximating KL
+divergence", 2020):
 
-=====================  ====================  ==================  ================================================
-kind                   formula               expected value      expected gradient
-=====================  ====================  ==================  ================================================
-``k1``, ``kl``         d                     KL(policy || ref)   zero: in a loss it does nothing
-``abs``                |d|                   E|d|                that of the total variation distance, times 2
-``k2``, ``mse``        d^2 / 2               E d^2 / 2           KL(policy || ref)
-``k3``, ``low_var_kl`` exp(-d) - 1 + d       KL(policy || ref)   KL(ref || policy)
-each with ``+``        as without            as without          KL(policy || ref), taken from k2
-``full``               from logits           exact, each token   KL(policy || ref)
-=====================  ====================  ==================  ================================================
+| kind | formula | expected value | expected gradient |
+|---|---|---|---|
+| ``k1``, ``kl`` | d | KL(policy, ref) | zero: in a loss it does nothing |
+| ``abs`` | abs(d) | E abs(d) | that of the total variation distance, times 2 |
+| ``k2``, ``mse`` | d^2 / 2 | E d^2 / 2 | KL(policy, ref) |
+| ``k3``, ``low_var_kl`` | exp(-d) - 1 + d | KL(policy, ref) | KL(ref, policy) |
+| each with ``+`` | as without | as without | KL(policy, ref), taken from k2 |
+| ``full`` | from logits | exact, each token | KL(policy, ref) |
 
-See Schulman, "Approximating KL divergence" (2020). k3 clamps d to +-20 and itself to 10, as verl does: beyond, its
-gradient is 0.
+k3 clamps d to +-20 and itself to 10, as verl does: beyond, its gradient is 0.
+
+Watch: `actor/kl_loss` (in the loss), `actor/reward_kl_penalty` (in the reward): it grows slowly; a jump means that the
+    policy left the reference for good.
+Keys: `actor_rollout_ref.actor.use_kl_loss`, `actor_rollout_ref.actor.kl_loss_type`,
+    `actor_rollout_ref.actor.kl_loss_coef`; `algorithm.use_kl_in_reward`, `algorithm.kl_penalty`, `algorithm.kl_ctrl`.
 """
 
 from collections.abc import Callable
@@ -31,22 +34,38 @@ from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 
 def k1(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
-    """d: unbiased, of high variance, negative at times. Its expected gradient is zero."""
+    """d: unbiased, of high variance, negative at times. Its expected gradient is zero.
+
+    Assumes: samples of the policy itself.
+    Use it: in the reward; never in a loss.
+    """
     return log_probs - ref_log_probs
 
 
 def absolute(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
-    """|d|."""
+    """|d|.
+
+    Assumes: as `k1`.
+    Use it: in the reward, where a negative penalty is not wanted. It is no KL.
+    """
     return (log_probs - ref_log_probs).abs()
 
 
 def k2(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
-    """d^2 / 2: biased as a value, but its gradient is that of the KL."""
+    """d^2 / 2: biased as a value, but its gradient is that of the KL.
+
+    Assumes: the two policies are close: E d^2 / 2 is the KL up to third order.
+    Use it: in a loss.
+    """
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
-    """exp(-d) - 1 + d: unbiased, never negative, of low variance."""
+    """exp(-d) - 1 + d: unbiased, never negative, of low variance.
+
+    Assumes: as `k1`; far from the reference its variance grows as exp(-d) does.
+    Use it: for a value to log, or in a loss that should pull as the reverse KL does.
+    """
     minus_d = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
     return (torch.expm1(minus_d) - minus_d).clamp(max=10.0)
 
@@ -55,7 +74,11 @@ Estimator = Callable[[Tokens, Tokens], Tokens]
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """Keep the value of an estimator and give it the gradient of k2."""
+    """Keep the value of an estimator and give it the gradient of k2.
+
+    Assumes: as the kind itself.
+    Use it: in a loss, to log an unbiased value and follow the right gradient: ``k3+`` as a rule.
+    """
 
     def estimate(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
         carrier = k2(log_probs, ref_log_probs)

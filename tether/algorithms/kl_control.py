@@ -19,7 +19,13 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """Keeps the coefficient as it is."""
+    """Keeps the coefficient as it is: value = kl_coef (the constant beta of Ziegler et al. 2019, 1909.08593).
+
+    Assumes: the weight was found beforehand, or the KL need not be steered.
+    Use it: first.
+    Watch: `actor/reward_kl_penalty`.
+    Keys: `algorithm.kl_ctrl.type=fixed`, `algorithm.kl_ctrl.kl_coef`.
+    """
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -39,6 +45,12 @@ class AdaptiveKLController:
     """Raises the coefficient while the KL is over its target, and lowers it below (Ziegler et al. 2019, 1909.08593).
 
     value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon, with n the rows of the step.
+
+    Assumes: the KL answers to the weight within the horizon.
+    Use it: where the scale of the reward is unknown, but the KL that is wanted is known.
+    Watch: `actor/reward_kl_penalty` near target_kl, `actor/reward_kl_penalty_coeff` settling.
+    Keys: `algorithm.kl_ctrl.type=adaptive`, `algorithm.kl_ctrl.kl_coef`, `algorithm.kl_ctrl.target_kl`,
+        `algorithm.kl_ctrl.horizon`.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:

@@ -24,7 +24,11 @@ def sum_pi_squared(logits: Float[Tensor, "*shape V"], chunk_size: int = 1024) ->
 def full_kl(
     logits: Float[Tensor, "*shape V"], ref_logits: Float[Tensor, "*shape V"], chunk_size: int = 1024
 ) -> Float[Tensor, "*shape"]:
-    """Exact KL(policy || reference) of each position, with its exact gradient: sum_v p_v (log p_v - log q_v)."""
+    """Exact KL(policy || reference) of each position, with its exact gradient: sum_v p_v (log p_v - log q_v).
+
+    Assumes: logits of both models at once, which cost two vocabularies of memory a token.
+    Use it: where the estimators' noise is too much: small models, distillation.
+    """
     return _chunked(_kl, chunk_size, logits, ref_logits)
 
 

@@ -19,6 +19,13 @@ def pf_ppo_indices(
 ) -> Int[Tensor, " B"]:
     """Draw B rows with replacement, those of extreme reward more often.
 
+    Row i is drawn with probability w_i / sum_j w_j, where w = |s|^weight_pow + 1e-8 (``pow``), or by best and worst.
+
+    Assumes: a reward model is most often right about its extremes.
+    Use it: with a learned reward and several answers to each prompt.
+    Watch: `critic/score/mean` against the validation score: the drawn batch is no fair sample of the policy.
+    Keys: `algorithm.use_pf_ppo`, `algorithm.pf_ppo.reweight_method`, `algorithm.pf_ppo.weight_pow`.
+
     Args:
         scores: score of each row, before any KL penalty.
         valid: rows that may be drawn: those that were scored. At least one.

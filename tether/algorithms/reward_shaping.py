@@ -15,14 +15,29 @@ def overlong_penalty(
 ) -> Rows:
     """Soft punishment of long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
-    0 up to max_length - buffer_length tokens, then falling linearly to -penalty_factor at max_length.
+    P = -penalty_factor max(0, n - (max_length - buffer_length)) / buffer_length for n tokens: 0 at first, then falling
+    linearly to -penalty_factor at max_length.
+
+    Assumes: an answer that was cut is worth less than one that ended, and should not learn it in one jump.
+    Use it: where many answers reach the length limit.
+    Watch: `response_length/clip_ratio` and `reward/overlong_fraction`: they should fall.
+    Keys: `reward_model.overlong_buffer.enable`, `reward_model.overlong_buffer.len`,
+        `reward_model.overlong_buffer.penalty_factor`.
     """
     excess = (response_length - (max_length - buffer_length)).to(torch.float32)
     return -(excess / buffer_length * penalty_factor).clamp(min=0.0)
 
 
 def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
-    """Bring the valid scores of this batch to mean 0 and variance 1; 0 for the others."""
+    """Bring the valid scores of this batch to mean 0 and variance 1; 0 for the others.
+
+    s' = (s - mean) / sqrt(var + 1e-8), with the unbiased variance.
+
+    Assumes: the batch is large enough for a mean and a std.
+    Use it: with `gae`, where rewards have a scale that the critic would have to learn first.
+    Watch: `critic/vf_loss`, `critic/rewards/max`.
+    Keys: `algorithm.normalize_rewards=batch`.
+    """
     return masked_whiten(scores, valid)
 
 
@@ -31,6 +46,11 @@ class RunningRewardNormalizer:
 
     Batches are merged by the update of Chan et al. (1979), which has no cancellation. Until there are two scores, and
     while all are equal, the scale is 1.
+
+    Assumes: the scale of the scores changes slowly.
+    Use it: as `normalize_rewards_per_batch`, where batches are small or a target must not jump with its batch.
+    Watch: `reward/running_std`, `critic/vf_explained_var`.
+    Keys: `algorithm.normalize_rewards=running`.
     """
 
     def __init__(self) -> None:

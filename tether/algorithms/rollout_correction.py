@@ -31,6 +31,13 @@ def importance_weights(
 ) -> Tokens:
     """Truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
 
+    Assumes: the sampler gives every token a probability that is not 0 and not far from the trainer's.
+    Use it: ``token`` where the mismatch is of rounding; ``sequence`` where it must be unbiased and answers are short.
+    Watch: `training/rollout_probs_diff_mean`, `rollout_corr/kl`, and the effective sample size: near 0, few rows carry
+        all weight.
+    Keys: `algorithm.rollout_correction.rollout_is`, `algorithm.rollout_correction.rollout_is_threshold`,
+        `algorithm.rollout_correction.rollout_is_batch_normalize`.
+
     Args:
         log_probs: log p of each token.
         rollout_log_probs: log p_rollout of each token.
@@ -131,6 +138,12 @@ def rejection_mask(
     keeps a token (``token_*``), or all tokens of a row (``seq_sum_*``, ``seq_mean_*``, ``seq_max_*``: its sum, mean,
     largest), whose divergence is within its bounds; all modes have to. Bounds of k1 are bounds of a ratio: its
     logarithms are compared with k1.
+
+    Assumes: few tokens or rows are far off, and to lose them costs less than to learn from them.
+    Use it: ``seq_*`` where one bad token taints its row, ``token_*`` where it does not; beside importance weights or
+        alone.
+    Watch: the rejected fraction: above a few percent the sampler is wrong and should be mended. `rollout_corr/k3_kl`.
+    Keys: `algorithm.rollout_correction.rollout_rs`, `algorithm.rollout_correction.rollout_rs_threshold`.
     """
     mask = response_mask.bool()
     kept = mask

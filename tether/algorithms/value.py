@@ -19,10 +19,17 @@ def value_loss(
     cliprange_value: float | None,
     huber_delta: float | None = None,
 ) -> TokenLoss:
-    """PPO's clipped value loss: max(h(V - R), h(clip(V, V_old - c, V_old + c) - R)), not aggregated.
+    """PPO's clipped value loss, not aggregated; from its code, not its paper (Engstrom et al. 2020, arXiv 2005.12729).
 
+    L = max(h(V - R), h(clip(V, V_old - c, V_old + c) - R)) with c = cliprange_value.
     h(e) = e^2 / 2, with the half in it; or, with huber_delta, e^2 / 2 up to |e| = delta and delta (|e| - delta / 2)
     beyond (RLinf's ``value_clip`` and ``huber_delta``). cliprange_value=None: no clip.
+
+    Assumes: the critic should move slowly, as the policy does. With rewards of large scale the clip binds always: scale
+        c with them.
+    Use it: squared as a rule; huber_delta where few returns are extreme.
+    Watch: `critic/vf_clipfrac` (near 1: the clip is too tight), `critic/vf_loss`, `critic/vf_explained_var`.
+    Keys: `critic.cliprange_value`, `critic.huber_delta`, `critic.loss_agg_mode`.
     """
     values, old_values = select(values, response_mask), select(old_values, response_mask)
     returns = select(returns, response_mask)

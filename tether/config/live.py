@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from tether.config import embodied
 from tether.config.elsewhere import ELSEWHERE
 from tether.config.keys import keys, show
 from tether.config.patterns import look_up
@@ -21,6 +22,8 @@ def live_keys() -> tuple[str, ...]:
 
 def why_idle(path: str, values: Mapping[str, Any]) -> str | None:
     """Why a key does nothing in a run with these values; None where it acts."""
+    if values[embodied.SWITCH] is not None and not embodied.reads(path):
+        return f"{embodied.SWITCH} is set, and embodied runs do not read it"
     switch = look_up(SWITCHED, path)
     if switch is not None and switch.is_off(values):
         return f"{switch.key} is {show(values[switch.key])}"

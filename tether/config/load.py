@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tether.config.embodied import with_defaults
 from tether.config.given import COMMAND_LINE, Given, Setting, read_given
 from tether.config.keys import keys, values_of
 from tether.config.notes import notes
@@ -57,7 +58,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
         ConfigError: with every problem that there is.
     """
     given, problems = read_given(path, overrides)
-    resolved = resolve(given)
+    resolved = resolve(with_defaults(given))
     problems += resolved.problems
     try:
         config = RunConfig.model_validate(nest(resolved.values))
@@ -79,6 +80,7 @@ def _check(given: Given, config: RunConfig) -> list[Problem]:
 def _check_the_rest(given: Given, bad: set[str]) -> list[Problem]:
     """Check a config whose bad keys give way to their defaults; leaves out what is said about those keys."""
     stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required}
-    resolved = resolve({key: setting for key, setting in given.items() if key not in bad} | stand_ins)
+    good = {key: setting for key, setting in given.items() if key not in bad}
+    resolved = resolve(with_defaults(good | stand_ins))
     config = RunConfig.model_validate(nest(resolved.values))
     return [problem for problem in _check(resolved.given, config) if not any(key in str(problem) for key in bad)]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from tether.config import embodied
 from tether.config.given import Given
 from tether.config.keys import Key, keys, show
 from tether.config.live import why_idle
@@ -37,9 +38,9 @@ def _clip_ratio(given: Given, values: Mapping[str, Any]) -> str | None:
 def _idle(given: Given, values: Mapping[str, Any]) -> list[str]:
     """One note for each reason, with all the keys that it silences."""
     silenced: dict[str, list[str]] = defaultdict(list)
-    for path in given:
+    for path, setting in given.items():
         reason = why_idle(path, values)
-        if reason is not None and _differs(keys()[path], values):
+        if reason is not None and setting.source != embodied.SOURCE and _differs(keys()[path], values):
             silenced[reason].append(f"{path}={show(values[path])}")
     return [f"no effect: {', '.join(settings)} ({reason})" for reason, settings in silenced.items()]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tether.config import embodied
 from tether.config.live import live_keys, why_idle
 
 Line = Callable[[str, str], str]
@@ -41,7 +42,7 @@ def _shown_keys(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[s
 
 
 def _is_untouched(source: str) -> bool:
-    return source == "default" or source.startswith("inherits ")
+    return source in ("default", embodied.SOURCE) or source.startswith("inherits ")
 
 
 def _tree(values: Mapping[str, Any], paths: list[str], line: Line) -> str:

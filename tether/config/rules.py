@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tether.config import embodied
 from tether.config.advantage_rules import ADVANTAGE_RULES
 from tether.config.off_policy_rules import OFF_POLICY_RULES
 from tether.config.problems import Problem
@@ -255,8 +256,16 @@ RULES: tuple[Rule, ...] = (
     *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
 )
+EMBODIED_RULES: tuple[Rule, ...] = (
+    actor_warmup_is_said_once,
+    critic_warmup_ends,
+    resume_path_is_given,
+    checkpoints_are_kept_together,
+    *embodied.RULES,
+)
 
 
 def contradictions(cfg: RunConfig) -> list[Problem]:
     """Every contradiction of a config."""
-    return [problem for rule in RULES if (problem := rule(cfg)) is not None]
+    rules = RULES if cfg.env.train.id is None else EMBODIED_RULES
+    return [problem for rule in rules if (problem := rule(cfg)) is not None]

@@ -23,6 +23,9 @@ class Switch:
         return value not in self.on if self.on is not None else value in (self.off or ())
 
 
+EMBODIED = Switch("env.train.id", off=(None,))
+OBS_NORM = Switch("policy.normalize_observations", on=(True,))
+REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
 GAE = Switch("algorithm.adv_estimator", on=("gae",))
 GDPO = Switch("algorithm.adv_estimator", on=("gdpo",))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
@@ -41,6 +44,8 @@ ACTOR_COSINE = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("co
 CRITIC_COSINE = Switch("critic.optim.lr_scheduler_type", on=("cosine",))
 LORA = Switch("actor_rollout_ref.model.lora_rank", off=(0,))
 CRITIC_LORA = Switch("critic.model.lora_rank", off=(0,))
+ACTOR_MIN_LR = Switch("actor_rollout_ref.actor.optim.lr_scheduler_type", on=("cosine", "linear"))
+CRITIC_MIN_LR = Switch("critic.optim.lr_scheduler_type", on=("cosine", "linear"))
 REWARD_MODEL = Switch("reward_model.enable", on=(True,))
 
 SWITCHED: Mapping[str, Switch | None] = {
@@ -48,6 +53,10 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.lam_*": GAE,
     "algorithm.bootstrap_truncated": GAE,
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
+    "algorithm.normalize_advantages": EMBODIED,
+    "algorithm.bootstrap_type": EMBODIED,
+    "algorithm.logprob_type": EMBODIED,
+    "algorithm.entropy_type": EMBODIED,
     "algorithm.norm_adv_by_std_in_grpo": Switch(
         "algorithm.adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")
     ),
@@ -70,7 +79,7 @@ SWITCHED: Mapping[str, Switch | None] = {
         "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")
     ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
-    "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_COSINE,
+    "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_MIN_LR,
     "actor_rollout_ref.actor.optim.num_cycles": ACTOR_COSINE,
     "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": KL_COV,
@@ -82,11 +91,23 @@ SWITCHED: Mapping[str, Switch | None] = {
     "actor_rollout_ref.rollout.multi_turn.*": Switch("actor_rollout_ref.rollout.multi_turn.enable", on=(True,)),
     "actor_rollout_ref.rollout.trace.*": Switch("actor_rollout_ref.rollout.trace.backend", off=(None,)),
     "actor_rollout_ref.rollout.skip_dump_dir": Switch("actor_rollout_ref.rollout.skip_rollout", on=(True,)),
-    "critic.optim.min_lr_ratio": CRITIC_COSINE,
+    "critic.optim.min_lr_ratio": CRITIC_MIN_LR,
     "critic.optim.num_cycles": CRITIC_COSINE,
     "critic.model.lora_alpha": CRITIC_LORA,
     "critic.model.target_modules": CRITIC_LORA,
     "critic.ppo_max_token_len_per_gpu": Switch("critic.use_dynamic_bsz", on=(True,)),
+    "critic.loss_coef": EMBODIED,
+    "actor_rollout_ref.actor.target_kl": EMBODIED,
+    "trainer.total_env_steps": EMBODIED,
+    "trainer.log_freq": EMBODIED,
+    "env.train.id": None,
+    "env.train.autoreset_mode": Switch("env.train.vectorization", on=("subprocess",)),
+    "env.train.num_workers": Switch("env.train.env_type", on=("envpool",)),
+    "env.eval.num_workers": Switch("env.eval.env_type", on=("envpool",)),
+    "env.*": EMBODIED,
+    "policy.clip_observations": OBS_NORM,
+    "policy.clip_rewards": REWARD_NORM,
+    "policy.*": EMBODIED,
     "critic.enable": None,
     "critic.*": Switch("critic.enable", on=(True,)),
     "custom_reward_function.*": Switch("custom_reward_function.path", off=(None,)),

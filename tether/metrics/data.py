@@ -32,6 +32,8 @@ def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, floa
         per_token = getattr(batch, name)
         if per_token is not None:
             metrics |= _spread(f"critic/{name}", per_token[mask])
+    if batch.kept is not None:
+        metrics |= _spread("training/rollout_kept_tokens", batch.kept.count[mask])
     metrics["reward/excluded_rows"] = float((~scored).sum())
     return metrics | length_metrics(
         batch.prompt_length, batch.response_length, batch.truncated, max_prompt_length=max_prompt_length

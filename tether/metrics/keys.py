@@ -92,7 +92,8 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
 
 ACTOR: Mapping[str, MetricInfo] = {
     "actor/entropy": MetricInfo(
-        "Mean entropy of the policy at a token, in nats.", "falls slowly; a drop to 0 within few steps is a collapse"
+        "Mean entropy of the policy at a token, in nats; under top_k or top_p of the tokens that they kept.",
+        "falls slowly; a drop to 0 within few steps is a collapse",
     ),
     "actor/sum_pi_squared": MetricInfo(
         "Mean probability that two draws of a token agree; asked for by the optimal token baselines.",
@@ -126,6 +127,15 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/ratio_mean": MetricInfo("Mean raw importance ratio of a token, before any clipping.", "close to 1"),
     "actor/ratio_max": MetricInfo("Largest raw importance ratio of a token."),
     "actor/ratio_min": MetricInfo("Smallest raw importance ratio of a token."),
+    **{
+        f"actor/first_update/ratio_{name}": MetricInfo(
+            f"{what} raw ratio at the step's first optimizer step alone: the policy is still the old one.",
+            "1, up to rounding",
+        )
+        for name, what in (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest"))
+    },
+    "actor/first_update/pg_clipfrac": MetricInfo("Share of tokens clipped at the first optimizer step.", "0"),
+    "actor/first_update/pg_clipfrac_lower": MetricInfo("Share that the dual clip bounded there.", "0"),
     "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
 }
 
@@ -145,6 +155,10 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "training/rollout_actor_probs_pearson_corr": MetricInfo(
         "Correlation of the sampler's and the trainer's token probabilities.", "above 0.99"
     ),
+    "training/rollout_mismatch_alarm": MetricInfo(
+        "1 where `rollout_corr/k3_kl` is more than rounding in the number formats in use explains.", "0"
+    ),
+    **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats a token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats a token.", "below 0.001"),
     "rollout_corr/training_ppl": MetricInfo("Perplexity of a response under the trainer, mean over responses."),
@@ -210,9 +224,32 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB."),
 }
 
+
+def _episodes(prefix: str, when: str) -> dict[str, MetricInfo]:
+    return {
+        f"{prefix}/return": MetricInfo(f"Mean sum of the environment's rewards over an episode {when}.", "rises"),
+        f"{prefix}/episode_len": MetricInfo(f"Mean steps of an episode {when}."),
+        f"{prefix}/reward": MetricInfo(f"Mean reward of a step, averaged over episodes {when}."),
+        f"{prefix}/success_once": MetricInfo(f"Share of episodes {when} that solved the task in any step.", "rises"),
+        f"{prefix}/success_at_end": MetricInfo(f"Share of episodes {when} that ended solved.", "rises"),
+        f"{prefix}/num_trajectories": MetricInfo(f"Number of episodes {when}."),
+    }
+
+
+EMBODIED: Mapping[str, MetricInfo] = {
+    **_episodes("env", "that ended in training since the last log"),
+    **_episodes("eval", "without noise"),
+    "eval/<metric>_low": MetricInfo("Lower end of its confidence interval (env.eval.confidence)."),
+    "eval/<metric>_high": MetricInfo("Upper end of its confidence interval."),
+    "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
+    "perf/env_steps": MetricInfo("Steps of all environments so far."),
+    "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),
+}
+
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses."),
+    "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
     "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
     "timing_s/old_log_prob": MetricInfo("Seconds of recomputing the log-probabilities."),
@@ -252,6 +289,7 @@ METRICS: Mapping[str, MetricInfo] = {
     **MISMATCH,
     **SELECTION,
     **PROGRESS,
+    **EMBODIED,
     **TIMING,
     **VALIDATION,
 }

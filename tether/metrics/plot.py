@@ -46,7 +46,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-OUTSIDE_STEP = {"timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
+OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
 """Timings that are not a part of `timing_s/step`."""
 SHORTEST_SHARE = 0.005
 """Share of the time of a step below which a phase is not drawn."""
@@ -70,6 +70,9 @@ class Panel:
 
 PANELS = (
     Panel("Training score", "mean reward of a response", ("critic/score/mean",)),
+    Panel("Return of an episode", "sum of rewards, mean", ("env/return", "eval/return"), ("training", "test")),
+    Panel("Success", "share of episodes", ("env/success_once", "eval/success_once"), ("training", "test")),
+    Panel("Length of an episode", "steps, mean", ("env/episode_len",)),
     Panel("KL to the reference", "nats a token", ("actor/reward_kl_penalty", "actor/kl_loss"), ("reward", "loss")),
     Panel("KL of one step's update", "nats a token", ("actor/ppo_kl",)),
     Panel("Entropy of the policy", "nats a token", ("actor/entropy",)),

@@ -5,6 +5,8 @@ has the legend). With z = logits / temperature, p = softmax(z) and y the target:
 
     log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
     entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
+
+Where sampling kept only some tokens (`KeptSets`), the others have p = 0 in all of this.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from tether.models.kept import KeptSets
 from tether.models.vocabulary import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
+
+CUT = -1e30
+"""z of a token that sampling did not keep: its exp is 0, and unlike -inf it stays finite in products with 0."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class LogProbs:
     """Of each token, in at least float32."""
 
     log_probs: Tensor  # [N]
-    entropy: Tensor | None = None  # [N], of the whole distribution, in nats
+    entropy: Tensor | None = None  # [N], of the same distribution, in nats
     sum_pi_squared: Tensor | None = None  # [N], sum over the vocabulary of p squared; carries no gradient
 
 
@@ -69,6 +75,7 @@ def token_log_probs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    kept: KeptSets | None = None,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     chunk_size: int | None = None,
@@ -83,6 +90,8 @@ def token_log_probs(
         head: see `lm_head_of`.
         targets: [N] token ids.
         temperature: divides the logits of everything that is returned; over 0.
+        kept: the tokens that each of the N could be sampled from; everything that is returned is of the distribution
+            over these alone. None: all of them.
         with_entropy: also return the entropy, with gradient.
         with_sum_pi_squared: also return sum_v p_v^2, without gradient.
         chunk_size: vocabulary entries a chunk; by default as many as keep a chunk in the CPU's cache.
@@ -96,6 +105,7 @@ def token_log_probs(
             head.bias,
             targets,
             LogitTransform(head.scale, head.softcap, temperature),
+            kept,
             chunk_size or default_chunk_size(hidden),
             with_entropy,
             with_sum_pi_squared,
@@ -120,6 +130,7 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         transform: LogitTransform,
+        kept: KeptSets | None,
         chunk_size: int,
         with_entropy: bool,
         with_sum_pi_squared: bool,
@@ -130,6 +141,8 @@ class _TokenLogProbs(torch.autograd.Function):
         mass, moment, square = (torch.zeros_like(target_z) for _ in range(3))
         top = torch.full_like(target_z, torch.finfo(chunks.dtype).min)
         for span, _, z, exp_z in chunks:
+            if kept is not None:
+                z.masked_fill_(kept.cut(span), CUT)
             inside, column = _locate(targets, span)
             target_z = torch.where(inside, z.gather(1, column), target_z)
             new_top = torch.maximum(top, z.amax(1, keepdim=True))
@@ -147,7 +160,7 @@ class _TokenLogProbs(torch.autograd.Function):
         sum_pi_squared = (square / mass.square())[:, 0] if with_sum_pi_squared else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
-        ctx.transform, ctx.chunk_size = transform, chunk_size
+        ctx.transform, ctx.kept, ctx.chunk_size = transform, kept, chunk_size
         if sum_pi_squared is not None:
             ctx.mark_non_differentiable(sum_pi_squared)
         return (target_z - log_normalizer)[:, 0], entropy[:, 0] if with_entropy else None, sum_pi_squared
@@ -170,6 +183,8 @@ class _TokenLogProbs(torch.autograd.Function):
         for span, weight_rows, z, p in chunks:
             # dz = g (1[v = y] - p) - h p (log p + entropy) for upstream gradients g of the log-prob, h of the entropy
             softcap_slope = ctx.transform.slope_beside(z)
+            if ctx.kept is not None:
+                z.masked_fill_(ctx.kept.cut(span), CUT)
             torch.exp(z.sub_(log_normalizer), out=p)
             if to_entropy is None:
                 grad = p.mul_(-to_log_prob)
@@ -188,4 +203,4 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_bias[span] = grad.sum(0)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

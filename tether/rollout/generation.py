@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch
 from tether.models.attention import AttentionLayout
+from tether.models.kept import KeptRecorder
 from tether.rollout.cache import Decode, KVCache, Prefill
 from tether.rollout.noise import uniform
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
@@ -51,6 +52,9 @@ class Generation:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._log_probs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=self._device)
         self._lengths = [0] * self._num_rows
+        vocabulary = model.config.get_text_config().vocab_size
+        recorded = sampling.record_kept and sampling.cuts(vocabulary)
+        self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
 
     def step(self) -> bool:
         """Prefill waiting prompts or decode one token for every active row; False when nothing is left to do."""
@@ -116,7 +120,9 @@ class Generation:
         slots = slice(self._active - len(logits), self._active)
         row, count = self._row[slots], self._count[slots]
         noise = uniform(self._key.seed, self._key.step, self._key.first_sample + row, count)
-        token, log_prob = draw(logits, noise, self._sampling)
+        token, log_prob, kept = draw(logits, noise, self._sampling, with_kept=self._kept is not None)
+        if self._kept is not None:
+            self._kept.add(row, count, kept)
         self._tokens[row, count] = token
         self._log_probs[row, count] = log_prob.to(self._log_probs.dtype)
         self._token[slots] = token
@@ -181,5 +187,6 @@ class Generation:
             response_mask=mask,
             rollout_log_probs=self._log_probs[:, :width].clone(),
             truncated=~torch.isin(self._tokens[rows, length - 1], self._eos),
+            kept=None if self._kept is None else self._kept.result(width),
             batch_size=[self._num_rows],
         )

@@ -23,6 +23,12 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the smallest set of tokens whose mass reaches top_p; 1 keeps all."""
     ignore_eos: bool = False
+    record_kept: bool = True
+    """Record which tokens top_k and top_p kept, for training to replay; where they keep all nothing is recorded."""
+
+    def cuts(self, vocabulary: int) -> bool:
+        """Whether some of the tokens can never be drawn; greedy sampling has no distribution to cut."""
+        return self.temperature > 0 and (0 < self.top_k < vocabulary or self.top_p < 1)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ class Draw(NamedTuple):
     """[R] int64."""
     log_prob: Tensor
     """[R], fp32 (fp64 for fp64 logits); not finite if and only if the row's logits give no distribution."""
+    kept: Tensor
+    """[R, V] bool, the tokens that could be drawn; [R, 0] if not asked for."""
 
 
-def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> Draw:
+def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_kept: bool = False) -> Draw:
     """Draw one token from each row.
 
     The order is temperature, then top-k, then top-p of what top-k left, each renormalised; the log-probability is that
@@ -40,23 +42,28 @@ def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> Draw:
         logits: [R, V], any floating dtype; -inf forbids a token.
         uniform: [R] numbers in [0, 1).
         sampling: temperature, top_k and top_p are read.
+        with_kept: also return which tokens had a probability above 0.
     """
     at_once = max(1, _SCRATCH // logits.shape[-1])
     parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     if sampling.temperature == 0:
         draws = [_greedy(rows) for rows, _ in parts]
     else:
-        draws = [_sample(rows, numbers, sampling) for rows, numbers in parts]
+        draws = [_sample(rows, numbers, sampling, with_kept) for rows, numbers in parts]
     return Draw(*map(torch.cat, zip(*draws, strict=True)))
 
 
 def _greedy(logits: Tensor) -> Draw:
     top, token = logits.max(dim=-1, keepdim=True)
     total = _weights(logits, top, 1.0).sum(dim=-1)
-    return Draw(token.squeeze(-1), -total.log())
+    return Draw(token.squeeze(-1), -total.log(), _none_of(logits))
 
 
-def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> Draw:
+def _none_of(logits: Tensor) -> Tensor:
+    return torch.empty(len(logits), 0, dtype=torch.bool, device=logits.device)
+
+
+def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept: bool) -> Draw:
     top = logits.amax(dim=-1, keepdim=True)
     weights = _weights(logits, top, sampling.temperature)
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -67,7 +74,7 @@ def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> Draw:
     token, total = _invert(weights, uniform)
     chosen = logits.gather(-1, token[:, None]).to(weights.dtype)
     log_prob = (chosen - top).squeeze(-1) / sampling.temperature - total.log().to(weights.dtype)
-    return Draw(token, log_prob)
+    return Draw(token, log_prob, weights[:, : logits.shape[-1]] > 0 if with_kept else _none_of(logits))
 
 
 def _weights(logits: Tensor, top: Tensor, temperature: float) -> Tensor:

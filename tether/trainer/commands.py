@@ -18,6 +18,7 @@ from tether.models.pull import pull_model
 from tether.models.resolve import KNOWN_MODELS
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.build import build_critic_pretraining, build_evaluator, build_generator, build_run
+from tether.trainer.control_commands import evaluate as evaluate_control
 from tether.trainer.critic_pretraining import EXPLAINED
 from tether.trainer.evaluate import EvaluationResult
 from tether.trainer.preflight import preflight
@@ -73,11 +74,14 @@ def train(loaded: LoadedConfig, command: str) -> None:
 
 
 def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
-    """Score a checkpoint on held-out prompts; prints the metrics and writes them beside it."""
+    """Score a checkpoint on held-out prompts or in its environments; prints the metrics and writes them beside it."""
     disable_progress_bar()
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
     console = Console(highlight=False, markup=False)
+    if loaded.config.env.train.id is not None:
+        _show(EvaluationResult(evaluate_control(checkpoint, loaded, console), []), checkpoint, console)
+        return
     evaluator, waiting = build_evaluator(loaded, checkpoint / "actor"), console.status("sampling")
     with evaluator as (evaluation, collector), waiting as status:
         result = evaluation.run(
@@ -85,9 +89,7 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
             NoiseKey(loaded.config.trainer.seed, step_of(checkpoint)),
             lambda done, total: status.update(f"sampling: {done} of {total} responses"),
         )
-    for name, value in result.metrics.items():
-        console.print(f"{name:60} {value:.4f}", soft_wrap=True)
-    console.print(f"written to {_write(checkpoint, result)}", soft_wrap=True)
+    _show(result, checkpoint, console)
 
 
 def pretrain_critic(
@@ -163,6 +165,12 @@ def _checkpoint(path: Path) -> Path:
     if latest is None:
         raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
     return latest
+
+
+def _show(result: EvaluationResult, checkpoint: Path, console: Console) -> None:
+    for name, value in result.metrics.items():
+        console.print(f"{name:60} {value:.4f}", soft_wrap=True)
+    console.print(f"written to {_write(checkpoint, result)}", soft_wrap=True)
 
 
 def _write(checkpoint: Path, result: EvaluationResult) -> Path:

@@ -16,6 +16,9 @@ from tether.execution.machine import cache_dir, resolve_device, usable_cores
 
 CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
 EXTRAS = {
+    "gymnasium": ("gymnasium", "environments: tether train env.train.id=CartPole-v1"),
+    "mujoco": ("mujoco", "MuJoCo environments such as HalfCheetah-v5"),
+    "envpool": ("envpool", "environments in C++ (env.train.env_type=envpool)"),
     "reasoning-gym": ("quickstart", "procedural tasks with verifiers: data.train_files=reasoning_gym:TASK"),
     "gguf": ("quickstart", "models from GGUF files, among them tether model pull smollm2-135m"),
     "matplotlib": ("quickstart", "tether plot"),

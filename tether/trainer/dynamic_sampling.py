@@ -13,7 +13,6 @@ the sample within the step, which counts on over the batches: nothing else needs
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +28,6 @@ from tether.rewards.summary import RewardReport
 from tether.rollout.join import join_rollouts
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.collect import Collector, Experience
-
-logger = logging.getLogger(__name__)
 
 OWN_SCORE = ("score", "seq_reward")
 """Names of the metric that mean the score itself."""
@@ -69,6 +66,8 @@ class DynamicSampling:
     """Groups of a full batch."""
     max_batches: int
     """Batches of prompts sampled for a step at most."""
+    warn: Callable[[str], None]
+    """Shows a message to the user."""
 
     def collect(
         self,
@@ -132,10 +131,10 @@ class DynamicSampling:
                 "easy or too hard for this policy, or the reward does not tell its answers apart: look at the samples, "
                 "take other prompts, raise actor_rollout_ref.rollout.n, or set algorithm.filter_groups.enable=False."
             )
-        logger.warning(
-            "step %d: within %s only %d of %d prompts had responses that differ in %s; the step takes these",
-            step, cap, found, self.num_groups, self.metric,
-        )  # fmt: skip
+        self.warn(
+            f"step {step}: within {cap} only {found} of {self.num_groups} prompts had responses that differ in "
+            f"{self.metric}; the step takes these"
+        )
 
 
 def _joined(sampled: Sequence[Experience], groups: Sequence[Group], num_groups: int) -> Experience:

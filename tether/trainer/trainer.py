@@ -25,6 +25,7 @@ from tether.trainer.evaluate import Evaluation
 from tether.trainer.greedy_baseline import GreedyBaseline
 from tether.trainer.kl_reward import KLReward
 from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
+from tether.trainer.mismatch import MismatchAlarm
 from tether.trainer.persistence import Persistence
 from tether.trainer.pf_ppo import PolicyFiltration
 from tether.trainer.reward_components import RewardComponents
@@ -78,6 +79,7 @@ class Trainer:
     evaluation: Evaluation | None
     schedule: Schedule
     persistence: Persistence
+    mismatch: MismatchAlarm
     loggers: Loggers
     seed: int
     sampler_is_old_policy: bool = False
@@ -111,6 +113,7 @@ class Trainer:
                     policy = self.actor.infer(batch)
                     batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
                 metrics |= sampler_metrics(batch)
+                metrics |= self.mismatch.check(metrics, self.loggers.warn)
             if self.rollout_correction:
                 metrics |= self.rollout_correction.apply(batch)
             if self.reference:

@@ -15,6 +15,7 @@ from tether.batch import TrainBatch
 from tether.models.backbone import hidden_states
 from tether.models.critic import value_head_of, values_from_hidden
 from tether.models.full_kl import full_kl_of_hidden
+from tether.models.kept import KeptSets
 from tether.models.logprobs import lm_head_of, token_log_probs
 from tether.training.tokens import TokenRows, token_rows
 
@@ -52,8 +53,9 @@ class ReferenceModel:
 class PolicyModel:
     """A causal LM as a policy.
 
-    `temperature` divides the logits before the softmax, as the sampler does, so that log-probabilities are those of
-    the distribution that was sampled from.
+    `temperature` divides the logits before the softmax, as the sampler does, and where the sampler cut the vocabulary
+    (`TrainBatch.kept`) its cut is replayed, so that log-probabilities and entropy are those of the distribution that
+    was sampled from. Only `full_kl` is over the whole vocabulary either way.
     """
 
     model: PreTrainedModel
@@ -69,12 +71,16 @@ class PolicyModel:
     def __call__(self, batch: TrainBatch) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token."""
         rows = token_rows(batch, packed=self.packed)
-        states = _states(self.model, rows)[rows.predicts]
+        states, head = _states(self.model, rows)[rows.predicts], lm_head_of(self.model)
+        kept = None
+        if batch.kept is not None:
+            kept = KeptSets.read(batch.kept, rows.slots, vocabulary=len(head.weight))
         tokens = token_log_probs(
             states,
-            lm_head_of(self.model),
+            head,
             rows.targets,
             temperature=self.temperature,
+            kept=kept,
             with_entropy=self.with_entropy,
             with_sum_pi_squared=self.with_sum_pi_squared,
         )

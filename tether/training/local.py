@@ -10,7 +10,7 @@ One update of a rollout::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Generic
@@ -26,6 +26,9 @@ from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, UpdatePlan
 from tether.training.tokens import sequence_lengths
+
+FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
+"""Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
 
 
 class LocalEngine(Generic[Outputs]):
@@ -83,6 +86,7 @@ class LocalEngine(Generic[Outputs]):
         set_learning_rate(self.optimizer, rate)
         batch = batch[batch.response_mask.any(dim=-1)]
         measured: list[dict[str, Metric]] = []
+        first: list[dict[str, Metric]] = []
         norms: list[float] = []
         skipped = 0
         for epoch in range(plan.epochs):
@@ -90,7 +94,9 @@ class LocalEngine(Generic[Outputs]):
                 mini = batch[rows]
                 if prepare is not None:
                     prepare(mini, self.infer(mini, forward), plan.generator(step, epoch, number))
-                measured += self.accumulate_gradients(mini, forward, loss)
+                pieces = self.accumulate_gradients(mini, forward, loss)
+                measured += pieces
+                first = first or pieces
                 norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.options.grad_clip))
                 if math.isfinite(norm):
                     self.optimizer.step()
@@ -102,6 +108,7 @@ class LocalEngine(Generic[Outputs]):
                     self._keep_incident(mini, forward, loss, step)
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
+        metrics |= _first_update_metrics(first)
         return metrics | {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "lr": rate,
@@ -153,3 +160,13 @@ class LocalEngine(Generic[Outputs]):
     ) -> None:
         if self.incident_dir is not None:
             incident.save(self.incident_dir / f"step_{step + 1}", self.model, mini, forward, loss)
+
+
+def _first_update_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+    """Of one mini-batch: ``actor/ratio_mean`` becomes ``actor/first_update/ratio_mean``."""
+    metrics = {}
+    for key, metric in merge_metrics(pieces).items():
+        role, _, name = key.rpartition("/")
+        if name in FIRST_UPDATE:
+            metrics[f"{role}/first_update/{name}"] = float(metric)
+    return metrics

@@ -102,7 +102,8 @@ class TrainingEngine(Protocol[Outputs]):
             prepare: run on each mini-batch before it is cut; costs one more forward pass.
 
         Returns:
-            Metrics: those of the loss, `grad_norm` (mean over optimizer steps), `lr`, `skipped_updates`.
+            Metrics: those of the loss (ratios and clip fractions also of the first optimizer step alone), `grad_norm`
+            (mean over optimizer steps), `lr`, `skipped_updates`.
         """
         ...
 

@@ -24,6 +24,13 @@ def gae(
     what stands between two of them (a tool's output, padding) is skipped, whatever its reward, and costs no discount.
     Returns are A + V; the advantages are whitened over the whole batch afterwards.
 
+    Assumes: the critic is near the value of the policy that sampled. Lambda trades its bias (0) for the variance of
+        returns (1).
+    Use it: with a critic: where credit must be found inside a long answer, or with one answer to each prompt.
+    Watch: `critic/vf_explained_var`: at 0 or below, the critic adds noise; warm it up first (`trainer.critic_warmup`).
+    Keys: `algorithm.adv_estimator=gae`, `algorithm.gamma`, `algorithm.lam`, `algorithm.lam_critic`,
+        `algorithm.bootstrap_truncated`.
+
     Args:
         token_level_rewards: reward of each token.
         response_mask: the policy's tokens.
@@ -47,6 +54,11 @@ def length_adaptive_lambda(response_mask: Mask, alpha: float) -> Rows:
     """Choose a lambda by length: 1 - 1 / (alpha n) for a row of n tokens, not below 0 (VAPO, arXiv 2504.05118).
 
     Temporal differences of the end then reach back over a constant share of the row. VAPO takes alpha = 0.05.
+
+    Assumes: the longer an answer, the more of its tokens matter to its end.
+    Use it: with `gae`, where answers of very different length share a batch.
+    Watch: `response_length/mean` (1000 tokens have lambda 0.98 with VAPO's alpha), `critic/vf_explained_var`.
+    Keys: `algorithm.lam_actor_alpha`.
     """
     length = response_mask.bool().sum(dim=-1).clamp(min=1)
     return (1 - 1 / (alpha * length)).clamp(min=0.0)
@@ -57,6 +69,12 @@ def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gam
 
     G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. What comes after a tool's
     output is credited to the tokens before it too.
+
+    Assumes: prompts are about equally hard: one mean of the batch is the baseline of all.
+    Use it: with one answer to each prompt and no memory for a critic; with several, `reinforce_plus_plus_baseline` is
+        less noisy.
+    Watch: `actor/grad_norm`: its spread is what the coarse baseline costs.
+    Keys: `algorithm.adv_estimator=reinforce_plus_plus`, `algorithm.gamma`.
     """
     returns = discounted_returns(token_level_rewards, response_mask, gamma)
     return Advantages(masked_whiten(returns, response_mask), returns)
@@ -66,6 +84,12 @@ def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines:
     """Return of each token minus the score of a greedy answer (ReMax, Li et al. 2024, arXiv 2310.10505).
 
     A_t = sum_{s >= t} r_s - b, where b is the score of the prompt's greedily decoded response (temperature 0).
+
+    Assumes: the greedy answer is about as good as the average sampled one. The baseline does not depend on the sample,
+        so the gradient stays unbiased.
+    Use it: with one sampled answer to each prompt, at the price of one greedy answer more.
+    Watch: `baseline/beaten_fraction`: near 0, greedy decoding beats the samples, and the temperature may be too high.
+    Keys: `algorithm.adv_estimator=remax`.
     """
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
     return Advantages(returns - spread(reward_baselines, response_mask), returns)
@@ -74,7 +98,12 @@ def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines:
 def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantages: bool = False) -> Advantages:
     """Take the score of a row as the advantage of its tokens: REINFORCE without a baseline (RLinf's ``raw``).
 
-    With normalize_advantages the tokens are whitened over the batch.
+    A_t = s at every token, with s the sum of the row's rewards; with normalize_advantages whitened over the batch.
+
+    Assumes: scores are centred already, or their size is meant to matter.
+    Use it: as the control of an experiment; any baseline has less variance.
+    Watch: `actor/grad_norm`, against that of an estimator with a baseline.
+    Keys: `algorithm.adv_estimator=raw`.
     """
     scores = spread(masked_sum(token_level_rewards, response_mask, dim=-1), response_mask)
     return Advantages(masked_whiten(scores, response_mask) if normalize_advantages else scores, scores)

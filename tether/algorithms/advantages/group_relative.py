@@ -24,6 +24,12 @@ def grpo(
 
     A = (s - mean) / (std + 1e-6), with the unbiased std. norm_adv_by_std_in_grpo=False: A = s - mean (Dr. GRPO, Liu et
     al. 2025, arXiv 2503.20783). A group of one has mean 0 and std 1: it keeps its score.
+
+    Assumes: the mean of a group is near the value of its prompt. The division gives very easy and very hard prompts the
+        weight of the others, or more.
+    Use it: without a critic, with 4 or more answers to each prompt and a score at the end.
+    Watch: `group/zero_std_fraction`: the groups that teach nothing. Near 1 the prompts are too easy or too hard.
+    Keys: `algorithm.adv_estimator=grpo`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     advantages = groups.over_mean(scores)
@@ -35,7 +41,15 @@ def grpo(
 def grpo_vectorized(
     token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
-    """`grpo` with a floor of 1e-3 under the std, which is all that verl's function of this name does differently."""
+    """`grpo` with a floor of 1e-3 under the std, which is all that verl's function of this name does differently.
+
+    A = (s - mean) / (max(std, 1e-3) + 1e-6).
+
+    Assumes: as `grpo`.
+    Use it: in place of `grpo` where scores of a group differ by less than about 1e-3, which is noise.
+    Watch: `group/score_std_mean`: near 1e-3, the floor decides.
+    Keys: `algorithm.adv_estimator=grpo_vectorized`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
+    """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     advantages = groups.over_mean(scores)
     if norm_adv_by_std_in_grpo:
@@ -50,6 +64,12 @@ def grpo_passk(
 
     A = (max - second max) / (std + 1e-6) at the best row and 0 at the others; without the division if
     norm_adv_by_std_in_grpo is False. A tie for the best, and a group of one, which has no second, give 0.
+
+    Assumes: only the best of k answers will be used, so the others need not be good.
+    Use it: where pass@k is what counts, with many answers to each prompt; it learns from one row of a group.
+    Watch: `critic/advantages/nonzero_fraction`: with scores 0 and 1, a group that has two right answers teaches
+        nothing either.
+    Keys: `algorithm.adv_estimator=grpo_passk`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     is_best = groups.valid & (scores == groups.max(scores))
@@ -65,6 +85,11 @@ def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Ad
     """Score minus the mean of the group's *other* scores (RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
 
     A = s - mean of the others = k / (k - 1) (s - mean). A group of one keeps its score.
+
+    Assumes: the answers of a group are independent, so the others' mean is a baseline without bias.
+    Use it: without a critic, as an unbiased alternative to `grpo`; two answers to each prompt are enough.
+    Watch: `group/zero_std_fraction`: the groups that teach nothing.
+    Keys: `algorithm.adv_estimator=rloo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     size = groups.size()
@@ -73,7 +98,15 @@ def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Ad
 
 
 def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
-    """`rloo`, but a group of one gets 0, as in verl's function of this name."""
+    """`rloo`, but a group of one gets 0, as in verl's function of this name.
+
+    A = k / (k - 1) (s - mean) for k > 1.
+
+    Assumes: as `rloo`.
+    Use it: in place of `rloo` where groups can shrink to one row, which then should not teach.
+    Watch: `group/single_fraction`.
+    Keys: `algorithm.adv_estimator=rloo_vectorized`, `actor_rollout_ref.rollout.n`.
+    """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     size = groups.size()
     return outcome(groups.centre(scores) * size / (size - 1).clamp(min=1), response_mask)
@@ -82,7 +115,13 @@ def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: Ro
 def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
     """Score minus the group's mean, whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262, baseline).
 
-    A group of one keeps its score, before the whitening.
+    A = (s - mean) brought to mean 0 and variance 1 over tokens (`masked_whiten`). A group of one keeps its score,
+    before that.
+
+    Assumes: as `grpo`, but the spread of scores is alike in all groups: one std serves the batch.
+    Use it: without a critic, where `grpo`'s division blows up groups of nearly equal scores.
+    Watch: `group/zero_std_fraction`: the groups that teach nothing.
+    Keys: `algorithm.adv_estimator=reinforce_plus_plus_baseline`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     whitened = masked_whiten(spread(groups.over_mean(scores), response_mask), response_mask)
@@ -94,6 +133,12 @@ def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Adv
 
     A = s - sum_i n_i s_i / sum_i n_i with n_i the tokens of row i: the baseline of least variance if the gradient of
     a token has the same size everywhere. A group of one keeps its score.
+
+    Assumes: every token adds the same variance to the gradient, so that long rows have a say in the baseline by their
+        length.
+    Use it: without a critic, on-policy, where answers of a group differ much in length.
+    Watch: `response_length/max` against `response_length/mean`: with equal lengths it is `grpo` without std.
+    Keys: `algorithm.adv_estimator=opo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     length = response_mask.bool().sum(dim=-1).to(scores.dtype)
@@ -107,6 +152,11 @@ def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, f_norm
 
     A = alpha (s - mean) / f_norm with alpha = rows / rows with a score other than 0, both over the whole batch, not
     counting rows without a token. A group of one keeps its score (times alpha / f_norm).
+
+    Assumes: a score of 0 means that the row failed; with other scales alpha has no meaning.
+    Use it: with 0/1 scores and few successes, beside the policy loss of the same name.
+    Watch: `critic/score/nonzero_fraction`, which is 1 / alpha: at 0.01 the step is a hundred times as large.
+    Keys: `algorithm.adv_estimator=gpg`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     informative = groups.valid & (scores != 0)
@@ -127,6 +177,12 @@ def gdpo(
     A = whiten(sum_r w_r (s_r - mean_r) / (std_r + 1e-6)), whitened over the tokens of the batch. Summed first, rewards
     of different size and rarity collapse onto a few advantages; normalised first, each keeps its say. In a group of
     one each component keeps its score. The components are the whole reward: token_level_rewards is not read.
+
+    Assumes: every component is meant to count, by its weight and not by its scale.
+    Use it: with several rewards of different scale or rarity, such as format, length and correctness.
+    Watch: `gdpo/<key>/zero_std_fraction` of each component: near 1 it teaches nothing.
+    Keys: `algorithm.adv_estimator=gdpo`, `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
+        `actor_rollout_ref.rollout.n`.
 
     Args:
         token_level_rewards: not read.

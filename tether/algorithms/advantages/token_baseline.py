@@ -30,6 +30,12 @@ def optimal_token_baseline(
     A_t = G_t - sum_i G_it W_it / (sum_i W_it + 1e-8), over the rows i of the group that have a token at t. A group of
     one has baseline 0.
 
+    Assumes: a row that moved far from certainty so far adds more variance from here on; rows are compared by position.
+    Use it: without a critic, on long answers of one turn, where a baseline for each position pays.
+    Watch: `actor/grad_norm`: its spread should be below that of `rloo`. `actor/sum_pi_squared`.
+    Keys: `algorithm.adv_estimator=optimal_token_baseline`, `actor_rollout_ref.actor.calculate_sum_pi_squared`,
+        `actor_rollout_ref.rollout.n`.
+
     Args:
         token_level_rewards: reward of each token.
         response_mask: the policy's tokens.
@@ -64,8 +70,15 @@ def tir_optimal_token_baseline(
 ) -> Advantages:
     """`optimal_token_baseline` that compares the n-th policy tokens of the rows, not those at the same position.
 
-    Made for tool-integrated reasoning: observations between the actions are taken out first, so that they shift
-    nothing. Arguments as there, but handle_zero_tail is on by default.
+    A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G and W as there.
+    For tool-integrated reasoning (verl's TIR): observations between the actions are taken out first, so that they
+    shift nothing. Arguments as there, but handle_zero_tail is on by default.
+
+    Assumes: the n-th token that the policy wrote is comparable between rows, whatever a tool said between.
+    Use it: as `optimal_token_baseline`, for answers of several turns.
+    Watch: `actor/grad_norm`: its spread should be below that of `rloo`. `actor/sum_pi_squared`.
+    Keys: `algorithm.adv_estimator=tir_optimal_token_baseline`, `actor_rollout_ref.actor.calculate_sum_pi_squared`,
+        `actor_rollout_ref.rollout.n`.
     """
     mask = response_mask.bool()
     order = torch.argsort((~mask).int(), dim=-1, stable=True)

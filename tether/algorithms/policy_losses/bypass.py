@@ -32,6 +32,12 @@ def bypass_mode(
     current policy against sampler, have loss 0 but stay in the denominators of the aggregation, which are fixed before
     the split.
 
+    Assumes: the sampler's probabilities are exact enough to be the old policy.
+    Use it: where the extra forward pass costs much, and the sampler agrees with the trainer.
+    Watch: `training/rollout_probs_diff_mean` and `actor/ppo_kl`, which now hold the sampler's error too.
+    Keys: `algorithm.rollout_correction.bypass_mode`, `algorithm.rollout_correction.loss_type`, and those of rollout
+        correction.
+
     Raises:
         ValueError: an unknown loss_type.
     """

@@ -25,6 +25,14 @@ def vanilla(
     With r = p / p_old: L = max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 not above -A c, so that one
     token whose ratio exploded can't dominate. A higher ``high`` than ``low`` is DAPO's clip-higher; c=None: no dual
     clip.
+
+    Assumes: old_log_probs are those of the policy that sampled, or close to it.
+    Use it: first; the others are answers to a problem seen with this one.
+    Watch: `actor/pg_clipfrac` (about 0 to 0.2; far more: lower the rate or the epochs), `actor/ppo_kl`,
+        `actor/pg_clipfrac_lower`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=vanilla`, `actor_rollout_ref.actor.clip_ratio`,
+        `actor_rollout_ref.actor.clip_ratio_low`, `actor_rollout_ref.actor.clip_ratio_high`,
+        `actor_rollout_ref.actor.clip_ratio_c`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
@@ -57,6 +65,12 @@ def cispo(
 
     L = -sg(clip(r, 1 - low, 1 + high)) A log p, with sg stopping the gradient: no token loses its gradient, which
     `vanilla` takes away from the clipped ones.
+
+    Assumes: a ratio far from 1 marks a token that matters, not one to be left out.
+    Use it: with several updates on each batch, where rare tokens that start a reflection get clipped away.
+    Watch: `actor/pg_clipfrac`, and `actor/ppo_kl`: nothing but the weight holds the policy back.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=cispo`, `actor_rollout_ref.actor.clip_ratio_low`,
+        `actor_rollout_ref.actor.clip_ratio_high`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     ratio = log_ratio.detach().exp()
@@ -83,6 +97,12 @@ def decoupled(
     L = w * `vanilla`, where old_log_probs are those of the proximal policy (recomputed, or `interpolate_proximal`)
     and w = p_old / p_rollout. Tokens with w over behave_weight_threshold are dropped: their loss is 0, but they stay
     in the denominators of the aggregation. RLinf's ``decoupled_actor_critic`` without its value loss.
+
+    Assumes: the rollout is stale: the policy that sampled is several updates behind the one the clip should hold to.
+    Use it: with asynchronous or replayed rollouts; on fresh ones w is 1 and it is `vanilla`.
+    Watch: `actor/behave_weight_mean`, which is 1 on fresh rollouts, and `actor/behave_dropped`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=decoupled`,
+        `actor_rollout_ref.actor.policy_loss.behave_weight_threshold`, and those of `vanilla`.
     """
     clipped = vanilla(
         log_probs,

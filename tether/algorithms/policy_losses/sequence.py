@@ -24,6 +24,13 @@ def gspo(
     s_t = exp(sg(mean_t log r_t) + log p_t - sg(log p_t)): the same value for all tokens of the row, the gradient of
     each its own. L = max(-A s, -A clip(s, 1 - low, 1 + high)). The paper clips at 3e-4 and 4e-4, far tighter than
     token ratios, since the mean of many log ratios hardly moves. log s is bounded by 10.
+
+    Assumes: the reward belongs to the whole answer, so the ratio should too.
+    Use it: where token ratios are noisy: long answers, mixture-of-experts models.
+    Watch: `actor/pg_clipfrac`: the paper sees 0.15, far more than with `vanilla`; at 0 the clip range is one for token
+        ratios.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=gspo`, `actor_rollout_ref.actor.clip_ratio_low`,
+        `actor_rollout_ref.actor.clip_ratio_high`.
     """
     token_log_probs = select(log_probs, response_mask)
     log_ratio = token_log_probs - select(old_log_probs, response_mask)
@@ -52,6 +59,12 @@ def geo_mean(
     e_t = sgn(A_t) min(sgn(A_t) d_t, sgn(A_t) clip(d_t, -low, high)) with d = log r: the clip acts on the *log* ratio.
     L = -mean_t(A_t) exp(mean_t e_t), the same for all tokens of the row, so that ``seq-mean-token-mean`` gives the
     mean over rows. Rollout weights are put together in the same way, by their geometric mean.
+
+    Assumes: one outlier among the ratios of a row should not decide the row.
+    Use it: where single tokens of huge ratio disturb `vanilla`; the paper clips widely, at 0.4.
+    Watch: `actor/pg_clipfrac`, `actor/ratio_max`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean`, `actor_rollout_ref.actor.clip_ratio_low`,
+        `actor_rollout_ref.actor.clip_ratio_high`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     advantages = select(advantages, response_mask)

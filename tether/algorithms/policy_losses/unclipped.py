@@ -22,6 +22,11 @@ def gpg(
     """The plain policy gradient, L = -A log p (GPG, Chu et al. 2025, arXiv 2504.02546).
 
     Right for one update per rollout; old_log_probs only serve the metrics.
+
+    Assumes: the batch is on-policy: one update, then new samples.
+    Use it: with one mini-batch and one epoch, where a clip could never act.
+    Watch: `actor/ppo_kl`: anything but about 0 means that it is used off-policy.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=gpg`.
     """
     loss = -select(advantages, response_mask) * select(log_probs, response_mask)
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
@@ -42,6 +47,13 @@ def sapo(
 
     L = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere: slope A at r = 1, fading
     smoothly on both sides. Aggregate with ``seq-mean-token-mean``.
+
+    Assumes: trust fades with distance; there is no edge where it ends. Negative advantages spread over the vocabulary
+        and need the sharper gate.
+    Use it: where hard clipping starves many tokens of gradient, such as mixture-of-experts models.
+    Watch: `actor/ppo_kl`, `actor/ratio_max`: no clip fraction tells how far the policy went.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=sapo`, `actor_rollout_ref.actor.tau_pos`,
+        `actor_rollout_ref.actor.tau_neg`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     advantages = select(advantages, response_mask)
@@ -65,6 +77,14 @@ def clip_cov(
 
     L = max(-A r, -A clip(r, 1 - low, 1 + high)), and 0 for the tokens ``selected`` by `select_clip_cov`. These stay in
     the denominators of the aggregation. actor/pg_clipfrac is the fraction that was selected.
+
+    Assumes: entropy falls by few tokens: those where a high probability meets a high advantage.
+    Use it: where `actor/entropy` collapses early and the score stalls.
+    Watch: `actor/entropy`, `actor/pg_clipfrac`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov`,
+        `actor_rollout_ref.actor.policy_loss.clip_cov_ratio`, `actor_rollout_ref.actor.policy_loss.clip_cov_lb`,
+        `actor_rollout_ref.actor.policy_loss.clip_cov_ub`, `actor_rollout_ref.actor.clip_ratio_low`,
+        `actor_rollout_ref.actor.clip_ratio_high`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
@@ -87,6 +107,12 @@ def kl_cov(
     """Policy gradient with a penalty on the tokens that make the entropy collapse (KL-Cov, arXiv 2505.22617).
 
     L = -A r, and + ppo_kl_coef |log r| for the tokens ``selected`` by `select_kl_cov`.
+
+    Assumes: as `clip_cov`.
+    Use it: where `clip_cov` loses too much signal: the tokens still learn, but slowly.
+    Watch: `actor/entropy`, `actor/ppo_kl_abs`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov`, `actor_rollout_ref.actor.policy_loss.kl_cov_ratio`,
+        `actor_rollout_ref.actor.policy_loss.ppo_kl_coef`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     penalty = torch.where(selected.bool(), ppo_kl_coef * log_ratio.abs(), 0.0)

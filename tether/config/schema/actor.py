@@ -77,8 +77,8 @@ class ActorConfig(Section):
     """Lower side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
     clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio")]
     """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
-    clip_ratio_c: AboveOne = 3.0
-    """Dual clip: where the advantage is negative, the loss of a token is at most -clip_ratio_c x advantage."""
+    clip_ratio_c: AboveOne | None = 3.0
+    """Dual clip: with a negative advantage a token's loss is at most -clip_ratio_c x advantage; null: no such limit."""
     loss_agg_mode: LossAggMode | None = None
     """How the losses of tokens become one number; null: as policy_loss.loss_mode demands, else token-mean."""
     loss_scale_factor: PositiveFloat | None = None
@@ -92,6 +92,8 @@ class ActorConfig(Section):
     kl_loss_type: KlKind = "low_var_kl"
     """Estimator of that KL term; full is exact, over the vocabulary, and runs the reference in each update."""
     policy_loss: PolicyLossConfig
+    target_kl: PositiveFloat | None = None
+    """Embodied runs: no more passes over a rollout once the policy is this far (KL) from the one that sampled."""
     optim: OptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""

@@ -102,6 +102,16 @@ class AlgorithmConfig(Section):
     """Discount factor."""
     lam: Fraction = 1.0
     """gae: lambda, between bias (0) and variance (1)."""
+    normalize_advantages: bool = True
+    """Embodied runs: bring the advantages of a rollout to mean 0 and variance 1."""
+    bootstrap_type: Literal["standard", "always"] = "standard"
+    """Embodied runs: which episode ends count the value of their last state: time limits, or every end."""
+    reward_type: Literal["action_level", "chunk_level"] = "action_level"
+    """Embodied runs: one advantage an action, or an action chunk."""
+    logprob_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
+    """Embodied runs: one probability ratio a dimension of an action, an action, or an action chunk."""
+    entropy_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
+    """Embodied runs: the entropy of a dimension of an action, of an action, or of an action chunk."""
     lam_critic: Annotated[Fraction, Inherits(".lam")]
     """gae: lambda of the returns that the critic learns; unset: lam. VAPO takes 1. (tether's own key.)"""
     lam_actor_alpha: PositiveFloat | None = None

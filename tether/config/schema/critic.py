@@ -36,12 +36,14 @@ class CriticConfig(Section):
     """Passes over each training batch."""
     shuffle: Annotated[bool, Inherits("actor_rollout_ref.actor.shuffle")]
     """Deal rows to mini-batches in a new random order each pass."""
-    cliprange_value: PositiveFloat = 0.5
-    """A new value counts as at most this far from the old one in the clipped value loss."""
+    cliprange_value: PositiveFloat | None = 0.5
+    """A new value counts as at most this far from the old one in the clipped value loss; null: no clip."""
     value_clip: Annotated[PositiveFloat | None, AliasOf(".cliprange_value")] = None
     """RLinf's name of cliprange_value."""
     huber_delta: PositiveFloat | None = None
     """Errors above it count linearly (Huber), which tames outliers; null: every error is squared. (RLinf's key.)"""
+    loss_coef: PositiveFloat = 1.0
+    """Embodied runs: weight of the value loss beside the policy loss, which share one gradient norm."""
     loss_agg_mode: Annotated[LossAggMode | None, Inherits("actor_rollout_ref.actor.loss_agg_mode")]
     """How the losses of tokens become one number; null: token-mean."""
     optim: CriticOptimConfig

@@ -16,7 +16,7 @@ from tether.config.schema.section import (
 
 
 class OptimConfig(Section):
-    """AdamW with linear warm-up, then a constant or cosine learning rate. The schedule moves once a training step."""
+    """AdamW with linear warm-up, then a constant, cosine or linear learning rate, which moves once a training step."""
 
     lr: NonNegative = 1e-6
     """Peak learning rate."""
@@ -30,10 +30,12 @@ class OptimConfig(Section):
     """Training steps over which the rate rises from 0; -1: lr_warmup_steps_ratio decides."""
     lr_warmup_steps_ratio: Fraction = 0.0
     """Warm-up as a share of all training steps."""
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    eps: PositiveFloat = 1e-8
+    """AdamW's term in the denominator."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """What the rate does after the warm-up."""
     min_lr_ratio: Fraction = 0.0
-    """Cosine: the rate never falls below this share of lr."""
+    """Cosine and linear: the rate never falls below this share of lr."""
     num_cycles: PositiveFloat = 0.5
     """Cosine: periods over the run; 0.5 ends at the minimum."""
     warmup_style: Annotated[Literal["constant", "cosine"] | None, AliasOf(".lr_scheduler_type")] = None

@@ -129,9 +129,9 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Divides the logits before sampling."""
     top_k: Limit = -1
-    """Keep the k most likely tokens; -1 keeps all."""
+    """Keep the k most likely tokens; -1 keeps all. Training replays the cut."""
     top_p: PositiveFraction = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p."""
+    """Keep the smallest set of tokens whose probability reaches top_p. Training replays the cut."""
     do_sample: bool = True
     """Sample. Training needs it."""
     prompt_length: Annotated[Positive, Inherits("data.max_prompt_length")]

@@ -6,6 +6,7 @@ from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.data import DataConfig
+from tether.config.schema.env import EnvConfig, PolicyConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from tether.config.schema.rollout import RolloutConfig
@@ -37,6 +38,8 @@ class RunConfig(Section):
     reward_model: RewardModelConfig
     reward_manager: RewardManagerConfig
     trainer: TrainerConfig
+    env: EnvConfig
+    policy: PolicyConfig
     global_profiler: GlobalProfilerConfig
     transfer_queue: TransferQueueConfig
     ray_kwargs: RayKwargsConfig

@@ -21,6 +21,10 @@ class TrainerConfig(Section):
     """Passes over the training prompts."""
     total_training_steps: Positive | None = None
     """Training steps; null: as many as total_epochs need."""
+    total_env_steps: Positive | None = None
+    """Embodied runs: environment steps of the whole run, where total_training_steps is null."""
+    log_freq: Positive = 1
+    """Embodied runs: log every so many training steps. Episodes that ended in between are all counted."""
     critic_warmup: Count = 0
     """Steps in which only the critic learns."""
     critic_warmup_until_explained_variance: Annotated[float | None, Field(lt=1), Says("a number below 1 or null")] = (

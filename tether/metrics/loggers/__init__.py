@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
+
+_without_display = logging.getLogger(__name__)
 
 LOGGERS: Mapping[str, str] = {
     "console": "tether.metrics.loggers.console:ConsoleLogger",
@@ -27,6 +30,15 @@ class PhaseDisplay(Protocol):
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Show that the run is in this phase, and how far it is in it."""
+        ...
+
+
+@runtime_checkable
+class WarningDisplay(Protocol):
+    """A logger that also shows messages to whoever watches the run."""
+
+    def warn(self, message: str) -> None:
+        """Show a warning."""
         ...
 
 
@@ -51,6 +63,14 @@ class Loggers:
         for logger in self._loggers.values():
             if isinstance(logger, PhaseDisplay):
                 logger.phase(name, done, total)
+
+    def warn(self, message: str) -> None:
+        """Show a warning on the screens among the loggers; without one, by Python's logging."""
+        displays = [display for display in self._loggers.values() if isinstance(display, WarningDisplay)]
+        for display in displays:
+            display.warn(message)
+        if not displays:
+            _without_display.warning(message)
 
     def close(self) -> None:
         """See `Logger.close`."""

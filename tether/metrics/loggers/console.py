@@ -71,6 +71,10 @@ class ConsoleLogger:
         """Show what the run is doing right now."""
         self._show(lambda display: display.phase(_Phase(name, done, total)))
 
+    def warn(self, message: str) -> None:
+        """Show a warning."""
+        self._show(lambda display: display.warn(message))
+
     def close(self) -> None:
         """Give the terminal back."""
         self._show(lambda display: display.close())
@@ -104,6 +108,8 @@ class _Display(Protocol):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
 
     def phase(self, phase: _Phase) -> None: ...
+
+    def warn(self, message: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -158,6 +164,9 @@ class _Plain:
     def phase(self, phase: _Phase) -> None:
         pass  # only a live display shows what passes
 
+    def warn(self, message: str) -> None:
+        self._print(f"warning: {_one_line(message)}")
+
     def close(self) -> None:
         self._console.file.flush()
 
@@ -201,6 +210,9 @@ class _Live:
         if phase.name != self._phase.name:
             self._phase_start = time.monotonic()
         self._phase = phase
+
+    def warn(self, message: str) -> None:
+        self._console.print(Text(f"warning: {message}", style="yellow"))
 
     def close(self) -> None:
         self._live.stop()

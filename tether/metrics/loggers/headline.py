@@ -20,9 +20,9 @@ class Headline:
 
 
 HEADLINES = (
-    Headline("score", ("critic/score/mean",), ".3f"),
+    Headline("score", ("critic/score/mean", "env/return"), ".3f"),
     Headline("kl", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), ".4f"),
-    Headline("length", ("response_length/mean",), ".1f"),
+    Headline("length", ("response_length/mean", "env/episode_len"), ".1f"),
     Headline("entropy", ("actor/entropy",), ".3f"),
     Headline("actor grad", ("actor/grad_norm",), ".3g"),
     Headline("critic grad", ("critic/grad_norm",), ".3g"),

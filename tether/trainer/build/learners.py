@@ -47,6 +47,7 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
+        eps=optim.eps,
         grad_clip=optim.clip_grad,
         schedule=optim.lr_scheduler_type,
         warmup_steps=warmup,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from tether.trainer.rollout_files import RolloutFiles
 
 
 def build_dynamic_sampling(
-    config: RunConfig, collector: Collector, dataset: PromptDataset, sampler: PromptSampler
+    config: RunConfig,
+    collector: Collector,
+    dataset: PromptDataset,
+    sampler: PromptSampler,
+    warn: Callable[[str], None],
 ) -> DynamicSampling | None:
     """Refilling of groups that teach nothing; None where ``filter_groups`` is off."""
     groups = config.algorithm.filter_groups
@@ -35,6 +40,7 @@ def build_dynamic_sampling(
         metric=groups.metric,
         num_groups=min(config.data.train_batch_size, len(dataset)),
         max_batches=groups.max_num_gen_batches,
+        warn=warn,
     )
 
 

@@ -44,6 +44,7 @@ from tether.trainer.build.off_policy import (
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.kl_reward import KLReward
+from tether.trainer.mismatch import MismatchAlarm, mismatch_tolerance
 from tether.trainer.persistence import Persistence, check_identity, model_fingerprint, restore, seed_rng
 from tether.trainer.trainer import Schedule, Trainer
 from tether.training.checkpoint import CheckpointStore, step_of
@@ -96,26 +97,23 @@ def build_run(loaded: LoadedConfig) -> Run:
         collector = Collector(
             _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
         )
+        critic_path = checkpoint / "critic" if checkpoint else inputs.critic_path
+        critic = build_critic(config, critic_path, device, schedule.total_steps, incidents)
+        loggers = build_run_loggers(loaded, directory, schedule, checkpoint)  # after all that may refuse its input
         trainer = Trainer(
             dataset=inputs.train,
             sampler=sampler,
             collector=collector,
             sampling=_sampling(config),
             actor=actor,
-            critic=build_critic(
-                config,
-                checkpoint / "critic" if checkpoint else inputs.critic_path,
-                device,
-                schedule.total_steps,
-                incidents,
-            ),
+            critic=critic,
             reference=build_reference(config, reference),
             greedy_baseline=build_greedy_baseline(config),
             reward_components=build_reward_components(config),
             reward_shaping=build_reward_shaping(config),
             kl_reward=_kl_reward(config.algorithm),
             estimate_advantages=build_advantage_estimator(config.algorithm),
-            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler),
+            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             policy_filtration=build_policy_filtration(config),
             critic_warmup=build_critic_warmup(config.trainer),
@@ -123,7 +121,8 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             schedule=schedule,
             persistence=persistence,
-            loggers=_loggers(loaded, directory, schedule, checkpoint),
+            mismatch=_mismatch_alarm(config),
+            loggers=loggers,
             seed=config.trainer.seed,
             sampler_is_old_policy=config.algorithm.rollout_correction.bypass_mode,
         )
@@ -197,7 +196,13 @@ def validation_sampling(config: RunConfig) -> SamplingParams:
         temperature=val.temperature if val.do_sample else 0.0,
         top_k=val.top_k,
         top_p=val.top_p,
+        record_kept=False,
     )
+
+
+def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
+    formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))
 
 
 def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
@@ -209,7 +214,8 @@ def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
     return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
 
 
-def _loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+def build_run_loggers(loaded: LoadedConfig, directory: Path, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+    """The loggers of a run in its folder."""
     trainer = loaded.config.trainer
     info = RunInfo(
         directory=directory,

@@ -82,8 +82,10 @@ def build_critic_pretraining(
         held_out: share of the prompts that the critic is measured on, and does not learn from.
 
     Raises:
-        ValueError: no critic in this configuration, or unusable rollouts.
+        ValueError: no critic for text in this configuration, or unusable rollouts.
     """
+    if config.env.train.id is not None:
+        raise ValueError("env.train.id: embodied runs store no rollouts, so no critic can be trained on them")
     if not config.critic.enable:
         raise ValueError("critic.enable: there is no critic to train; use algorithm.adv_estimator=gae")
     responses = read_rollouts(rollouts)  # before any model is loaded

@@ -1,0 +1,101 @@
+"""The tables of docs/oracles.md."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import date
+
+from benchmarks.oracles.cases import GROUPS, SCENARIOS, SEEDS, WIDTH
+from benchmarks.oracles.compare import Difference
+
+Reasons = dict[tuple[str, str | None], list[Difference]]
+"""(peer, reason) -> the differences that it explains; reason None: unexplained."""
+
+
+def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, found: Sequence[Difference]) -> str:
+    """Return the page: what was compared, the largest differences, and the reason of each real one."""
+    reasons = group_by_reason(found)
+    numbers = {key: number for number, key in enumerate(reasons, start=1)}
+    peers = ", ".join(f"{peer} {version}" for peer, version in versions.items())
+    lines = [
+        "# Against other libraries",
+        "",
+        "`tether.algorithms` beside the same functions of other libraries, on the same random batches. Written by",
+        "",
+        "```sh",
+        "python -m benchmarks.oracles --write docs/oracles.md",
+        "```",
+        "",
+        f"on {date.today()}, with {peers}, torch {torch}, Python {platform.python_version()}.",
+        *(f"Left out: {peer} ({why})." for peer, why in absent.items()),
+        "",
+        f"Each function sees {len(SEEDS)} seeds of batches of {sum(GROUPS)} rows and up to {WIDTH} tokens:",
+        "",
+        *(f"- *{name}*: {meaning}" for name, meaning in SCENARIOS.items()),
+        "",
+        "Losses are compared with their gradients; all in float64 where the peer allows it.",
+        "",
+        "## Largest differences",
+        "",
+        "A cell is the largest difference, absolute / relative to the largest number of the result, over the kinds of",
+        "batches in which both agree; [n] is a difference that the next table explains. Empty: the peer has no such",
+        "function, or none that can be called alone.",
+        "",
+        *agreements(list(versions), found, numbers),
+        "",
+        "## Real differences, and who is right",
+        "",
+        "| | function | batches | largest | who is right, and why |",
+        "|---|---|---|---|---|",
+        *(explanation(numbers[key], key, differences) for key, differences in reasons.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def group_by_reason(found: Sequence[Difference]) -> Reasons:
+    """Collect what differs by peer and reason, in the order of the checks."""
+    reasons: Reasons = {}
+    for difference in found:
+        if not difference.agrees:
+            reasons.setdefault((difference.peer, difference.reason), []).append(difference)
+    return reasons
+
+
+def agreements(
+    peers: Sequence[str], found: Sequence[Difference], numbers: Mapping[tuple[str, str | None], int]
+) -> list[str]:
+    """One row a function, one column a peer."""
+    cells: dict[str, dict[str, list[Difference]]] = {}
+    for difference in found:
+        cells.setdefault(difference.function, {}).setdefault(difference.peer, []).append(difference)
+    rows = ["| function | " + " | ".join(peers) + " |", "|---" * (len(peers) + 1) + "|"]
+    for function, by_peer in cells.items():
+        rows.append(f"| {function} | " + " | ".join(cell(by_peer.get(peer, []), numbers) for peer in peers) + " |")
+    return rows
+
+
+def cell(found: Sequence[Difference], numbers: Mapping[tuple[str, str | None], int]) -> str:
+    """Show the largest agreeing difference and the numbers of the others."""
+    agreeing = [difference for difference in found if difference.agrees]
+    notes = sorted({numbers[d.peer, d.reason] for d in found if not d.agrees})
+    parts = []
+    if agreeing:
+        parts.append(f"{show(max(d.absolute for d in agreeing))} / {show(max(d.relative for d in agreeing))}")
+    return " ".join([*parts, *(f"[{number}]" for number in notes)])
+
+
+def explanation(number: int, key: tuple[str, str | None], found: Sequence[Difference]) -> str:
+    """One row of the second table."""
+    functions = "; ".join(dict.fromkeys(difference.function for difference in found))
+    scenarios = ", ".join(dict.fromkeys(difference.scenario for difference in found))
+    finite = [difference.absolute for difference in found if math.isfinite(difference.absolute)]
+    infinite = "" if len(finite) == len(found) else "raises" if any(d.error for d in found) else "NaN or inf"
+    largest = ", ".join([*([show(max(finite))] if finite else []), *([infinite] if infinite else [])])
+    return f"| [{number}] {key[0]} | {functions} | {scenarios} | {largest} | {key[1] or '**unexplained**'} |"
+
+
+def show(number: float) -> str:
+    """Write a difference with one digit."""
+    return "0" if number == 0 else f"{number:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")

@@ -1,0 +1,74 @@
+"""Embodied runs: an environment id is a whole config; their defaults, what they do not read, and their rules."""
+
+import pytest
+
+from tests.config.loading import load, problems_of
+from tether.config import ConfigError, load_config
+
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+CARTPOLE = "env.train.id=CartPole-v1"
+
+
+def test_an_id_is_enough():
+    loaded = load_config(None, [CARTPOLE])
+    config = loaded.config
+    assert config.algorithm.gamma == 0.99
+    assert config.actor_rollout_ref.actor.optim.lr == config.critic.optim.lr == 2.5e-4
+    assert config.trainer.default_local_dir == "checkpoints/control/CartPole-v1"
+    assert config.env.eval.id == "CartPole-v1"
+    assert loaded.sources["algorithm.gamma"] == "default of embodied runs"
+    assert loaded.notes == ()
+
+
+def test_defaults_are_those_of_the_task():
+    mujoco = load_config(None, ["env.train.id=HalfCheetah-v5"]).config
+    assert mujoco.env.train.max_steps_per_rollout_epoch == 2048
+    assert mujoco.policy.normalize_observations
+    assert mujoco.actor_rollout_ref.actor.ppo_mini_batch_size == 64
+
+
+def test_the_user_goes_over_them():
+    config = load_config(None, [CARTPOLE, "algorithm.gamma=0.5", "actor_rollout_ref.actor.optim.lr=1e-3"]).config
+    assert config.algorithm.gamma == 0.5
+    assert config.critic.optim.lr == 1e-3
+
+
+def test_a_saved_config_loads_to_itself(tmp_path):
+    loaded = load_config(None, [CARTPOLE, "env.train.init_params.render_mode=rgb_array"])
+    (tmp_path / "run.yaml").write_text(loaded.to_yaml())
+    assert load_config(tmp_path / "run.yaml", []).config == loaded.config
+    assert "train_files" not in loaded.to_yaml()
+
+
+def test_text_runs_are_as_before():
+    config = load().config
+    assert (config.algorithm.gamma, config.env.train.id) == (1.0, None)
+    assert load("env.train.total_num_envs=4").notes == ("no effect: env.train.total_num_envs=4 (env.train.id is null)",)
+
+
+def test_text_keys_are_said_to_do_nothing():
+    loaded = load_config(None, [CARTPOLE, "data.max_prompt_length=100", "algorithm.use_kl_in_reward=True"])
+    assert loaded.notes == (
+        "no effect: data.max_prompt_length=100, algorithm.use_kl_in_reward=True "
+        "(env.train.id is set, and embodied runs do not read it)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "fix"),
+    [
+        ("env.train.total_num_envs=1", "actor_rollout_ref.actor.ppo_mini_batch_size", "set it to at most 128"),
+        ("env.train.ignore_terminations=True", "env.train.ignore_terminations", "set env.train.max_episode_steps"),
+        ("trainer.device=cuda", "trainer.device", "leave it out"),
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "leave it out: gae"),
+        (f"{LOSS}=gspo", LOSS, "use one of vanilla, cispo, gpg, sapo"),
+        ("policy.hidden_dims=3", "policy.hidden_dims", "did you mean policy.hidden_dim?"),
+    ],
+)
+def test_contradictions(override, path, fix):
+    assert problems_of(CARTPOLE, override, base=[])[path].endswith(fix)
+
+
+def test_without_an_id_the_text_keys_are_required():
+    with pytest.raises(ConfigError, match=r"data\.train_files"):
+        load_config(None, ["env.train.total_num_envs=4"])

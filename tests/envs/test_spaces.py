@@ -1,0 +1,73 @@
+"""Spaces as rows of numbers, and rows of an action as what a space takes."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from tether.envs.protocol import ContinuousActions, DiscreteActions
+from tether.envs.spaces import ActionCodec, flat_size, flatten
+
+NESTED = spaces.Dict(
+    {"goal": spaces.Discrete(3, start=1), "state": spaces.Box(-1, 1, (2, 2), np.float64), "bits": spaces.MultiBinary(2)}
+)
+
+
+def test_flat_observations_by_hand():
+    obs = {"goal": 2, "state": np.array([[0.1, 0.2], [0.3, 0.4]]), "bits": np.array([1, 0], dtype=np.int8)}
+    flat = flatten(NESTED, obs, 1)
+    assert flat.dtype == np.float32
+    order = list(NESTED.spaces)  # Gymnasium sorts a dict's keys
+    parts = {"goal": [0, 1, 0], "state": [0.1, 0.2, 0.3, 0.4], "bits": [1, 0]}
+    np.testing.assert_allclose(flat[0], np.concatenate([parts[key] for key in order]), rtol=1e-6)
+    assert flat_size(NESTED, "x") == 9
+
+
+@pytest.mark.parametrize(
+    "space", [NESTED, spaces.MultiDiscrete([2, 3]), spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (3,))))]
+)
+def test_as_gymnasium_flattens(space):
+    space.seed(0)
+    sample = space.sample()
+    np.testing.assert_allclose(flatten(space, sample, 1)[0], spaces.flatten(space, sample), rtol=1e-6)
+
+
+def test_a_batch_is_its_rows():
+    space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,), np.float32)})
+    batch = {"a": np.array([0, 2]), "b": np.array([[0.1, 0.2], [0.3, 0.4]], dtype=np.float32)}
+    np.testing.assert_allclose(flatten(space, batch, 2), [[1, 0, 0, 0.1, 0.2], [0, 0, 1, 0.3, 0.4]], rtol=1e-6)
+
+
+def test_actions_by_hand():
+    codec = ActionCodec.of(spaces.Discrete(3, start=5), "x")
+    assert codec.spec == DiscreteActions((3,))
+    assert codec.decode(np.array([[0], [2]])).tolist() == [5, 7]
+    codec = ActionCodec.of(spaces.MultiBinary(2), "x")
+    assert codec.spec == DiscreteActions((2, 2))
+    assert codec.decode(np.array([[0, 1]])).dtype == np.int8
+    codec = ActionCodec.of(spaces.Box(np.array([[-1.0, 0.0]]), np.array([[1.0, 2.0]]), dtype=np.float64), "x")
+    assert codec.spec == ContinuousActions(2)
+    assert codec.decode(np.array([[-3, 3]], dtype=np.float32)).tolist() == [[[-1.0, 2.0]]]
+
+
+@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Dict({"a": spaces.Graph(spaces.Discrete(2), None)})])
+def test_an_observation_that_is_no_number(space):
+    with pytest.raises(ValueError, match=r"Odd-v0: no policy reads the observation space"):
+        flat_size(space, "Odd-v0")
+
+
+@pytest.mark.parametrize("space", [spaces.Box(0, 5, (2,), np.int64), spaces.Dict({"a": spaces.Discrete(2)})])
+def test_an_action_that_no_policy_takes(space):
+    with pytest.raises(ValueError, match=r"Odd-v0: no policy acts in the action space"):
+        ActionCodec.of(space, "Odd-v0")
+
+
+def test_decoded_actions_lie_in_their_space():
+    for space in (
+        spaces.Discrete(3, start=-1),
+        spaces.MultiDiscrete([2, 3], start=[1, 1]),
+        gymnasium.spaces.Box(-2, 2),
+    ):
+        codec = ActionCodec.of(space, "x")
+        action = codec.decode(np.full((1, codec.spec.width), 1))[0]
+        assert space.contains(action), action

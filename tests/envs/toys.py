@@ -1,0 +1,79 @@
+"""Small environments whose right answers are known."""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Countdown(gymnasium.Env):
+    """Gives the number of the step as a reward; ends by itself after `ends` steps. The observation is the step."""
+
+    observation_space = spaces.Box(-1, 100, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, ends=10**6, poison_at=None, poison="reward"):
+        self._ends, self._poison_at, self._poison, self._t = ends, poison_at, poison, 0
+
+    def _obs(self):
+        return np.array([self._t], dtype=np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._t = 0
+        return self._obs(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self._t += 1
+        obs, reward = self._obs(), float(self._t)
+        if self._t == self._poison_at:
+            obs, reward = (obs, float("nan")) if self._poison == "reward" else (obs * np.inf, reward)
+        return obs, reward, self._t >= self._ends, False, {"is_success": self._t == 2}
+
+
+class Identity(gymnasium.Env):
+    """One step an episode: the reward counts the columns of the action that equal the observed target."""
+
+    def __init__(self, space):
+        self.action_space = space
+        if isinstance(space, spaces.Box):
+            self.observation_space = spaces.Box(-1, 1, space.shape, np.float32)
+        else:
+            self.observation_space = space
+
+    def _draw(self):
+        if isinstance(self.action_space, spaces.Box):
+            self._target = self.np_random.uniform(-1, 1, self.action_space.shape).astype(np.float32)
+        else:
+            self.action_space.seed(int(self.np_random.integers(2**31)))
+            self._target = self.action_space.sample()
+        return self._target
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._draw(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        if isinstance(self.action_space, spaces.Box):
+            reward = 1.0 - float(np.abs(action - self._target).mean())
+        else:
+            reward = float(np.mean(np.asarray(action) == np.asarray(self._target)))
+        return self._draw(), reward, True, False, {}
+
+
+SPACES = {
+    "discrete": spaces.Discrete(4, start=2),
+    "multi-discrete": spaces.MultiDiscrete([3, 2]),
+    "multi-binary": spaces.MultiBinary(3),
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+}
+
+
+def register():
+    """Put them into Gymnasium's registry; a second call changes nothing."""
+    if "tether/Countdown-v0" in gymnasium.registry:
+        return
+    gymnasium.register("tether/Countdown-v0", entry_point=Countdown, max_episode_steps=5)
+    for name, space in SPACES.items():
+        gymnasium.register(f"tether/Identity-{name}-v0", entry_point=Identity, kwargs={"space": space})

@@ -1,0 +1,128 @@
+"""Experience from simulators: what is collected, what is counted, and the true returns in every autoreset mode."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+
+from tests.envs import toys  # noqa: E402
+from tests.envs.test_vector import ENVS, LIMIT, MAKERS  # noqa: E402
+from tether.algorithms import episodic_gae  # noqa: E402
+from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
+from tether.rollout.env import EnvCollector  # noqa: E402
+from tether.rollout.env_eval import evaluate  # noqa: E402
+from tether.rollout.episodes import Episode, EpisodeTracker, episode_metrics  # noqa: E402
+
+GAMMA = 0.9
+
+
+def act(obs, noise):
+    return np.zeros((len(obs), 1), dtype=np.int64)
+
+
+def value(obs):
+    """The true value of Countdown when its limit is not the end: sum of gamma^k (t + 1 + k)."""
+    return (obs + 1) / (1 - GAMMA) + GAMMA / (1 - GAMMA) ** 2
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("name", MAKERS)
+def test_returns_are_the_true_discounted_sums(name, lam):
+    # With the true value of the endless task as critic, bootstrapping at the limit leaves no advantage anywhere, and
+    # the returns are the discounted sums to infinity, whatever lambda is.
+    collector = EnvCollector(MAKERS[name](), steps=17)
+    collector.restart(seed=0)
+    for _ in range(2):  # the second rollout begins in the middle of an episode
+        rollout = collector.collect(act, torch.zeros(17, ENVS, 1))
+        values = value(rollout.obs[..., 0].double())
+        after = values[1:].clone()
+        after[rollout.terminated] = 0
+        after[rollout.final_at] = value(rollout.final_obs[:, 0].double())
+        ends, valid = (rollout.terminated | rollout.truncated).T, rollout.valid.T
+        result = episodic_gae(
+            rollout.rewards.double().T, values[:-1].T, after.T, ends, valid, gamma=GAMMA, lam=lam
+        )  # fmt: skip
+        torch.testing.assert_close(result.advantages, torch.zeros_like(result.advantages), atol=1e-9, rtol=0)
+        torch.testing.assert_close(result.returns[valid], values[:-1].T[valid])
+        assert bool(rollout.truncated.any())
+    collector.env.close()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_termination_is_worth_nothing(name):
+    collector = EnvCollector(MAKERS[name](3), steps=9)
+    collector.restart(seed=0)
+    rollout = collector.collect(act, torch.zeros(9, ENVS, 1))
+    assert len(rollout.final_obs) == 0
+    assert {(episode.reward, episode.length) for episode in rollout.episodes} == {(6.0, 3)}
+    assert all(episode.success_once and not episode.success_at_end for episode in rollout.episodes)
+
+
+def test_the_end_of_every_episode_can_be_kept():
+    collector = EnvCollector(MAKERS["loop"](3), steps=6, bootstrap_terminations=True)
+    collector.restart(seed=0)
+    rollout = collector.collect(act, torch.zeros(6, ENVS, 1))
+    assert rollout.final_obs[:, 0].tolist() == [3.0] * 2 * ENVS
+    assert rollout.final_at[0].tolist() == [2] * ENVS + [5] * ENVS
+
+
+@pytest.mark.parametrize(
+    ("poison", "what"), [("reward", "the reward is nan"), ("obs", "entry 0 of the observation is inf")]
+)
+def test_what_is_not_finite_is_named(poison, what):
+    toys.register()
+    options = EnvOptions("tether/Countdown-v0", 2, max_episode_steps=20, init_params={"poison": poison})
+    collector = EnvCollector(make_vector_env(options), steps=2)
+    collector.restart(seed=0)
+    collector.env._envs[1].unwrapped._poison_at = 4
+    collector.collect(act, torch.zeros(2, 2, 1))
+    with pytest.raises(ValueError, match=f"tether/Countdown-v0: {what} in environment 1 at step 4"):
+        collector.collect(act, torch.zeros(2, 2, 1))
+
+
+def test_episodes_reach_over_rollouts():
+    tracker = EpisodeTracker(2)
+    rewards = np.ones((2, 2), dtype=np.float32)
+    valid = np.array([[True, True], [True, False]])
+    ended = np.array([[False, True], [False, False]])
+    success = np.array([[True, False], [False, False]])
+    assert tracker.add(rewards, ended, valid, success) == (Episode(1.0, 1, False, False),)
+    ended = np.array([[True, False], [False, True]])
+    found = tracker.add(rewards, ended, np.ones((2, 2), dtype=bool), np.zeros((2, 2), dtype=bool))
+    assert found == (Episode(3.0, 3, True, False), Episode(2.0, 2, False, False))
+
+
+def test_every_environment_contributes_its_first_episodes():
+    env = MAKERS["loop"]()
+    episodes = evaluate(env, act, 7, seed=0)
+    assert len(episodes) == 7
+    assert {episode.length for episode in episodes} == {LIMIT}
+
+
+def test_metrics_by_hand():
+    episodes = [Episode(1.0, 2, True, True), Episode(3.0, 3, False, False)]
+    metrics = episode_metrics(episodes, "eval", confidence=0.95)
+    assert metrics["eval/return"] == 2.0
+    assert metrics["eval/episode_len"] == 2.5
+    assert metrics["eval/reward"] == 0.75
+    assert metrics["eval/success_once"] == 0.5
+    # The standard error of 1 and 3 is 1.
+    assert metrics["eval/return_high"] - 2.0 == pytest.approx(1.959964, abs=1e-5)
+    # Wilson for 1 of 2, z = 1.96.
+    z2 = 1.959964**2
+    half = 1.959964 / (1 + z2 / 2) * math.sqrt(0.125 + z2 / 16)
+    assert metrics["eval/success_once_low"] == pytest.approx(0.5 - half, abs=1e-5)
+    assert episode_metrics([], "env") == {}
+    assert "env/success_once" not in episode_metrics([Episode(1.0, 1, None, None)], "env")
+
+
+def test_what_an_environment_raises_says_where():
+    collector = EnvCollector(MAKERS["loop"](), steps=2)
+    collector.restart(seed=0)
+    collector.collect(act, torch.zeros(2, ENVS, 1))
+    with pytest.raises(AssertionError) as error:
+        collector.collect(lambda obs, noise: act(obs, noise) + 7, torch.zeros(2, ENVS, 1))
+    assert error.value.__notes__ == ["raised by tether/Countdown-v0 at step 3 of its environments"]

@@ -1,0 +1,182 @@
+"""Embodied runs as a whole: they learn in every action space, resume exactly, and say what is wrong."""
+
+import json
+
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+
+from safetensors.torch import load_file  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from tests.envs import toys  # noqa: E402
+from tests.trainer.tiny_run import measured, same  # noqa: E402
+from tether.algorithms import discounted_sums  # noqa: E402
+from tether.cli import app  # noqa: E402
+from tether.config import load_config  # noqa: E402
+from tether.trainer.build.control import build_control_run  # noqa: E402
+from tether.trainer.control_samples import RewardScaler  # noqa: E402
+from tether.training.checkpoint import load_state  # noqa: E402
+
+ACTOR = "actor_rollout_ref.actor"
+SMALL = [
+    "env.train.total_num_envs=4",
+    "env.train.max_steps_per_rollout_epoch=16",
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    "trainer.logger=file",
+    "trainer.log_freq=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def _toys():
+    toys.register()
+
+
+def train(overrides, until=None):
+    """Train in this process, at most up to a step at which a signal is said to come."""
+    run = build_control_run(load_config(None, overrides))
+    try:
+        run.trainer.fit(lambda: until is not None and run.trainer.step_number >= until)
+    finally:
+        run.close()
+    return run
+
+
+@pytest.mark.parametrize("space", toys.SPACES)
+def test_identity_is_learned(space, tmp_path):
+    steps = 120 if space == "box" else 40
+    run = train(
+        [
+            f"env.train.id=tether/Identity-{space}-v0",
+            "env.train.total_num_envs=16",
+            "env.train.max_steps_per_rollout_epoch=16",
+            "env.eval.num_episodes=200",
+            f"{ACTOR}.ppo_mini_batch_size=64",
+            f"{ACTOR}.optim.lr=5e-3",
+            f"{ACTOR}.entropy_coeff=0",
+            "algorithm.gamma=0",
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=-1",
+            f"trainer.test_freq={steps}",
+            "trainer.logger=file",
+            f"trainer.default_local_dir={tmp_path}",
+        ]
+    )
+    metrics = measured(run.directory)
+    assert metrics[0]["eval/return"] < 0.9
+    assert metrics[steps]["eval/return"] > 0.93
+
+
+def overrides(folder, *more):
+    return [
+        "env.train.id=CartPole-v1", *SMALL, "trainer.total_training_steps=6", "trainer.save_freq=2",
+        "trainer.test_freq=3", "env.eval.num_episodes=3", "policy.normalize_observations=True",
+        "policy.normalize_rewards=True", f"trainer.default_local_dir={folder}", *more,
+    ]  # fmt: skip
+
+
+def contents(checkpoint):
+    """Everything that a checkpoint holds of the training."""
+    states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
+    return states | {"policy": load_file(checkpoint / "policy" / "policy.safetensors")}
+
+
+def without_clocks(directory):
+    return {
+        step: {key: value for key, value in metrics.items() if key != "perf/sps"}
+        for step, metrics in measured(directory).items()
+    }
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
+    whole = train(overrides(tmp_path / "whole"))
+    killed = build_control_run(load_config(None, overrides(tmp_path / "killed")))
+
+    def kill_after_three_steps():
+        assert killed.trainer.step_number < 3, "killed"
+        return False
+
+    with pytest.raises(AssertionError, match="killed"):
+        killed.trainer.fit(kill_after_three_steps)
+    killed.close()
+    again = train(overrides(tmp_path / "killed"))
+    assert again.resumed_from == tmp_path / "killed" / "global_step_2"
+    assert same(contents(whole.directory / "global_step_6"), contents(again.directory / "global_step_6"))
+    assert without_clocks(whole.directory) == without_clocks(again.directory)
+
+
+def test_a_run_stopped_between_its_checkpoints_saves_and_goes_on(tmp_path):
+    train(overrides(tmp_path), until=3)
+    assert (tmp_path / "global_step_3").is_dir()
+    again = train(overrides(tmp_path))
+    assert again.resumed_from == tmp_path / "global_step_3"
+    assert again.trainer.step_number == 6
+    assert again.trainer.env_steps == 6 * 4 * 16
+
+
+def test_seeds_decide_everything(tmp_path):
+    first = train(overrides(tmp_path / "a"))
+    second = train(overrides(tmp_path / "b"))
+    other = train(overrides(tmp_path / "c", "trainer.seed=2"))
+    assert without_clocks(first.directory) == without_clocks(second.directory)
+    assert without_clocks(first.directory) != without_clocks(other.directory)
+
+
+def test_the_first_ratio_is_one(tmp_path):
+    run = build_control_run(
+        load_config(None, overrides(tmp_path, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=64"))
+    )
+    run.trainer.collector.restart(0)
+    metrics = run.trainer.step()
+    run.close()
+    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_command_line(tmp_path):
+    runner = CliRunner()
+    shown = runner.invoke(app, ["train", *overrides(tmp_path)], env={"GLIBC_TUNABLES": "x=1"})
+    assert shown.exit_code == 0, shown.output
+    assert "CartPole-v1: 4 environments" in shown.output
+    assert "environment steps a second" in shown.output
+    shown = runner.invoke(app, ["eval", str(tmp_path), "env.eval.num_episodes=5"])
+    assert shown.exit_code == 0, shown.output
+    assert "eval/return_low" in shown.output
+    saved = json.loads((tmp_path / "eval_global_step_6.json").read_text())
+    assert saved["metrics"]["eval/num_trajectories"] == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["env.train.id=CartPol-v1"], r"env\.train\.id: no .* registered as CartPol-v1\. Did you mean CartPole"),
+        (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),
+    ],
+)  # fmt: skip
+def test_bad_input(more, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build_control_run(load_config(None, overrides(tmp_path, *more)))
+
+
+def test_a_checkpoint_of_another_environment_is_refused(tmp_path):
+    train(overrides(tmp_path), until=1)
+    with pytest.raises(ValueError, match=r"env\.train\.id: not what .* was trained with"):
+        build_control_run(load_config(None, overrides(tmp_path, "env.train.id=Acrobot-v1")))
+
+
+def test_rewards_are_scaled_by_the_returns_so_far():
+    scaler = RewardScaler(num_envs=2, gamma=0.5, clip=1.0)
+    rewards = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 1.0]])
+    ended = torch.tensor([[False, True, False], [False, False, False]])
+    valid = torch.ones(2, 3, dtype=torch.bool)
+    sums = torch.tensor([[1.0, 2.5, 3.0], [4.0, 2.0, 2.0]])
+    torch.testing.assert_close(scaler(rewards, ended, valid), (rewards / sums.std()).clamp(max=1.0))
+    # The next rollout goes on with the sums of the last one: 1 + 0.5 * 3, and 1 + 0.5 * 2.
+    before = torch.tensor([3.0, 2.0])
+    more = discounted_sums(torch.ones(2, 1), torch.zeros(2, 1), before, 0.5)
+    scale = torch.cat([sums.flatten(), more.flatten()]).std()
+    ones = torch.ones(2, 1)
+    torch.testing.assert_close(scaler(ones, ones.bool(), ones.bool()), (ones / scale).clamp(max=1.0))

@@ -1,0 +1,154 @@
+"""The control update: its gradients are autograd's, its optimizer is torch's, and it stops where it should."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tether.algorithms import POLICY_LOSSES, value_loss
+from tether.models.control.policy import ControlPolicy, PolicySpec
+from tether.training.control import ControlLearner, ControlLoss, ControlPlan, Samples
+from tether.training.flat import FlatAdamW, FlatParameters
+from tether.training.optimizer import OptimizerOptions
+
+OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
+SPECS = {
+    "gaussian": PolicySpec(5, None, 3, hidden_dim=8, num_layers=2),
+    "discrete": PolicySpec(5, (4,), 1, hidden_dim=8, num_layers=1, activation="relu"),
+    "multi-discrete": PolicySpec(5, (2, 3), 2, hidden_dim=8, num_layers=3, activation="elu"),
+}
+
+
+def make_policy(spec):
+    """In float64, and away from its first weights, where the outputs are all but zero."""
+    torch.manual_seed(0)
+    policy = ControlPolicy(spec, seed=0).double()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return policy
+
+
+def make_samples(policy, level="action_level", count=32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    spec = policy.spec
+    obs = torch.randn(count, spec.obs_dim, dtype=torch.float64, generator=generator)
+    if spec.choices:
+        columns = [torch.randint(0, n, (count, 1), generator=generator) for n in spec.choices]
+        actions = torch.cat(columns, dim=1)
+    else:
+        actions = torch.randn(count, spec.action_width, dtype=torch.float64, generator=generator)
+    width = spec.action_width if level == "token_level" else 1
+    log_probs = policy.head.evaluate(policy.actor(obs), actions).log_probs.detach()
+    log_probs = log_probs if level == "token_level" else log_probs.sum(dim=1, keepdim=True)
+    noise, advantages = torch.randn(2, count, width, dtype=torch.float64, generator=generator)
+    values, returns = torch.randn(2, count, 1, dtype=torch.float64, generator=generator)
+    return Samples(obs, actions, log_probs + 0.3 * noise, advantages, values, returns)
+
+
+@pytest.mark.parametrize("level", ["action_level", "token_level"])
+@pytest.mark.parametrize("kind", SPECS)
+def test_gradients_are_those_of_autograd(kind, level):
+    policy = make_policy(SPECS[kind])
+    samples = make_samples(policy, level)
+    clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
+    loss = ControlLoss("vanilla", clips, 0.05, 0.5, 0.4, 0.8, logprob_level=level, entropy_level=level)
+    learner = ControlLearner(policy, loss, ControlPlan(32, 1), OPTIONS, critic_lr=1e-2)
+    learner.gradients(samples)
+    found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+    columns = policy.head.evaluate(policy.actor(samples.obs), samples.actions)
+    log_probs, entropy = columns.log_probs, columns.entropy
+    if level == "action_level":
+        log_probs, entropy = log_probs.sum(1, keepdim=True), entropy.sum(1, keepdim=True)
+    values = policy.critic(samples.obs)
+    actor = POLICY_LOSSES["vanilla"](
+        log_probs, samples.old_log_probs, samples.advantages, torch.ones_like(log_probs), **clips
+    )
+    critic = value_loss(
+        values, samples.values, samples.returns, torch.ones_like(values), cliprange_value=0.4, huber_delta=0.8
+    )
+    total = actor.loss.mean() - 0.05 * entropy.mean() + 0.5 * critic.loss.mean()
+    expected = torch.autograd.grad(total, list(policy.parameters()))
+    for (name, gradient), other in zip(found.items(), expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_critic_warmup_moves_only_the_critic():
+    policy = make_policy(SPECS["gaussian"])
+    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, critic_lr=1e-2)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    learner.update(make_samples(policy), 0, torch.Generator(), train_policy=False)
+    moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if name.startswith("critic.")}
+
+
+def test_metrics_of_an_unmoved_policy():
+    policy = make_policy(SPECS["discrete"])
+    samples = make_samples(policy)
+    with torch.no_grad():
+        exact = policy.head.evaluate(policy.actor(samples.obs), samples.actions).log_probs
+    samples = Samples(samples.obs, samples.actions, exact, samples.advantages, samples.values, samples.returns)
+    options = OptimizerOptions(lr=0.0)
+    still = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1, shuffle=False), options, critic_lr=0.0)
+    metrics = still.update(samples, 0, torch.Generator())
+    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["actor/pg_clipfrac"] == 0
+    assert metrics["actor/pg_loss"] == pytest.approx(-samples.advantages.mean().item())
+
+
+def test_target_kl_ends_the_passes():
+    plan = ControlPlan(8, 50, target_kl=1e-3)
+    policy = make_policy(SPECS["discrete"])
+    metrics = ControlLearner(policy, ControlLoss(), plan, OPTIONS, 1e-2).update(
+        make_samples(policy), 0, torch.Generator()
+    )
+    assert 1 <= metrics["actor/epochs"] < 50
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    policy = make_policy(SPECS["gaussian"])
+    samples = make_samples(policy, count=8)
+    samples.returns[3] = torch.nan
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1), OPTIONS, 1e-2)
+    assert learner.update(samples, 0, torch.Generator())["actor/skipped_updates"] == 1
+    assert all(torch.equal(now, then) for now, then in zip(policy.parameters(), before, strict=True))
+
+
+def test_each_pass_deals_anew():
+    policy = make_policy(SPECS["discrete"])
+    samples, generator = make_samples(policy), torch.Generator().manual_seed(3)
+    first = samples.shuffled(generator)
+    second = samples.shuffled(generator)
+    assert not torch.equal(first.obs, second.obs)
+    assert torch.equal(first.obs.sort(0).values, second.obs.sort(0).values)
+    assert [len(piece) for piece in samples.split(12)] == [12, 12, 8]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_flat_adamw_is_that_of_torch(weight_decay):
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Linear(4, 3).double(), nn.Linear(3, 2).double()] for _ in range(2))
+    for mine, other in zip(ours, theirs, strict=True):
+        other.load_state_dict(mine.state_dict())
+    flat = FlatParameters([list(layer.parameters()) for layer in ours])
+    mine = FlatAdamW(flat, betas=(0.9, 0.99), eps=1e-5, weight_decay=weight_decay)
+    rates = [1e-2, 3e-3]
+    groups = [{"params": layer.parameters(), "lr": rate} for layer, rate in zip(theirs, rates, strict=True)]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-5, weight_decay=weight_decay)
+    for _ in range(5):
+        for ours_layer, their_layer in zip(ours, theirs, strict=True):
+            for a, b in zip(ours_layer.parameters(), their_layer.parameters(), strict=True):
+                b.grad = torch.randn_like(b)
+                a.grad.copy_(b.grad)
+        parameters = [p for layer in theirs for p in layer.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert mine.clip_(1.0) == pytest.approx(norm.item())
+        reference.step()
+        mine.step(rates)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.weight, b.weight, rtol=1e-10, atol=1e-12)
+    assert [piece.stop - piece.start for piece in flat.slices] == [15, 8]
+    assert all(left.stop == right.start for left, right in pairwise(flat.slices))

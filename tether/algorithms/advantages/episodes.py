@@ -1,0 +1,70 @@
+"""Generalised advantage estimation where a row holds many episodes, one after the other, as simulators give them."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tether.algorithms.advantages.result import Advantages
+from tether.algorithms.masking import select
+from tether.algorithms.shapes import Mask, Tokens
+
+
+def episodic_gae(
+    rewards: Tokens, values: Tokens, next_values: Tokens, ends: Mask, valid: Mask, *, gamma: float, lam: float
+) -> Advantages:
+    """`gae` of every episode of every row (Schulman et al. 2016, arXiv 1506.02438); not whitened.
+
+    d_t = r_t + gamma V'_t - V_t and A_t = d_t + gamma lam A_{t+1} up to the end of the episode; returns are A + V.
+    Cutting the rows into episodes and calling `gae` gives the same.
+
+    Args:
+        rewards: reward of each step.
+        values: V_t, of the state in which step t acts.
+        next_values: V'_t, of the state that step t leads to, before any reset: 0 where the episode terminated, the
+            critic's value of the final observation where it was truncated.
+        ends: the last step of each episode, however it ended. A row's last episode may be unfinished.
+        valid: steps that happened; the others (a reset that counts as a step, steps after an end) stand between
+            episodes only and are never read.
+        gamma: discount of a step.
+        lam: between bias (0) and variance (1).
+    """
+    values = select(values, valid)
+    differences = select(rewards, valid) + gamma * select(next_values, valid) - values
+    carry = gamma * lam * (valid.bool() & ~ends.bool()).to(differences.dtype)
+    advantages = linear_recurrence(differences, carry)
+    return Advantages(select(advantages, valid), select(advantages + values, valid))
+
+
+def discounted_sums(
+    rewards: Float[Tensor, "B T"], starts: Mask, before: Float[Tensor, " B"], gamma: float
+) -> Float[Tensor, "B T"]:
+    """Sum the rewards of an episode so far: R_t = r_t + gamma R_{t-1}, with R_t = r_t where an episode starts.
+
+    Args:
+        rewards: reward of each step.
+        starts: the first step of each episode.
+        before: R of the step before the first one.
+        gamma: discount of a step.
+    """
+    carry = gamma * (~starts.bool()).to(rewards.dtype)
+    rewards = torch.cat([(rewards[:, 0] + carry[:, 0] * before)[:, None], rewards[:, 1:]], dim=1)
+    return linear_recurrence(rewards.flip(1), carry.flip(1)).flip(1)
+
+
+def linear_recurrence(x: Float[Tensor, "B T"], carry: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Solve y_t = x_t + carry_t y_{t+1}, with y = 0 after the last, in log2(T) passes instead of T.
+
+    After a pass over distance s, x_t holds the sum over the next 2s terms and carry_t the product of as many factors
+    (Hillis and Steele 1986).
+    """
+    x, carry = x.clone(), carry.clone()
+    distance = 1
+    while distance < x.shape[1]:
+        head = slice(None, -distance)
+        # Both right sides are complete before anything is written.
+        x[:, head], carry[:, head] = (
+            x[:, head] + carry[:, head] * x[:, distance:],
+            carry[:, head] * carry[:, distance:],
+        )
+        distance *= 2
+    return x

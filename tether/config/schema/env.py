@@ -1,0 +1,111 @@
+"""`env`: simulators of embodied runs. A config with `env.train.id` trains a control policy and reads no text keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from tether.config.schema.section import Fraction, Inherits, Options, Positive, Section
+
+EnvType = Literal["gymnasium", "envpool"]
+Vectorization = Literal["auto", "sync", "subprocess", "vector"]
+AutoresetMode = Literal["same_step", "next_step", "disabled"]
+
+
+class TrainEnvConfig(Section):
+    """`env.train`: the environments that experience is collected in."""
+
+    id: str | None = None
+    """Id in the registry of env_type, such as CartPole-v1; null: this is not an embodied run."""
+    env_type: EnvType = "gymnasium"
+    """Where the id is looked up: Gymnasium's registry, or envpool (environments in C++)."""
+    total_num_envs: Positive = 8
+    """Environments that are stepped together."""
+    max_steps_per_rollout_epoch: Positive = 128
+    """Steps of each environment a rollout; a multiple of policy.num_action_chunks."""
+    rollout_epoch: Positive = 1
+    """Rollouts that are collected one after the other before each training step."""
+    max_episode_steps: Positive | None = None
+    """Time limit of an episode, which truncates it; null: the environment's own."""
+    auto_reset: bool = True
+    """Begin a new episode where one ends; false: all begin with the rollout, and what follows an end is masked."""
+    ignore_terminations: bool = False
+    """Go on after the environment says that the episode has ended, up to the time limit."""
+    autoreset_mode: AutoresetMode = "same_step"
+    """How environments in subprocesses begin anew (Gymnasium's modes); the same training in all."""
+    vectorization: Vectorization = "auto"
+    """Step in this process, in subprocesses, or with the environment's own vector code; auto prefers the last."""
+    num_workers: Positive | None = None
+    """Threads of envpool; null: one a core."""
+    group_size: Positive = 1
+    """Environments that share each start state."""
+    use_fixed_reset_state_ids: bool = False
+    """Begin every episode of an environment in the same state."""
+    reward_coef: float = 1.0
+    """Factor of every reward."""
+    use_rel_reward: bool = False
+    """Reward the change of the environment's reward since the last step instead of the reward."""
+    seed: Annotated[int, Inherits("trainer.seed")]
+    """Seed of start states."""
+    init_params: Options
+    """Arguments of the environment's constructor."""
+
+
+class EvalEnvConfig(Section):
+    """`env.eval`: the environments that the policy is tested in, without noise in its actions."""
+
+    id: Annotated[str | None, Inherits("env.train.id")]
+    """Id in the registry."""
+    env_type: Annotated[EnvType, Inherits("env.train.env_type")]
+    """Where the id is looked up."""
+    total_num_envs: Annotated[Positive, Inherits("env.train.total_num_envs")]
+    """Environments that are stepped together."""
+    num_episodes: Positive = 20
+    """Episodes a test. (tether's own key.)"""
+    max_episode_steps: Annotated[Positive | None, Inherits("env.train.max_episode_steps")]
+    """Time limit of an episode; null: the environment's own."""
+    ignore_terminations: bool = False
+    """Go on after the environment says that the episode has ended, so that success at the end can be told."""
+    vectorization: Annotated[Vectorization, Inherits("env.train.vectorization")]
+    """Step in this process, in subprocesses, or with the environment's own vector code."""
+    num_workers: Annotated[Positive | None, Inherits("env.train.num_workers")]
+    """Threads of envpool."""
+    seed: int = 10000
+    """Seed of start states."""
+    confidence: Fraction = 0.95
+    """Level of the intervals around means. (tether's own key.)"""
+    init_params: Annotated[Options, Inherits("env.train.init_params")]
+    """Arguments of the environment's constructor."""
+
+
+class EnvConfig(Section):
+    """Simulators of embodied runs."""
+
+    train: TrainEnvConfig
+    eval: EvalEnvConfig
+
+
+class PolicyConfig(Section):
+    """`policy`: the control policy of an embodied run, and its critic."""
+
+    model_type: Literal["mlp_policy"] = "mlp_policy"
+    """Kind of network."""
+    hidden_dim: Positive = 256
+    """Width of the hidden layers."""
+    num_layers: Positive = 3
+    """Hidden layers."""
+    activation: Literal["tanh", "relu", "elu"] = "tanh"
+    """Nonlinearity of the hidden layers."""
+    share_critic: bool = False
+    """Let the critic be one more output of the policy's hidden layers; else it has its own."""
+    init_logstd: float = -0.5
+    """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
+    num_action_chunks: Positive = 1
+    """Actions that are decided on at once and then carried out one after the other."""
+    normalize_observations: bool = False
+    """Bring observations to mean 0 and variance 1 by running statistics, which are part of the policy."""
+    clip_observations: float = 10.0
+    """Normalised observations are cut at plus and minus this."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted return."""
+    clip_rewards: float = 10.0
+    """Normalised rewards are cut at plus and minus this."""

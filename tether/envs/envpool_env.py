@@ -1,0 +1,72 @@
+"""Environments of envpool, which steps them in threads of C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import envpool
+from numpy.typing import NDArray
+
+from tether.envs.make import EnvOptions
+from tether.envs.protocol import EnvStep, Floats
+from tether.envs.vector import GymnasiumVectorEnv
+
+
+class EnvPool:
+    """A pool that is made anew for each seed, since envpool takes seeds only when it starts.
+
+    Args:
+        id: name in envpool's list.
+        make: makes a pool with a seed.
+    """
+
+    def __init__(self, id: str, make: Callable[[int], GymnasiumVectorEnv]) -> None:
+        self.id = id
+        self._make = make
+        self._pool = make(0)
+        self.num_envs, self.obs_dim, self.actions = self._pool.num_envs, self._pool.obs_dim, self._pool.actions
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`."""
+        self._pool.close()
+        self._pool = self._make(seed)
+        return self._pool.reset(None)  # the pool has its seed, and warns about another
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step`."""
+        return self._pool.step(actions)
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        self._pool.close()
+
+
+def make_envpool(options: EnvOptions) -> EnvPool:
+    """Make a pool of an id of envpool's list.
+
+    Raises:
+        ValueError: the id is not in the list, or terminations are to be ignored.
+    """
+    known = envpool.list_all_envs()
+    if options.id not in known:
+        near = get_close_matches(options.id, known, n=3)
+        fix = f"Did you mean {' or '.join(near)}?" if near else "envpool.list_all_envs() lists those that there are."
+        raise ValueError(f"{options.role}.id: envpool has no {options.id}. {fix} Or set {options.role}.env_type.")
+    if options.ignore_terminations:
+        raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
+    limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
+
+    def make(seed: int) -> GymnasiumVectorEnv:
+        pool: Any = envpool.make_gymnasium(  # typed as an Env; it is a VectorEnv
+            options.id,
+            num_envs=options.num_envs,
+            num_threads=options.num_workers,
+            seed=seed % 2**31,
+            **limit,
+            **options.init_params,
+        )
+        return GymnasiumVectorEnv(options.id, pool)
+
+    return EnvPool(options.id, make)

@@ -1,0 +1,78 @@
+"""What a vector environment is: N environments that are stepped together and begin anew by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class DiscreteActions:
+    """Choices: column i of an action is one of `choices[i]` numbers, from 0 on."""
+
+    choices: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of an action."""
+        return len(self.choices)
+
+
+@dataclass(frozen=True)
+class ContinuousActions:
+    """Numbers, which the environment clips to its bounds."""
+
+    width: int
+    """Columns of an action."""
+
+
+ActionSpec = DiscreteActions | ContinuousActions
+
+
+@dataclass(frozen=True)
+class EnvStep:
+    """What one step of N environments gave. The arrays may be overwritten by the next step."""
+
+    obs: Floats
+    """[N, O]: what the next actions are chosen from; of a new episode where one has just ended."""
+    reward: Floats
+    """[N]"""
+    terminated: Flags
+    """[N]: the episode ended by itself: nothing comes after it."""
+    truncated: Flags
+    """[N]: the episode was cut, by a time limit for example: what would have come has a value."""
+    final_obs: Floats | None = None
+    """[N, O]: the last observation of the episodes that ended in this step, before any reset; the rows of the others
+    mean nothing. None where no episode ended."""
+    valid: Flags | None = None
+    """[N]: False where this step only began a new episode and the action was ignored. None: all are valid."""
+    success: Flags | None = None
+    """[N]: the task is solved in this step, where the environment tells."""
+
+
+class VectorEnv(Protocol):
+    """N environments with flat observations."""
+
+    id: str
+    num_envs: int
+    obs_dim: int
+    """O: entries of a flat observation."""
+    actions: ActionSpec
+
+    def reset(self, seed: int) -> Floats:
+        """Begin new episodes everywhere; returns [N, O]. Equal seeds and actions give equal steps."""
+        ...
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """Carry out one action in each environment: [N, width], integers for choices, else floats."""
+        ...
+
+    def close(self) -> None:
+        """End subprocesses and free what the simulators hold."""
+        ...

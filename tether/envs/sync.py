@@ -1,0 +1,88 @@
+"""Gymnasium environments stepped one after the other in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.envs.protocol import EnvStep, Floats
+from tether.envs.spaces import ActionCodec, flat_size, flatten
+
+
+class SyncVectorEnv:
+    """Steps N environments in a loop; the step that ends an episode begins the next one.
+
+    What Gymnasium's own loop adds to each step (copies, dictionaries of infos) costs as much as a cheap environment
+    itself, so this one writes straight into its arrays.
+
+    Args:
+        id: what error messages call the environment.
+        make: makes one environment.
+        num_envs: how many.
+        ignore_terminations: only truncation ends an episode.
+    """
+
+    def __init__(
+        self, id: str, make: Callable[[], gymnasium.Env[Any, Any]], num_envs: int, *, ignore_terminations: bool = False
+    ) -> None:
+        self.id = id
+        self.num_envs = num_envs
+        self._envs: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(num_envs)]
+        self._space = self._envs[0].observation_space
+        self._codec = ActionCodec.of(self._envs[0].action_space, id)
+        self._is_plain = isinstance(self._space, gymnasium.spaces.Box) and len(self._space.shape) == 1
+        self._is_choice = isinstance(self._envs[0].action_space, gymnasium.spaces.Discrete)
+        self._ignore_terminations = ignore_terminations
+        self.actions = self._codec.spec
+        self.obs_dim = flat_size(self._space, id)
+        self._obs = np.zeros((num_envs, self.obs_dim), dtype=np.float32)
+        self._final_obs = np.zeros_like(self._obs)
+        self._reward = np.zeros(num_envs, dtype=np.float32)
+        self._terminated = np.zeros(num_envs, dtype=np.bool_)
+        self._truncated = np.zeros(num_envs, dtype=np.bool_)
+        self._success = np.zeros(num_envs, dtype=np.bool_)
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`."""
+        for i, env in enumerate(self._envs):
+            self._write(self._obs, i, env.reset(seed=seed + i)[0])
+        return self._obs
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step`."""
+        decoded = self._codec.decode(actions)
+        ended = tells_success = False
+        for i, action in enumerate(decoded.tolist() if self._is_choice else decoded):
+            env = self._envs[i]
+            obs, self._reward[i], terminated, truncated, info = env.step(action)
+            if self._ignore_terminations:
+                terminated = False
+            self._terminated[i], self._truncated[i] = terminated, truncated
+            success = info.get("is_success", info.get("success")) if info else None
+            if success is not None:
+                tells_success, self._success[i] = True, bool(success)
+            if terminated or truncated:
+                ended = True
+                self._write(self._final_obs, i, obs)
+                obs, _ = env.reset()
+            self._write(self._obs, i, obs)
+        return EnvStep(
+            self._obs,
+            self._reward,
+            self._terminated,
+            self._truncated,
+            final_obs=self._final_obs if ended else None,
+            success=self._success if tells_success else None,
+        )
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        for env in self._envs:
+            env.close()
+
+    def _write(self, rows: Floats, i: int, obs: Any) -> None:
+        rows[i] = obs if self._is_plain else flatten(self._space, obs, 1)[0]

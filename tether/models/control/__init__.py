@@ -1,0 +1,1 @@
+"""Control policies: what acts in simulators."""

@@ -1,0 +1,125 @@
+"""From a policy's outputs to a distribution of actions: choices or Gaussian.
+
+Both are sampled (`tether.models.control.acting`) with noise that is drawn beforehand, so what is sampled depends on
+(seed, step) alone. Log-probabilities and entropies come a column of the action at a time; `tether.training.control`
+sums them to the level that is asked for.
+`backward` is the chain rule by hand, as in `tether.models.control.mlp`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a head makes of given actions."""
+
+    log_probs: Tensor
+    """[B, width]: of each column."""
+    entropy: Tensor
+    """[B, width]: of each column's distribution."""
+    saved: Tensor
+    """[B, outputs]: for `backward`: all log-probabilities, or the actions in standard deviations from the mean."""
+
+
+class CategoricalHead(nn.Module):
+    """One or several choices, independent of each other given the observation.
+
+    Args:
+        choices: number of alternatives of each column of an action.
+    """
+
+    def __init__(self, choices: tuple[int, ...]) -> None:
+        super().__init__()
+        self.choices = choices
+        self.outputs = sum(choices)
+        self.width = len(choices)
+        self._starts = torch.tensor([sum(choices[:column]) for column in range(len(choices))])
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Gumbel noise [*shape, outputs]: the largest of logits + noise is a sample of their softmax."""
+        return torch.empty(*shape, self.outputs).exponential_(generator=generator).log_().neg_()
+
+    def evaluate(self, logits: Tensor, actions: Tensor) -> Evaluated:
+        """[B, outputs], [B, width] -> log-probabilities and entropies."""
+        if self.width == 1:
+            everything = logits.log_softmax(dim=-1)
+            entropy = -(everything.exp() * everything).sum(dim=-1, keepdim=True)
+        else:
+            parts = [part.log_softmax(dim=-1) for part in logits.split(self.choices, dim=-1)]
+            everything = torch.cat(parts, dim=-1)
+            entropy = torch.cat([-(part.exp() * part).sum(dim=-1, keepdim=True) for part in parts], dim=-1)
+        return Evaluated(everything.gather(1, self._chosen(actions)), entropy, everything)
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: float) -> Tensor:
+        """Gradient of the logits, [B, outputs].
+
+        d log p_a / d logits = onehot(a) - p, and dH / d logits = -p (log p + H).
+
+        Args:
+            done: what `evaluate` gave.
+            actions: [B, width]
+            log_prob_grad: [B, width] or [B, 1], the same for every column.
+            entropy_grad: of the entropy of each row and column.
+        """
+        log_prob_grad = log_prob_grad.expand(-1, self.width)
+        spread_grad, spread_entropy = self._spread(log_prob_grad), self._spread(done.entropy)
+        grad = -done.saved.exp() * (spread_grad + entropy_grad * (done.saved + spread_entropy))
+        return grad.scatter_add_(1, self._chosen(actions), log_prob_grad)
+
+    def _chosen(self, actions: Tensor) -> Tensor:
+        return actions if self.width == 1 else actions + self._starts
+
+    def _spread(self, columns: Tensor) -> Tensor:
+        """[B, width] -> [B, outputs] (or [B, 1], which broadcasts)."""
+        if self.width == 1:
+            return columns
+        return columns.repeat_interleave(torch.tensor(self.choices), dim=1, output_size=self.outputs)
+
+
+class GaussianHead(nn.Module):
+    """A Gaussian whose mean is the output and whose standard deviation is a parameter, equal in all states.
+
+    Nothing is squashed; the environment clips what exceeds its bounds.
+
+    Args:
+        width: columns of an action.
+        init_logstd: logarithm of the first standard deviation.
+    """
+
+    def __init__(self, width: int, init_logstd: float) -> None:
+        super().__init__()
+        self.outputs = self.width = width
+        self.logstd = nn.Parameter(torch.full((width,), init_logstd))
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal noise [*shape, width]: mean + std * noise is a sample."""
+        return torch.randn(*shape, self.width, generator=generator)
+
+    def evaluate(self, mean: Tensor, actions: Tensor) -> Evaluated:
+        """[B, width], [B, width] -> log-probabilities and entropies."""
+        scaled = (actions - mean) * torch.exp(-self.logstd)
+        log_probs = -0.5 * scaled.square() - (self.logstd + HALF_LOG_2PI)
+        return Evaluated(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: float) -> Tensor:
+        """Gradient of the mean, [B, width]; that of the standard deviation goes into its ``grad``.
+
+        With z = (a - mean) / std: d log p / d mean = z / std, d log p / d logstd = z^2 - 1 and dH / d logstd = 1.
+        For the arguments see `CategoricalHead.backward`.
+        """
+        assert self.logstd.grad is not None
+        weighted = done.saved * log_prob_grad
+        logstd_grad = (weighted * done.saved - log_prob_grad).sum(dim=0)
+        self.logstd.grad.copy_(logstd_grad + entropy_grad * len(actions))
+        return weighted * torch.exp(-self.logstd)
+
+
+Head = CategoricalHead | GaussianHead

@@ -1,0 +1,52 @@
+"""Running statistics of observations, which are part of a policy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EPSILON = 1e-8
+
+
+class RunningNormalizer(nn.Module):
+    """Brings observations to mean 0 and variance 1 by the statistics of all that came before.
+
+    They change only in `update`, between rollouts, so that a policy does not drift while it samples. Before the first
+    update nothing is changed but cut.
+
+    Args:
+        size: entries of an observation.
+        clip: bound of the result, both ways.
+    """
+
+    count: Tensor
+    mean: Tensor
+    var: Tensor
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, size: int, clip: float) -> None:
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(size, dtype=torch.float64))
+        # What `forward` reads, in float32.
+        self.register_buffer("shift", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return ((obs - self.shift) * self.scale).clamp_(-self.clip, self.clip)
+
+    def update(self, obs: Tensor) -> None:
+        """Take observations [B, size] in (Chan et al. 1979)."""
+        new = obs.double()
+        total = self.count + len(new)
+        shift = new.mean(dim=0) - self.mean
+        squares = self.var * self.count + new.var(dim=0, unbiased=False) * len(new)
+        self.var.copy_((squares + shift.square() * self.count * len(new) / total) / total)
+        self.mean.add_(shift * len(new) / total)
+        self.count.copy_(total)
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.var + EPSILON).rsqrt())

@@ -1,0 +1,46 @@
+"""Episodes of a policy without noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tether.envs.protocol import VectorEnv
+from tether.rollout.env import Act
+from tether.rollout.episodes import Episode, EpisodeTracker
+
+
+def evaluate(
+    env: VectorEnv, act: Act, num_episodes: int, seed: int, progress: Callable[[int, int], None] | None = None
+) -> list[Episode]:
+    """Play `num_episodes` episodes with the likeliest actions.
+
+    Each environment contributes the same number of episodes, or one more: taking those that end first would prefer
+    the short ones.
+
+    Args:
+        env: the environments, which are reset first.
+        act: the policy.
+        num_episodes: how many.
+        seed: of the start states.
+        progress: called with (episodes done, episodes in all).
+    """
+    wanted = np.full(env.num_envs, num_episodes // env.num_envs)
+    wanted[: num_episodes % env.num_envs] += 1
+    tracker = EpisodeTracker(env.num_envs)
+    obs, episodes = env.reset(seed), list[Episode]()
+    while wanted.any():
+        step = env.step(act(obs, None))
+        ended = step.terminated | step.truncated
+        valid = np.ones_like(ended) if step.valid is None else step.valid
+        success = None if step.success is None else step.success[None]
+        finished = tracker.add(step.reward[None], ended[None], valid[None], success)
+        for n, episode in zip(np.flatnonzero(ended), finished, strict=True):
+            if wanted[n]:
+                wanted[n] -= 1
+                episodes.append(episode)
+        if progress is not None and finished:
+            progress(len(episodes), num_episodes)
+        obs = step.obs
+    return episodes

@@ -1,0 +1,95 @@
+"""What the command line does with embodied runs: train, evaluate."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from tether.config import LoadedConfig
+from tether.execution.interrupt import graceful_interrupt
+from tether.execution.machine import set_threads
+from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics
+from tether.models.control.policy import load_policy
+from tether.trainer.build.control import build_control_run, build_evaluation
+from tether.trainer.control_persistence import POLICY
+from tether.training.checkpoint import CheckpointStore
+
+SHOWN = (
+    "eval/return",
+    "eval/episode_len",
+    "eval/success_once",
+    "eval/success_at_end",
+    "env/return",
+    "env/success_once",
+)
+
+
+def train(loaded: LoadedConfig, command: str) -> None:
+    """Run to the end, or to a signal; then show what came of it.
+
+    Args:
+        loaded: the configuration.
+        command: what the user typed: typed again, the run goes on.
+
+    Raises:
+        ValueError: unusable environments, or a checkpoint of other ones.
+    """
+    console = Console(highlight=False, markup=False)
+    for note in loaded.notes:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
+    run = build_control_run(loaded)
+    trainer = run.trainer
+    env = trainer.collector.env
+    console.print(f"{env.id}: {env.num_envs} environments, observations {env.obs_dim}, actions {env.actions}")
+    try:
+        if run.resumed_from:
+            total = trainer.schedule.total_steps
+            console.print(f"going on from {run.resumed_from}, step {trainer.step_number} of {total}", soft_wrap=True)
+        with graceful_interrupt() as interrupted:
+            trainer.fit(interrupted)
+    finally:
+        run.close()
+    if loaded.config.trainer.resume_mode != "auto":
+        command += " trainer.resume_mode=auto '~trainer.resume_from_path'"
+    _report(run.directory, console, command)
+    if interrupted.signal:
+        done, total = trainer.step_number, trainer.schedule.total_steps
+        console.print(f"stopped by {interrupted.signal.name} after step {done} of {total}; the command above goes on")
+
+
+def evaluate(checkpoint: Path, loaded: LoadedConfig, console: Console) -> dict[str, float]:
+    """Metrics of a checkpoint in the environments of ``env.eval``."""
+    set_threads(loaded.config.trainer.num_threads)
+    policy = load_policy(checkpoint / POLICY)
+    with ExitStack() as envs, console.status("playing") as status:
+        evaluation = build_evaluation(loaded.config, envs)
+        return evaluation.run(policy, lambda done, total: status.update(f"playing: {done} of {total} episodes"))
+
+
+def _report(directory: Path, console: Console, command: str) -> None:
+    """Print the summary of a run from the files in its folder."""
+    steps = read_metrics(directory)
+    table = Table(title="episodes")
+    for column in ("", "first", "last", "change", "best"):
+        table.add_column(column)
+    for key in SHOWN:
+        series = [metrics[key] for metrics in steps.values() if key in metrics]
+        if series:
+            first, last = series[0], series[-1]
+            table.add_row(key, f"{first:.2f}", f"{last:.2f}", f"{last - first:+.2f}", f"{max(series):.2f}")
+    console.print(table)
+    speeds = [metrics["perf/sps"] for metrics in steps.values() if "perf/sps" in metrics]
+    if speeds:
+        console.print(f"speed       {median(speeds):,.0f} environment steps a second (median of the logged steps)")
+    checkpoint = CheckpointStore(directory).latest()
+    console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
+    if checkpoint:
+        console.print(f"checkpoint  {checkpoint}", soft_wrap=True)
+        console.print(f"test it     tether eval {checkpoint} env.eval.num_episodes=100", soft_wrap=True)
+        console.print(f"go on       {command}", soft_wrap=True)
+    else:
+        console.print("checkpoint  none saved; set trainer.save_freq")
