@@ -140,6 +140,22 @@ def check(arguments: ConfigArguments = None) -> None:
     typer.echo("the configuration is sound")
 
 
+@config_app.command(name="import-rlinf")
+def import_rlinf(
+    arguments: ConfigArguments,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
+) -> None:
+    """Translate a YAML file of RLinf; lists every key as mapped, defaulted, without effect, or not supported."""
+    from tether.config.rlinf.command import translate
+
+    yaml, listing = translate(arguments or [])
+    if out is None:
+        typer.echo(yaml)
+    else:
+        out.write_text(yaml, encoding="utf-8")
+    typer.echo(listing, err=True)
+
+
 @config_app.command()
 def explain(key: Annotated[str, typer.Argument(help="For example algorithm.lam, or a section.")]) -> None:
     """Say what a key means, what it takes, its default, and whether it has an effect here."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from tether.config.keys import keys, sections, show
 from tether.config.overrides import Override, parse_overrides
-from tether.config.problems import ConfigError, Problem
+from tether.config.problems import Problem
+from tether.config.rlinf.importer import Imported, import_file, is_rlinf
 from tether.config.suggest import unknown_key
+from tether.config.yaml_file import read_yaml
 
 COMMAND_LINE = "command line"
 
@@ -29,42 +30,55 @@ class Setting:
     """The YAML file's name, or "command line"."""
     position: int
     """0 for the file, then 1, 2, ... along the command line: the later one counts."""
+    written: str | None = None
+    """The key as the user wrote it, where that is one of RLinf's."""
 
 
 Given = dict[str, Setting]
 
 
-def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list[Problem]]:
+def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list[Problem], list[str]]:
     """Read the file, then the overrides over it. Unknown keys become problems and are left out.
+
+    Over a file of RLinf, overrides in RLinf's keys change the file; the others go over what it is translated to.
+
+    Returns:
+        What was given, what is wrong with it, and notes.
 
     Raises:
         ConfigError: the file cannot be read at all.
     """
     given: Given = {}
     problems: list[Problem] = []
-    if path is not None:
-        items = [item for name, value in _read_yaml(path).items() for item in _flatten(str(name), value)]
-        problems += _store(given, items, path.name, 0)
+    notes: list[str] = []
     parsed, unreadable = parse_overrides(overrides)
+    tree = {} if path is None else read_yaml(path)
+    if path is not None and is_rlinf(tree):
+        imported = import_file(path, parsed)
+        given, parsed = _translated(imported, path.name), list(imported.rest)
+        problems += [*imported.problems, *imported.refusals()]
+        notes.append(_import_note(imported, path))
+    elif path is not None:
+        items = [item for name, value in tree.items() for item in _flatten(str(name), value)]
+        problems += _store(given, items, path.name, 0)
     problems += unreadable
     for position, override in enumerate(parsed, start=1):
         problems += _apply(given, override, position)
-    return given, problems
+    return given, problems, notes
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:
-        raise ConfigError(
-            [Problem(str(path), f"cannot be read ({error.strerror or error})", "give a YAML file")]
-        ) from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        what = f"cannot be read as YAML ({' '.join(str(error).split())})"
-        raise ConfigError([Problem(str(path), what, "correct that line")]) from error
-    if not isinstance(tree, dict):
-        raise ConfigError([Problem(str(path), "holds a list, not keys", "write key: value lines")])
-    return tree
+def _translated(imported: Imported, source: str) -> Given:
+    given: Given = {}
+    for key, value in imported.native.items():
+        origin = imported.origins[key]
+        given[key] = Setting(value, f"{source}, as {origin}", 0, None if origin == key else origin)
+    return given
+
+
+def _import_note(imported: Imported, path: Path) -> str:
+    idle = sum(line.status == "no effect" for line in imported.lines)
+    command = f"`tether config import-rlinf {path}`"
+    return f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any] | Problem]:

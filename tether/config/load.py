@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: with every problem that there is.
     """
-    given, problems = read_given(path, overrides)
+    given, problems, notes_on_file = read_given(path, overrides)
     resolved = resolve(with_defaults(given))
     problems += resolved.problems
     try:
@@ -69,8 +69,15 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
         problems += [problem for problem in mistyped if problem.path not in named]
         problems += _check_the_rest(given, {problem.path for problem in mistyped})
     if problems:
-        raise ConfigError(problems)
-    return LoadedConfig(config, resolved.sources, (*resolved.notes, *notes(resolved.given, values_of(config))))
+        raise ConfigError([_as_written(problem, given) for problem in problems])
+    found = (*notes_on_file, *resolved.notes, *notes(resolved.given, values_of(config)))
+    return LoadedConfig(config, resolved.sources, found)
+
+
+def _as_written(problem: Problem, given: Given) -> Problem:
+    """Name the key of RLinf's that the user wrote, where the problem is with what it was translated to."""
+    written = given[problem.path].written if problem.path in given else None
+    return problem if written is None else replace(problem, what=f"{problem.what} (it follows from {written})")
 
 
 def _check(given: Given, config: RunConfig) -> list[Problem]:

@@ -36,6 +36,11 @@ def format_tree(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     return _tree(values, shown, line) + f"# and {rest} keys at their default that do nothing in this run\n"
 
 
+def annotated(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """YAML of these keys, in their order, each with a comment."""
+    return _tree(values, list(values), lambda path, text: f"{text}  # {comments[path]}")
+
+
 def _shown_keys(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
     acting = {path for path in live_keys() if why_idle(path, values) is None}
     return [path for path in values if path in acting or not _is_untouched(sources[path])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from difflib import SequenceMatcher, get_close_matches
 
 from tether.config.keys import keys, sections
@@ -31,20 +32,21 @@ def unknown_key(path: str) -> Problem:
     return Problem(path, "unknown key", f"did you mean {meant}?" if meant else f"see `tether config {_listing(path)}`")
 
 
-def nearest(path: str) -> str | None:
-    """The key that was most likely meant by `path`; None where nothing is like it.
+def nearest(path: str, known: Collection[str] | None = None) -> str | None:
+    """The key that was most likely meant by `path`, among those of the schema or `known` ones; None if none is like it.
 
     Tried in this order: the same name in another section, a similar name in this section, a similar path.
     """
     respelled = _respell(path)
+    names = keys() if known is None else known
     section, leaf = _split(respelled)
-    misplaced = [key for key in keys() if _split(key)[1] == leaf]
+    misplaced = [key for key in names if _split(key)[1] == leaf]
     if misplaced:
         return get_close_matches(respelled, misplaced, n=1, cutoff=0.0)[0]
-    siblings = [_split(key)[1] for key in keys() if _split(key)[0] == section]
+    siblings = [_split(key)[1] for key in names if _split(key)[0] == section]
     if similar := get_close_matches(leaf, siblings, n=1):
         return f"{section}.{similar[0]}"
-    best = next(iter(get_close_matches(respelled, keys(), n=1)), None)
+    best = next(iter(get_close_matches(respelled, names, n=1)), None)
     return best if best and _is_like(leaf, _split(best)[1]) else None
 
 

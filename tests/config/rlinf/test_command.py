@@ -1,0 +1,55 @@
+"""`tether config import-rlinf`: a native file that loads, and a listing of every key."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.config.rlinf.recipes import write_recipe
+from tether.cli import app
+from tether.config import ConfigError, load_config
+
+PAGE = str(Path(__file__).parent / "page_embodied.yaml")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["config", "import-rlinf", *arguments])
+
+
+def test_the_printed_file_is_the_same_run(tmp_path):
+    said = run(PAGE, "runner.max_epochs=3", "--out", str(tmp_path / "native.yaml"))
+    assert said.exit_code == 0, said
+    native = load_config(tmp_path / "native.yaml", [])
+    assert native.config == load_config(Path(PAGE), ["runner.max_epochs=3"]).config
+    assert native.notes == ()
+    assert "  lam: 0.95  # algorithm.gae_lambda\n" in (tmp_path / "native.yaml").read_text()
+
+
+def test_every_key_is_listed(tmp_path):
+    said = run(str(write_recipe(tmp_path, "maniskill_ppo_mlp")), "cluster.num_nodes=2")
+    assert said.exit_code == 0
+    listing = said.stderr
+    headings = [line.split(" (")[0] for line in listing.splitlines() if line and not line.startswith(" ")]
+    assert headings == ["mapped", "defaulted", "no effect", "not supported", "still to be set before it runs"]
+    assert "  algorithm.gae_lambda=0.9  -> algorithm.lam=0.9\n" in listing
+    assert "  actor.model.obs_dim=42  (the environment's spaces say so)\n" in listing
+    assert "  env.eval.video_cfg.save_video=True  (videos of episodes are not recorded yet)\n" in listing
+    assert "  trainer.nnodes: 2 is refused: tether trains on one device so far (it follows from cluster.num_" in listing
+    assert "algorithm:\n" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([PAGE, "policy.hidden_dim=3"], "policy.hidden_dim: is no key of RLinf's"),
+        ([PAGE, "actor.nonsense=3"], "actor.nonsense: unknown key of RLinf"),
+        (["recipes/quickstart/run.yaml"], "is not a file of RLinf's"),
+        (["nowhere.yaml"], "cannot be read"),
+        (["algorithm.gamma=1"], "names no YAML file"),
+    ],
+)
+def test_what_cannot_be_translated(arguments, says, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    error = run(*arguments).exception
+    assert isinstance(error, ConfigError)
+    assert says in str(error)

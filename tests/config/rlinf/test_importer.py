@@ -1,0 +1,244 @@
+"""The import of a file: which kind of run it is, what its keys become, and what is said of the others."""
+
+import textwrap
+
+import pytest
+from omegaconf import OmegaConf
+
+from tether.config import ConfigError, load_config
+from tether.config.overrides import parse_overrides
+from tether.config.rlinf.importer import import_file, is_rlinf
+
+TEXT = """
+runner: {task_type: reasoning}
+algorithm: {adv_type: gae, loss_type: actor}
+critic: {use_critic_model: true}
+"""
+EMBODIED = """
+runner: {task_type: embodied}
+env: {train: {env_type: gymnasium, id: CartPole-v1}}
+"""
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Import a text, with overrides."""
+
+    def run(text, *overrides):
+        file = tmp_path / "run.yaml"
+        file.write_text(textwrap.dedent(text))
+        return import_file(file, parse_overrides(overrides)[0])
+
+    return run
+
+
+def refusals(imported):
+    return {problem.path: problem.what for problem in imported.refusals()}
+
+
+@pytest.mark.parametrize(
+    ("tree", "found"),
+    [
+        ({"runner": {}}, True),
+        ({"cluster": {}, "algorithm": {"gamma": 1}}, True),
+        ({"algorithm": {"adv_type": "gae"}}, True),
+        ({"algorithm": {"gamma": 1}, "critic": {}, "data": {}, "env": {}}, False),
+        ({"trainer": {}, "runner": {}}, False),
+        ({}, False),
+    ],
+)
+def test_files_of_rlinf_are_told_apart(tree, found):
+    assert is_rlinf(tree) is found
+
+
+def test_a_file_without_a_task_type_is_read_by_its_content(imported):
+    assert "env.train.id" in imported("env: {train: {id: CartPole-v1}}").native
+    assert imported("algorithm: {loss_type: actor_critic}").problems[0].path == "env.train.id"
+    assert imported("algorithm: {loss_type: actor}\ncritic: {use_critic_model: true}").native["critic.enable"] is True
+
+
+@pytest.mark.parametrize(("task", "fix"), [("sft", "use embodied or reasoning"), ("embodied_eval", "`tether eval`")])
+def test_other_kinds_of_run_are_refused(imported, task, fix):
+    (problem,) = imported(f"runner: {{task_type: {task}}}").problems
+    assert problem.path == "runner.task_type"
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        (TEXT, "algorithm.gae_lamda", "did you mean algorithm.gae_lambda?"),
+        (TEXT, "runner.max_epoch", "did you mean runner.max_epochs?"),
+        (TEXT, "actor.optim.value_lr", "is a key of embodied runs only"),
+        (EMBODIED, "actor.lr", "did you mean actor.optim.lr?"),
+        (EMBODIED, "actor.tokenizer.use_fast", "is a key of text runs only"),
+        (EMBODIED, "runner.nonsense.of.mine", "unknown key of RLinf. leave it out"),
+    ],
+)
+def test_unknown_keys(imported, text, key, says):
+    tree = OmegaConf.create(text)
+    OmegaConf.update(tree, key, 1, force_add=True)
+    (problem,) = imported(OmegaConf.to_yaml(tree)).problems
+    assert problem.path == key
+    assert says in str(problem)
+
+
+def test_two_keys_for_one_quantity(imported):
+    assert imported(TEXT, "algorithm.value_clip=0.2", "algorithm.value_cliprange=0.2").problems == ()
+    (problem,) = imported(TEXT, "algorithm.value_clip=0.2", "algorithm.value_cliprange=0.5").problems
+    assert str(problem) == (
+        "algorithm.value_cliprange: 0.5 asks for critic.cliprange_value=0.5, but algorithm.value_clip for 0.2. "
+        "keep one of the two"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "native"),
+    [
+        # 12 prompts, in 3 mini-batches of 4
+        (["data.rollout_batch_size=12", "algorithm.n_minibatches=3"], {f"{ACTOR}.ppo_mini_batch_size": 4}),
+        # 2 rollouts of 12 prompts a step, each in 3 mini-batches
+        (
+            ["data.rollout_batch_size=12", "algorithm.n_minibatches=3", "algorithm.rollout_epoch=2"],
+            {"data.train_batch_size": 24, f"{ACTOR}.ppo_mini_batch_size": 4},
+        ),
+        # 16 responses are 4 prompts of 4 responses
+        (["actor.global_batch_size=16", "algorithm.group_size=4"], {f"{ACTOR}.ppo_mini_batch_size": 4}),
+        (["runner.seq_length=100", "data.max_prompt_length=60"], {"data.max_response_length": 40}),
+        (["algorithm.sampling_params.max_new_tokens=30"], {"data.max_response_length": 30}),
+        (["algorithm.kl_beta=0.0"], {f"{ACTOR}.use_kl_loss": False}),
+        (["algorithm.kl_beta=0.1"], {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.1}),
+        (["algorithm.sampling_params.top_k=1000000"], {"actor_rollout_ref.rollout.top_k": -1}),
+        (["algorithm.sampling_params.top_k=50"], {"actor_rollout_ref.rollout.top_k": 50}),
+        (["algorithm.logprob_forward_micro_batch_size=3"], {"critic.forward_micro_batch_size_per_gpu": 3}),
+        (["algorithm.rollout_micro_batch_size=3"], {"actor_rollout_ref.rollout.max_num_seqs": 3}),
+        (["actor.model.precision=bf16"], {f"{ACTOR}.fsdp_config.dtype": "bfloat16"}),
+        (
+            ["actor.model.precision=32", "actor.fsdp_config.mixed_precision.param_dtype=bf16"],
+            {f"{ACTOR}.fsdp_config.dtype": "bfloat16"},
+        ),
+        (["critic.optim.lr=1e-4", "critic.lr_sched.min_lr=1e-5"], {"critic.optim.min_lr_ratio": pytest.approx(0.1)}),
+        (["runner.resume_dir=null"], {"trainer.resume_mode": "auto"}),
+        (["runner.resume_dir=a/b"], {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "a/b"}),
+        (["algorithm.recompute_logprobs=False"], {"algorithm.rollout_correction.bypass_mode": True}),
+        (["algorithm.bootstrap_type=standard"], {"algorithm.bootstrap_truncated": True}),
+        (["algorithm.adv_type=raw"], {"algorithm.adv_estimator": "raw"}),
+        (
+            ["algorithm.adv_type=reinpp", "algorithm.use_reinpp_baseline=True"],
+            {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+        ),
+        (["algorithm.behave_weight_threshold=4.0"], {f"{ACTOR}.policy_loss.behave_weight_threshold": 4.0}),
+        (["algorithm.loss_type=decoupled_actor_critic"], {f"{ACTOR}.policy_loss.loss_mode": "decoupled"}),
+        ([], {f"{ACTOR}.clip_ratio_c": None, f"{ACTOR}.shuffle": True, f"{ACTOR}.ppo_epochs": 1}),
+    ],
+)
+def test_values_of_text_runs(imported, overrides, native):
+    result = imported(TEXT, *overrides)
+    assert result.problems == ()
+    assert refusals(result) == {}
+    assert {key: result.native[key] for key in native} == native
+
+
+@pytest.mark.parametrize(
+    ("overrides", "native"),
+    [
+        (["runner.max_epochs=100", "runner.max_steps=30"], {"trainer.total_training_steps": 30}),
+        (["runner.max_epochs=100", "runner.max_steps=-1"], {"trainer.total_training_steps": 100}),
+        # 3 environments, each with 2 rounds of 100 steps: episodes of 50 steps fit twice
+        (
+            [
+                "env.eval.total_num_envs=3",
+                "env.eval.rollout_epoch=2",
+                "env.eval.max_steps_per_rollout_epoch=100",
+                "env.eval.max_episode_steps=50",
+            ],
+            {"env.eval.num_episodes": 12},
+        ),
+        (["algorithm.group_size=4"], {"env.train.group_size": 4}),
+        (["actor.optim.lr=1e-3", "actor.optim.value_lr=1e-2"], {"critic.optim.lr": 1e-2}),
+        (["actor.optim.adam_beta1=0.8"], {f"{ACTOR}.optim.betas": [0.8, 0.999]}),
+        (["env.train.auto_reset=False"], {"env.train.auto_reset": False}),
+        ([], {f"{ACTOR}.optim.weight_decay": 0.01, "critic.loss_coef": 1.0, "policy.hidden_dim": 256}),
+    ],
+)
+def test_values_of_embodied_runs(imported, overrides, native):
+    result = imported(EMBODIED, *overrides)
+    assert result.problems == ()
+    assert refusals(result) == {}
+    assert {key: result.native[key] for key in native} == native
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "says"),
+    [
+        (TEXT, "algorithm.normalize_advantages=False", "are always normalised"),
+        (TEXT, "algorithm.adv_type=opd", "supported: gae, grpo, reinpp, raw"),
+        (TEXT, "algorithm.reward_type=chunk_level", "scores responses"),
+        (TEXT, "algorithm.bootstrap_type=always", "no state after the end"),
+        (TEXT, "algorithm.early_stop_imp_ratio=5.0", "not supported yet"),
+        (TEXT, "algorithm.loss_agg_func=mean", "no such aggregation"),
+        (TEXT, "critic.use_critic_model=False", "needs values"),
+        (TEXT, "actor.model.tensor_model_parallel_size=2", "one device"),
+        (TEXT, "runner.seq_length=[1]", "is not a whole number above 0"),
+        (TEXT, "algorithm.sampling_params.top_k=many", "many is of the wrong type"),
+        (EMBODIED, "algorithm.loss_type=actor", "train a critic, too"),
+        (EMBODIED, "algorithm.loss_agg_func=seq-mean-token-sum", "weighs the same"),
+        (EMBODIED, "algorithm.kl_beta=0.1", "no reference policy"),
+        (EMBODIED, "actor.model.model_type=openvla", "not supported yet"),
+        (EMBODIED, "actor.model.precision=bf16", "fp32"),
+        (EMBODIED, "env.train.env_type=libero", "no adapter of this simulator"),
+        (EMBODIED, "env.eval.video_cfg.save_video=True", "not recorded yet"),
+        (EMBODIED, "actor.optim.critic_warmup_steps=10", "set trainer.critic_warmup"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(imported, text, override, says):
+    key = override.split("=")[0]
+    assert says in refusals(imported(text, override))[key]
+
+
+def test_a_value_head_on_a_language_model_is_refused(imported):
+    result = imported(TEXT, "algorithm.loss_type=actor_critic", "critic.use_critic_model=False")
+    assert set(refusals(result)) == {"algorithm.loss_type", "critic.use_critic_model"}
+    assert refusals(imported(TEXT, "algorithm.loss_type=actor_critic")) == {}
+
+
+def test_entropy_that_is_not_computed_has_no_weight(imported):
+    assert refusals(imported(TEXT, "algorithm.calculate_entropy=False", "algorithm.entropy_bonus=0")) == {}
+    off = imported(TEXT, "algorithm.calculate_entropy=False", "algorithm.entropy_bonus=0.01")
+    assert "contradicts" in refusals(off)["algorithm.entropy_bonus"]
+
+
+def test_placement_is_checked(imported):
+    assert imported(EMBODIED, "cluster.component_placement={actor:0,env:0,rollout:0}").problems == ()
+    (problem,) = imported(EMBODIED, "cluster.component_placement={actor:0,env:0}").problems
+    assert problem.path == "cluster.component_placement.rollout"
+    groups = ["cluster.num_nodes=2", "cluster.node_groups=[{label:robots,node_ranks:'0-3'}]"]
+    (problem,) = imported(EMBODIED, *groups).problems
+    assert str(problem).startswith("cluster.node_groups[0]: resource 3 does not exist: there are 2")
+
+
+def test_the_task_of_an_environment_is_no_argument_of_it(imported):
+    result = imported("env: {train: {init_params: {id: Pendulum-v1, g: 9.8}}}")
+    assert result.native["env.train.id"] == "Pendulum-v1"
+    assert result.native["env.train.init_params"] == {"g": 9.8}
+
+
+def test_overrides_in_both_languages(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(EMBODIED)
+    loaded = load_config(file, ["runner.max_epochs=3", "policy.init_logstd=-1.0", "env.eval.num_episodes=7"])
+    assert loaded.config.trainer.total_training_steps == 3
+    assert loaded.sources["trainer.total_training_steps"] == "run.yaml, as runner.max_epochs"
+    assert loaded.config.policy.init_logstd == -1.0
+    assert loaded.config.env.eval.num_episodes == 7
+    with pytest.raises(ConfigError, match="no simulator is named"):
+        load_config(file, ["~env.train.id"])
+
+
+def test_the_saved_config_is_native(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(EMBODIED)
+    loaded = load_config(file, [])
+    (tmp_path / "saved.yaml").write_text(loaded.to_yaml())
+    assert load_config(tmp_path / "saved.yaml", []).config == loaded.config

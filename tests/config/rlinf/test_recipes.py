@@ -1,0 +1,64 @@
+"""RLinf's ten PPO recipes with an MLP policy: each imports, but for exactly the keys that ask for what tether lacks."""
+
+import pytest
+
+from tests.config.rlinf.recipes import RECIPES, write_recipe
+from tether.config import load_config
+from tether.config.overrides import parse_overrides
+from tether.config.rlinf.importer import import_file
+
+ON_PENDULUM = [
+    "env.train.env_type=gymnasium",
+    "env.eval.env_type=gymnasium",
+    "env.train.id=Pendulum-v1",
+    "env.eval.id=Pendulum-v1",
+    "env.eval.video_cfg.save_video=False",
+    "env.train.video_cfg.save_video=False",
+    "env.eval.data_collection.enabled=False",
+    "env.eval.use_rel_reward=False",
+    "env.train.use_rel_reward=False",
+    "reward.use_reward_model=False",
+    "algorithm.bootstrap_type=standard",
+    "algorithm.loss_type=actor_critic",
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_refused_for_exactly_the_unsupported_keys(tmp_path, name):
+    imported = import_file(write_recipe(tmp_path, name), parse_overrides(["env.train.id=Task-v0"])[0])
+    assert imported.problems == ()
+    assert {problem.path for problem in imported.refusals()} == RECIPES[name][2]
+    assert imported.native["env.train.id"] == "Task-v0"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_runs_on_another_simulator(tmp_path, name):
+    loaded = load_config(write_recipe(tmp_path, name), ON_PENDULUM)
+    config = loaded.config
+    assert config.policy.num_layers == 3
+    assert config.critic.huber_delta == 10.0
+    assert config.actor_rollout_ref.actor.clip_ratio_c == 3.0
+    assert config.trainer.total_training_steps in (200, 1000)
+    assert [note for note in loaded.notes if "do nothing here" not in note] == []
+
+
+def test_a_preset_stands_below_the_files_own_keys(tmp_path):
+    native = import_file(write_recipe(tmp_path, "maniskill_ppo_mlp"), []).native
+    assert native["env.train.id"] == "PickCube-v1"
+    assert native["env.train.total_num_envs"] == 1024  # the preset: null
+    assert native["env.train.auto_reset"] is True  # the preset: False
+    assert native["env.train.init_params"]["max_episode_steps"] == 50  # the preset: its own sibling's value
+    assert native["env.eval.ignore_terminations"] is True
+    assert (native["algorithm.gamma"], native["algorithm.lam"]) == (0.8, 0.9)
+    assert native["algorithm.bootstrap_type"] == "always"
+    assert native["actor_rollout_ref.actor.ppo_mini_batch_size"] == 6400
+    assert native["env.eval.num_episodes"] == 32
+
+
+def test_defaults_of_rlinf_are_taken_where_the_file_is_silent(tmp_path):
+    lines = {line.key: line for line in import_file(write_recipe(tmp_path, "frankasim_ppo_mlp"), []).lines}
+    assert lines["algorithm.bootstrap_type"].status == "defaulted"
+    assert dict(lines["algorithm.bootstrap_type"].native) == {"algorithm.bootstrap_type": "standard"}
+    assert lines["policy.activation"].status == "defaulted"
+    assert lines["algorithm.gamma"].status == "mapped"
+    assert lines["algorithm.length_params.*"].status == "no effect"
