@@ -91,8 +91,7 @@ class Trainer:
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Do one training step on these prompts; returns its metrics."""
-        number = self.step_number + 1
-        time = Timer(on_phase=self.loggers.phase)
+        number, time = self.step_number + 1, Timer(on_phase=self.loggers.phase)
         metrics: dict[str, float] = {}
         with time("step"):
             with time("gen"):
