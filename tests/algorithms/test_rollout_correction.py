@@ -42,6 +42,17 @@ def test_importance_weights() -> None:
         importance_weights(*ARGS, level="row")
 
 
+def test_a_row_is_bounded_as_a_whole_not_token_by_token() -> None:
+    """Its ratio is e^(30 - 29) = e: bounded before the sum, it would be e^(20 - 20) = 1."""
+    log_probs, sampler = torch.tensor([[-1.0, -30.0]]).double(), torch.tensor([[-31.0, -1.0]]).double()
+    mask = torch.ones(1, 2)
+    weights = importance_weights(log_probs, sampler, mask, level="sequence", threshold=10.0)
+    assert weights.tolist() == [pytest.approx([math.e, math.e])]
+    metrics = off_policy_metrics(log_probs, sampler, mask)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-0.5)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(math.e**2 - 1)
+
+
 def test_importance_metrics() -> None:
     metrics = importance_metrics(*ARGS, level="token", threshold=2.0)
     # held in [.5, 2]: 2, .5, 1.1, mean 1.2, squares 4 + .25 + 1.21 = 5.46
