@@ -34,7 +34,7 @@ ONE_SEED = Refused("one seed serves everything: set trainer.seed")
 REPLAY = Refused("replay of expert choices is not supported yet")
 PROFILER = Refused("GPU profilers are not supported yet")
 VERL_SETS_IT = Refused("verl sets it itself; here it follows from the other keys")
-MODEL_CODE = Refused("changing the model's code or config is not supported yet")
+MODEL_CODE = Refused("taking the model's code or config from elsewhere is not supported yet")
 ADAPTERS = Refused("only fresh adapters on the policy are supported so far")
 MULTI_MODAL = Refused("images and videos are not supported yet")
 MULTI_TURN = Refused("rollouts of several turns are not supported yet")
@@ -94,7 +94,6 @@ REFUSED: Mapping[str, Refused] = {
     "*.router_replay.*": REPLAY,
     "*.enable_rollout_routing_replay": REPLAY,
     "actor_rollout_ref.hybrid_engine": Refused("training and sampling share one device"),
-    "*.model.override_config": MODEL_CODE,
     "*.model.hf_config_path": MODEL_CODE,
     "*.model.external_lib": MODEL_CODE,
     "*.model.exclude_modules": ADAPTERS,

@@ -19,6 +19,8 @@ class MetricInfo:
     """One line, with the unit if there is one."""
     healthy: str | None = None
     """The range of a healthy run, where one can be named."""
+    when: str | None = None
+    """Where it is logged, if only rarely. All others are logged by the runs of tests/trainer/test_metric_keys.py."""
 
 
 def _spread(prefix: str, what: str, healthy_mean: str | None = None) -> dict[str, MetricInfo]:
@@ -220,8 +222,8 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/time_per_step": MetricInfo("Duration of the step, in seconds."),
     "perf/throughput": MetricInfo("Tokens a second and device, prompts and responses."),
     "perf/cpu_memory_peak_gb": MetricInfo("Largest memory that this process ever held, in GiB."),
-    "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB."),
-    "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB."),
+    "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB.", when="on a GPU"),
+    "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB.", when="on a GPU"),
 }
 
 
@@ -262,7 +264,7 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/update_weights": MetricInfo("Seconds of handing new weights to the sampler."),
     "timing_s/testing": MetricInfo("Seconds of validation."),
     "timing_s/save_checkpoint": MetricInfo("Seconds of saving a checkpoint."),
-    "timing_s/<phase>": MetricInfo("Seconds of this phase of the step."),
+    "timing_s/<phase>": MetricInfo("Seconds of this phase of the step.", when="in loops of your own"),
     "timing_per_token_ms/gen": MetricInfo("Milliseconds of generation a response token."),
     "timing_per_token_ms/<phase>": MetricInfo("Milliseconds of this phase a token, prompts and responses."),
 }

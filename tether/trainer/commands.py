@@ -23,7 +23,7 @@ from tether.trainer.critic_pretraining import EXPLAINED
 from tether.trainer.evaluate import EvaluationResult
 from tether.trainer.preflight import preflight
 from tether.trainer.report import show_report
-from tether.training.checkpoint import CheckpointStore, step_of
+from tether.training.checkpoint import CheckpointStore, is_checkpoint, step_of, verify
 
 
 def train(loaded: LoadedConfig, command: str) -> None:
@@ -74,7 +74,12 @@ def train(loaded: LoadedConfig, command: str) -> None:
 
 
 def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
-    """Score a checkpoint on held-out prompts or in its environments; prints the metrics and writes them beside it."""
+    """Score a checkpoint on held-out prompts or in its environments; prints the metrics and writes them beside it.
+
+    Raises:
+        ValueError: no checkpoint, or unusable inputs.
+        CheckpointDamaged: a file of the checkpoint is not what was saved.
+    """
     disable_progress_bar()
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
@@ -159,12 +164,17 @@ def list_models() -> None:
 
 
 def _checkpoint(path: Path) -> Path:
-    if (path / "run.yaml").exists():
-        return path
-    latest = CheckpointStore(path).latest() if path.is_dir() else None
-    if latest is None:
+    """The checkpoint that a path names, verified; of a run's folder, its last one.
+
+    Raises:
+        ValueError: there is none.
+        CheckpointDamaged: a file of it is not what was saved.
+    """
+    checkpoint = path if is_checkpoint(path) else CheckpointStore(path).latest()
+    if checkpoint is None:
         raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
-    return latest
+    verify(checkpoint)
+    return checkpoint
 
 
 def _show(result: EvaluationResult, checkpoint: Path, console: Console) -> None:

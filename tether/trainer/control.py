@@ -125,10 +125,12 @@ class ControlTrainer:
         """Write a checkpoint of the current step, then begin new episodes everywhere.
 
         Simulators cannot be saved, so a run that goes on from here finds them at a start. By beginning anew in the run
-        that saves, too, both go on alike, bit for bit.
+        that saves, too, both go on alike, bit for bit. How long saving took is logged under the step.
         """
-        self.loggers.phase("save_checkpoint")
-        self.persistence.save(self.step_number, self.policy, self.learner.state_dict(), self.state())
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            self.persistence.save(self.step_number, self.policy, self.learner.state_dict(), self.state())
+        self.loggers.log(self.step_number, time.metrics())
         self._restart()
 
     def state(self) -> dict[str, Any]:

@@ -154,6 +154,7 @@ def _joined(sampled: Sequence[Experience], groups: Sequence[Group], num_groups: 
             error_samples=tuple(sample for experience in sampled for sample in experience.report.error_samples),
             metrics=_mean_metrics(sampled) | _metrics(sampled, groups, num_groups),
         ),
+        reward_seconds=sum(experience.reward_seconds for experience in sampled),
     )
 
 

@@ -70,7 +70,7 @@ class Trainer:
     reward_components: RewardComponents | None
     reward_shaping: RewardShaping | None
     kl_reward: KLReward | None
-    estimate_advantages: Callable[[TrainBatch], TrainBatch]
+    estimate_advantages: Callable[[TrainBatch], None]
     dynamic_sampling: DynamicSampling | None
     rollout_correction: RolloutCorrection | None
     policy_filtration: PolicyFiltration | None
@@ -98,6 +98,7 @@ class Trainer:
                 key = NoiseKey(self.seed, number)
                 collector = self.dynamic_sampling or self.collector
                 experience = collector.collect(prompts, self.sampling, key, self._show_progress)
+            time.move(experience.reward_seconds, "gen", "reward")
             batch = TrainBatch.assemble(experience.rollout, experience.scores)
             if self.greedy_baseline:
                 with time("gen_max"):
@@ -123,13 +124,7 @@ class Trainer:
                     critic = self.critic.infer(batch)
                     batch.values, batch.bootstrap_values = critic.values, critic.bootstrap_values
             with time("adv"):
-                batch.token_level_rewards = batch.token_level_scores
-                if self.reward_shaping:
-                    metrics |= self.reward_shaping.apply(batch)
-                if self.kl_reward:
-                    metrics |= self.kl_reward.apply(batch)
-                batch = self.estimate_advantages(batch)
-                metrics |= value_metrics(batch)
+                metrics |= self._to_advantages(batch)
                 learned = batch
                 if self.policy_filtration:
                     learned, filtered = self.policy_filtration.draw(batch, number)
@@ -148,6 +143,17 @@ class Trainer:
         self.step_number = number
         measured = step_metrics(batch, policy, experience.report, time, self.dataset.report.max_prompt_length)
         return metrics | measured | {"training/global_step": float(number)}
+
+    def _to_advantages(self, batch: TrainBatch) -> dict[str, float]:
+        """Scores, shaped and with the KL penalty, become advantages and returns."""
+        metrics: dict[str, float] = {}
+        batch.token_level_rewards = batch.token_level_scores
+        if self.reward_shaping:
+            metrics |= self.reward_shaping.apply(batch)
+        if self.kl_reward:
+            metrics |= self.kl_reward.apply(batch)
+        self.estimate_advantages(batch)
+        return metrics | value_metrics(batch)
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
@@ -183,9 +189,11 @@ class Trainer:
         return result.metrics | time.metrics()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step."""
-        self.loggers.phase("save_checkpoint")
-        self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
+        """Write a checkpoint of the current step; how long that took is logged under the step, too."""
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
+        self.loggers.log(self.step_number, time.metrics())
 
     def state(self) -> dict[str, Any]:
         """All state that is not in an engine."""

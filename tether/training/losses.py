@@ -12,6 +12,7 @@ from torch import Tensor
 from tether.algorithms import (
     POLICY_LOSSES,
     TOKEN_SELECTIONS,
+    Max,
     Mean,
     aggregate_loss,
     kl_penalty,
@@ -31,17 +32,21 @@ class Aggregation:
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
     """Divisor of ``seq-mean-token-sum-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
-    the response width."""
+    the width."""
+    width: int | None = None
+    """Tokens that a response may have. None: the longest response of the batch, so that what a row weighs in these two
+    modes depends on how long the others happen to be."""
 
     def __call__(self, loss: Tensor, mask: Tensor, sizes: LossSizes) -> Tensor:
         """[b, T] -> this micro-batch's share of the mini-batch's loss."""
+        width = self.width or loss.shape[1]
         if self.mode == "masked_mean_ratio":
             return masked_mean_ratio(
                 loss,
                 mask,
                 episode_length=mask.sum(dim=-1, keepdim=True),
-                max_episode_length=self.scale_factor or loss.shape[1],
-                num_elements=sizes.num_sequences * loss.shape[1],
+                max_episode_length=self.scale_factor or width,
+                num_elements=sizes.num_sequences * width,
             )
         return aggregate_loss(
             loss,
@@ -49,7 +54,7 @@ class Aggregation:
             self.mode,
             num_tokens=sizes.num_tokens,
             num_sequences=sizes.num_sequences,
-            max_length=self.scale_factor or loss.shape[1],
+            max_length=self.scale_factor or width,
         )
 
 
@@ -91,6 +96,7 @@ class PolicyLoss:
             kl = self.aggregation(self._kl(outputs, batch), mask, sizes)
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
+            metrics["actor/kl_coef"] = Max(torch.tensor(self.kl_coef, dtype=torch.float64))
         return LossTerm(total, metrics, shares)
 
     def _kl(self, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:

@@ -149,7 +149,7 @@ def build_actor(
             with_entropy=actor.entropy_coeff != 0 or correction.bypass_mode,
             reference=reference if _needs_full_kl(actor) else None,
         ),
-        loss=_policy_loss(actor, correction),
+        loss=_policy_loss(actor, correction, config.data.max_response_length),
         plan=update_plan(actor, rollout.n, config.trainer.seed),
         infer_forward=PolicyModel(
             model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
@@ -237,7 +237,11 @@ def build_critic(
     return Learner(
         engine=engine,
         forward=ValueModel(model, packed),
-        loss=CriticLoss(critic.cliprange_value, critic.huber_delta, Aggregation(critic.loss_agg_mode or "token-mean")),
+        loss=CriticLoss(
+            critic.cliprange_value,
+            critic.huber_delta,
+            Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length),
+        ),
         plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
         infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
         infer_micro=micro_batching(
@@ -249,7 +253,7 @@ def build_critic(
     )
 
 
-def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> PolicyLoss:
+def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
     name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
     return PolicyLoss(
         name=name,
@@ -264,7 +268,7 @@ def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> Pol
             **(bypass_options(correction) if correction.bypass_mode else {}),
         },
         aggregation=Aggregation(
-            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor
+            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor, width
         ),
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,

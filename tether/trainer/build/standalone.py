@@ -19,7 +19,7 @@ from tether.models.load import load_causal_lm, load_tokenizer
 from tether.models.resolve import resolve_model_path
 from tether.rewards.router import check_sources
 from tether.rollout.native import NativeEngine, eos_token_ids
-from tether.trainer.build.inputs import build_dataset, build_rewards
+from tether.trainer.build.inputs import build_dataset, build_rewards, build_tokenizer
 from tether.trainer.build.learners import DTYPES, build_critic, on_device, update_plan
 from tether.trainer.build.run import validation_sampling
 from tether.trainer.collect import Collector
@@ -46,7 +46,7 @@ def build_evaluator(loaded: LoadedConfig, model_dir: Path) -> Iterator[tuple[Eva
             "data.val_files: nothing to evaluate on. Give held-out prompts, for example data.val_files=FILE"
         )
     set_threads(config.trainer.num_threads)
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    tokenizer = build_tokenizer(config, model_dir)
     dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)
     if config.custom_reward_function.path is None:
         check_sources(dataset.data_sources())
