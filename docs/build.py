@@ -26,6 +26,7 @@ METRIC_GROUPS = {
     "Actor": metrics.ACTOR,
     "Lengths": metrics.LENGTHS,
     "Sampler against trainer": metrics.MISMATCH,
+    "Selection": metrics.SELECTION,
     "Progress": metrics.PROGRESS,
     "Embodied runs": metrics.EMBODIED,
     "Time": metrics.TIMING,

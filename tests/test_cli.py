@@ -21,7 +21,7 @@ from tether.training.checkpoint import TRACKER
 from tether.training.manifest import MANIFEST
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "model")
+COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model")
 
 
 @dataclass(frozen=True)

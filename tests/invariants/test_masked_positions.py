@@ -25,7 +25,7 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS,
 from tether.batch import TrainBatch, filled
 from tether.metrics.timing import Timer
 from tether.rewards.summary import RewardReport
-from tether.trainer.measure import step_metrics
+from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
 from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
 from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.micro_batches import MicroBatching
@@ -126,6 +126,7 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
     time = Timer()
     time.seconds["step"] = 1.0
     report = RewardReport([0.0] * ROWS, ROWS - 1, 0, 1, (), {})
+    metrics |= sampler_metrics(batch) | value_metrics(batch)
     metrics |= step_metrics(batch, outputs, report, time, max_prompt_length=7)
     learned = {f"policy.{k}": v for k, v in weights(policy).items()}
     learned |= {f"critic.{k}": v for k, v in weights(critic).items()}

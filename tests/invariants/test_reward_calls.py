@@ -121,7 +121,7 @@ def test_a_step_goes_on_without_the_rows_that_failed(inputs: Path, tmp_path: Pat
     run = build_run(load_config(None, overrides(inputs, tmp_path / "run", DOES, max_error_rate=1.0)))
     trainer, seen = run.trainer, []
     estimate = trainer.estimate_advantages
-    trainer.estimate_advantages = lambda batch: seen.append(estimate(batch).clone()) or batch
+    trainer.estimate_advantages = lambda batch: estimate(batch) or seen.append(batch.clone())
     prompts = [trainer.dataset[row] for row in range(len(DOES))]
     assert mark.processes()
     begun = time.monotonic()

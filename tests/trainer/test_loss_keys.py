@@ -122,7 +122,7 @@ def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) 
 )
 def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
     config = config_of(inputs, *GAE, *overrides)
-    critic = build_critic(config, build_inputs(config), CPU, 3, None, tmp_path)
+    critic = build_critic(config, build_inputs(config).critic_path, CPU, 3, tmp_path)
     assert critic is not None
     assert critic.loss == expected
 

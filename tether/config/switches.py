@@ -51,6 +51,7 @@ REFERENCE = Switch(KL_LOSS.key, on=(True,), other=KL_REWARD)
 ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
 IMPORTANCE = Switch("algorithm.rollout_correction.rollout_is", off=(None,))
 REJECTION = Switch("algorithm.rollout_correction.rollout_rs", off=(None,))
+FILTER_GROUPS = Switch("algorithm.filter_groups.enable", on=(True,))
 CLIP_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("clip_cov",))
 KL_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("kl_cov",))
 SAPO = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("sapo",))
@@ -83,6 +84,9 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.kl_ctrl.kl_coef": KL_REWARD,
     "algorithm.kl_ctrl.*": ADAPTIVE_KL,
     "algorithm.pf_ppo.*": Switch("algorithm.use_pf_ppo", on=(True,)),
+    "algorithm.filter_groups.enable": None,
+    "algorithm.filter_groups.*": FILTER_GROUPS,
+    "data.gen_batch_size": FILTER_GROUPS,
     "algorithm.rollout_correction.rollout_is_*": IMPORTANCE,
     "algorithm.rollout_correction.rollout_rs_*": REJECTION,
     "algorithm.rollout_correction.loss_type": Switch("algorithm.rollout_correction.bypass_mode", on=(True,)),

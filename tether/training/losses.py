@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tether.algorithms import (
     POLICY_LOSSES,
     TOKEN_SELECTIONS,
     Max,
+    Mean,
     aggregate_loss,
     kl_penalty,
     masked_mean_ratio,
@@ -61,7 +63,7 @@ class PolicyLoss:
     """Policy loss, minus the entropy bonus, plus the KL to the reference."""
 
     name: str = "vanilla"
-    options: Mapping[str, float | None] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the policy loss: clip ratios and the like."""
     aggregation: Aggregation = Aggregation()
     entropy_coeff: float = 0.0
@@ -78,10 +80,14 @@ class PolicyLoss:
             mask,
             selected=batch.selected,
             rollout_log_probs=batch.rollout_log_probs,
+            rollout_is_weights=batch.rollout_is_weights,
             **self.options,
         )
+        metrics = dict(token_loss.metrics)
         total = self.aggregation(token_loss.loss, mask, sizes)
-        metrics, shares = dict(token_loss.metrics), {"actor/pg_loss": total}
+        shares = {"actor/pg_loss": total}
+        if outputs.entropy is not None:
+            metrics["actor/entropy"] = Mean.of(outputs.entropy, mask)
         if self.entropy_coeff:
             assert outputs.entropy is not None
             entropy = self.aggregation(outputs.entropy, mask, sizes)
@@ -128,6 +134,7 @@ class CriticLoss:
     """Clipped value loss."""
 
     cliprange_value: float | None = 0.5
+    """None: no clip."""
     huber_delta: float | None = None
     aggregation: Aggregation = Aggregation()
 
