@@ -7,6 +7,7 @@ from tests.tiny import save_tiny
 from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
@@ -87,6 +88,9 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         "algorithm.gdpo_reward_keys": ["algorithm.use_kl_in_reward=False", "algorithm.gdpo_reward_keys=[score,acc]"],
         "algorithm.gdpo_reward_weights": ["algorithm.use_kl_in_reward=False", "algorithm.gdpo_reward_keys=[score]"],
         **{f"{BUFFER}.{name}": [f"{BUFFER}.len=2"] for name in ("enable", "len", "penalty_factor")},
+        f"{CORRECTION}.rollout_rs": [f"{CORRECTION}.rollout_rs_threshold=2"],
+        f"{CORRECTION}.rollout_rs_threshold": [f"{CORRECTION}.rollout_rs_threshold=2"],
+        f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
@@ -114,6 +118,9 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         "critic.model.path": [f"{folder / 'model2'}"],
         "critic.model.override_config": ["{rms_norm_eps: 0.1}"],
         "algorithm.gdpo_reward_keys": ["[score]"],
+        "algorithm.filter_groups.metric": ["acc"],
+        f"{CORRECTION}.rollout_rs_threshold": ["3"],
+        f"{CORRECTION}.rollout_rs_threshold_lower": ["0.3"],
         "algorithm.gdpo_reward_weights": ["[0.5]"],
         "custom_reward_function.path": [f"{folder / 'reward2.py'}"],
         "custom_reward_function.name": ["other_score"],

@@ -11,6 +11,7 @@ from tether.config import load_config
 from tether.metrics.keys import METRICS, MetricInfo, describe
 from tether.metrics.loggers.jsonl import read_metrics
 
+CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss"
 RUNS = {
     "gae": [*GAE, "algorithm.bootstrap_truncated=True", "algorithm.normalize_rewards=running"],
@@ -22,6 +23,17 @@ RUNS = {
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.top_k=20",
     ],
+    "corrected": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_rs=[token_k1,seq_mean_k3]",
+        f"{CORRECTION}.rollout_rs_threshold='2,2'",
+        f"{CORRECTION}.rollout_token_veto_threshold=0.01",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.use_pf_ppo=True",
+    ],
+    "bypassed": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", f"{CORRECTION}.bypass_mode=True"],
     "baseline": [
         "algorithm.adv_estimator=optimal_token_baseline",
         "actor_rollout_ref.rollout.n=2",
@@ -56,6 +68,7 @@ def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
                 "trainer.total_training_steps=1",
                 "trainer.test_freq=1",
                 "trainer.save_freq=1",
+                f"trainer.rollout_data_dir={folder / 'samples'}",
             ]
         )
         found |= {key for metrics in read_metrics(run).values() for key in metrics}
