@@ -69,6 +69,7 @@ def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
                 "trainer.total_training_steps=1",
                 "trainer.test_freq=1",
                 "trainer.save_freq=1",
+                f"trainer.rollout_data_dir={folder / 'samples'}",
             ]
         )
         found |= {key for metrics in read_metrics(run).values() for key in metrics}
