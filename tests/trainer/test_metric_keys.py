@@ -65,7 +65,6 @@ def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
                 f"{VALIDATION}.do_sample=True",
                 f"{VALIDATION}.temperature=1",
                 f"{VALIDATION}.n=2",
-                f"trainer.rollout_data_dir={folder / name / 'rollouts'}",
                 "trainer.total_training_steps=1",
                 "trainer.test_freq=1",
                 "trainer.save_freq=1",
