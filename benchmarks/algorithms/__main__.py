@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from benchmarks.algorithms.cases import all_cases
-from benchmarks.algorithms.report import PICTURE, draw, markdown, text_table
+from benchmarks.algorithms.report import PICTURE, core_minutes, draw, markdown, text_table
 from benchmarks.algorithms.runs import run_all
 from tether.execution.machine import usable_cores
 
@@ -31,20 +30,23 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="names of rows or of groups")
     parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--write", type=Path, help="a page with a results block to fill; the picture goes to assets/")
+    parser.add_argument(
+        "--results", type=Path, help="keep each run in this folder, and go on from those that are there"
+    )
     arguments = parser.parse_args()
     cases = [case for case in all_cases() if case.quick or not arguments.quick]
     if arguments.only:
         cases = [case for case in cases if {case.name, case.group} & set(arguments.only)]
-    start = time.perf_counter()
-    rows = run_all(cases, arguments.processes)
-    minutes = (time.perf_counter() - start) / 60
+    if arguments.results:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+    rows = run_all(cases, arguments.processes, arguments.results)
     print(text_table(rows))
     failed = [row.case.name for row in rows if not row.passed]
-    print(f"\n{len(rows) - len(failed)} of {len(rows)} rows pass, {minutes:.1f} minutes")
+    print(f"\n{len(rows) - len(failed)} of {len(rows)} rows pass, {core_minutes(rows):.1f} minutes of one core")
     if arguments.write:
         page = arguments.write.read_text(encoding="utf-8")
         head, tail = page.split(BEGIN)[0], page.split(END)[1]
-        arguments.write.write_text(f"{head}{BEGIN}\n{markdown(rows, minutes)}\n{END}{tail}", encoding="utf-8")
+        arguments.write.write_text(f"{head}{BEGIN}\n{markdown(rows)}\n{END}{tail}", encoding="utf-8")
         draw(rows, arguments.write.parent / "assets" / PICTURE)
     return 1 if failed else 0
 

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.algorithms.cases import TOLERANCE, Case
 from benchmarks.algorithms.tasks import Learned
-from tether.execution.machine import usable_cores
 from tether.metrics.plot import COLORS, STYLE
 
 CURVES = ("reference", "advantages", "policy loss", "aggregation", "off-policy", "critic", "control")
@@ -85,13 +84,18 @@ def text_table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def markdown(rows: Sequence[Row], minutes: float) -> str:
+def core_minutes(rows: Sequence[Row]) -> float:
+    """What all runs took together."""
+    return sum(run.seconds for row in rows for run in row.runs) / 60
+
+
+def markdown(rows: Sequence[Row]) -> str:
     """Every group a table, below the machine and the versions."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    processor = f"{platform.machine()}, {usable_cores()} cores, Python {platform.python_version()}"
+    processor = f"{platform.machine()}, Python {platform.python_version()}"
     parts = [
         f"`python -m benchmarks.algorithms`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {processor}, {packages}: "
-        f"{sum(len(row.runs) for row in rows)} runs in {minutes:.1f} minutes, "
+        f"{sum(len(row.runs) for row in rows)} runs in {core_minutes(rows):.0f} minutes of one core, "
         f"{sum(row.passed for row in rows)} of {len(rows)} rows pass.",
         f"![Curves of all runs](assets/{PICTURE})",
     ]

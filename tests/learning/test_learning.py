@@ -10,7 +10,7 @@ from benchmarks.algorithms.cases import BROKEN, LEARNED, Case, all_cases
 from benchmarks.algorithms.optimum import answers, best_score
 from benchmarks.algorithms.report import Row
 from benchmarks.algorithms.sabotage import SABOTAGES
-from benchmarks.algorithms.tasks import SPELL, Learned, train
+from benchmarks.algorithms.tasks import SPELL, Learned, overrides, train
 from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tether.config import load_config
 
@@ -56,7 +56,7 @@ def test_the_table_has_everything() -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES.values() if not case.by_hand], ids=lambda case: case.name)
 def test_every_configuration_is_accepted(case: Case, tmp_path: Path) -> None:
-    load_config(None, ["data.train_files=a", "actor_rollout_ref.model.path=a", *case.settings])
+    load_config(None, [*overrides(case.task, case.steps, 1, tmp_path), *case.settings])
 
 
 def test_verdicts() -> None:
