@@ -75,12 +75,13 @@ OFF_POLICY: dict[str, tuple[str, ...]] = {
     "bypass_mode reinforce": (f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce"),
     "rollout_is token, rejection": (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=seq_mean_k3",
                                     f"{CORRECTION}.rollout_rs_threshold=0.1"),
-    "filter_groups": (f"{ALGORITHM}.filter_groups.enable=True", f"{ALGORITHM}.filter_groups.max_num_gen_batches=3"),
     "pf_ppo pow": (f"{ALGORITHM}.use_pf_ppo=True",),
     "pf_ppo max_min": (f"{ALGORITHM}.use_pf_ppo=True", f"{ALGORITHM}.pf_ppo.reweight_method=max_min"),
     "pf_ppo max_random": (f"{ALGORITHM}.use_pf_ppo=True", f"{ALGORITHM}.pf_ppo.reweight_method=max_random"),
 }  # fmt: skip
 """What stands between sampling and update -> settings, with grpo."""
+
+FILTERED = (f"{ALGORITHM}.filter_groups.enable=True", f"{ALGORITHM}.filter_groups.max_num_gen_batches=3")
 
 AGGREGATIONS = (
     "token-mean",
@@ -154,6 +155,8 @@ def all_cases() -> list[Case]:
         *losses.values(),
         *(_spell(mode, "aggregation", (GRPO, f"{ACTOR}.loss_agg_mode={mode}")) for mode in AGGREGATIONS),
         *(_spell(name, "off-policy", (GRPO, *settings)) for name, settings in OFF_POLICY.items()),
+        replace(_spell("filter_groups", "off-policy", (GRPO, *FILTERED)), steps=25,
+                why="25 steps: later every group is solved and the run says that nothing is left to learn"),
         Case("none", "KL", SPELL, HELD, steps=80, at_least=0.88, why="where the same settings go without"),
         _kl("in the reward", IN_REWARD),
         _kl("in the loss, full", (*IN_LOSS, f"{ACTOR}.kl_loss_type=full")),
