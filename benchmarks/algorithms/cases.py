@@ -59,24 +59,34 @@ GRPO = f"{ALGORITHM}.adv_estimator=grpo"
 ESTIMATORS: dict[str, tuple[tuple[str, ...], str]] = {
     "gdpo": ((f"{ALGORITHM}.gdpo_reward_keys=[letters,length]",), "the two halves of the score as components"),
     "raw": ((f"{ALGORITHM}.normalize_rewards=batch",), "has no baseline, and scores are never negative"),
+    "grpo_passk": (
+        (f"{ROLLOUT}.n=4", f"{ACTOR}.optim.lr=3e-3"),
+        "one response of a group learns: small groups, small steps, and 240 of them",
+    ),
 }
 """Estimator -> settings beside the shared ones, and why."""
 
+ONE_UPDATE = (f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=6", f"{ACTOR}.optim.lr=1e-2")
+
 LOSSES: dict[str, tuple[tuple[str, ...], str]] = {
-    "gpg": (
-        (f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=6", f"{ACTOR}.optim.lr=1e-2"),
-        "no ratio: one update a rollout, so a larger one",
-    ),
+    "gpg": (ONE_UPDATE, "no ratio: one update a rollout, so a larger one"),
+    "gspo": ((), "the ratio of a whole answer is clipped with all its tokens: twice the steps"),
     "bypass_mode": ((f"{CORRECTION}.bypass_mode=True",), "the sampler's log-probs as the old ones; ppo_clip"),
 }
 """Loss -> settings beside the shared ones, and why."""
 
+STEPS = {"gspo": 80, "pf_ppo max_min": 80, "grpo_passk": 240}
+"""Rows that take longer than the others."""
+
 OFF_POLICY: dict[str, tuple[str, ...]] = {
-    "bypass_mode reinforce": (f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce"),
+    # No clip: one update a rollout.
+    "bypass_mode reinforce": (f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.loss_type=reinforce", *ONE_UPDATE),
     "rollout_is token, rejection": (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=seq_mean_k3",
                                     f"{CORRECTION}.rollout_rs_threshold=0.1"),
     "pf_ppo pow": (f"{ALGORITHM}.use_pf_ppo=True",),
-    "pf_ppo max_min": (f"{ALGORITHM}.use_pf_ppo=True", f"{ALGORITHM}.pf_ppo.reweight_method=max_min"),
+    # The extremes alone: smaller steps, and twice as many.
+    "pf_ppo max_min": (f"{ALGORITHM}.use_pf_ppo=True", f"{ALGORITHM}.pf_ppo.reweight_method=max_min",
+                       f"{ACTOR}.optim.lr=3e-3"),
     "pf_ppo max_random": (f"{ALGORITHM}.use_pf_ppo=True", f"{ALGORITHM}.pf_ppo.reweight_method=max_random"),
 }  # fmt: skip
 """What stands between sampling and update -> settings, with grpo."""
@@ -117,7 +127,7 @@ CRITIC = (
 
 
 def _spell(name: str, group: str, settings: tuple[str, ...], why: str = "") -> Case:
-    return Case(name, group, SPELL, (*SHARED, *settings), at_least=LEARNED, why=why)
+    return Case(name, group, SPELL, (*SHARED, *settings), STEPS.get(name, 40), at_least=LEARNED, why=why)
 
 
 def _estimator(name: str) -> Case:
@@ -157,7 +167,7 @@ def all_cases() -> list[Case]:
         *(_spell(name, "off-policy", (GRPO, *settings)) for name, settings in OFF_POLICY.items()),
         replace(_spell("filter_groups", "off-policy", (GRPO, *FILTERED)), steps=25,
                 why="25 steps: later every group is solved and the run says that nothing is left to learn"),
-        Case("none", "KL", SPELL, HELD, steps=80, at_least=0.88, why="where the same settings go without"),
+        Case("none", "KL", SPELL, HELD, steps=160, at_least=0.88, why="where the same settings go without"),
         _kl("in the reward", IN_REWARD),
         _kl("in the loss, full", (*IN_LOSS, f"{ACTOR}.kl_loss_type=full")),
         _kl("in the loss, low_var_kl+", (*IN_LOSS, f"{ACTOR}.kl_loss_type=low_var_kl+")),
