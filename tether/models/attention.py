@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tether.models.causal import causal_attention
+from tether.models.norms import replace_norms
 from tether.models.places import places_of
 
 ATTENTION_NAME = "tether"
@@ -87,6 +89,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> T
     length = query.shape[2]
     windowed = spec.sliding_window is not None and spec.sliding_window < length
     if not windowed and spec.softcap is None:
+        # The kernel has no head sizes apart for keys and values.
+        if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+            return causal_attention(query, key, value, spec.scale)
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale, enable_gqa=gqa)
     position = torch.arange(length, device=query.device)
@@ -150,5 +155,6 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_interface)
 
 
 def use_tether_attention(model: PreTrainedModel) -> None:
-    """Make `model` call the layouts of this module; its forward then requires ``attention_layout=``."""
+    """Make `model` call the layouts of this module and give it our norms; its forward then needs `attention_layout`."""
     model.set_attn_implementation(ATTENTION_NAME)
+    replace_norms(model)

@@ -13,24 +13,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.models.attention import AttentionLayout, AttentionSpec, Packed
 from tether.models.backbone import SELF_TEST_TOLERANCE
 from tether.models.logprobs import lm_head_of
+from tether.models.norms import RMSNorm
 from tether.rollout.products import Product
 
-FAMILIES = {
-    "LlamaForCausalLM": 0.0,
-    "MistralForCausalLM": 0.0,
-    "Qwen2ForCausalLM": 0.0,
-    "Qwen3ForCausalLM": 0.0,
-    "Gemma2ForCausalLM": 1.0,
-    "Gemma3ForCausalLM": 1.0,
-}
-"""Model class -> what its RMS norms add to their weight."""
+FAMILIES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TEST_TOKENS = 19
 
@@ -43,10 +42,10 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        offset, self._model = FAMILIES[type(model).__name__], model
+        self._model = model
         self._backbone: Any = model.base_model
-        self._layers = [Layer(module, number, offset) for number, module in enumerate(self._backbone.layers)]
-        self._norm = Norm(self._backbone.norm, offset)
+        self._layers = [Layer(module, number) for number, module in enumerate(self._backbone.layers)]
+        self._norm: RMSNorm = self._backbone.norm
         self._lm_head = lm_head_of(model)
         self._head = Product([model.get_output_embeddings()])  # type: ignore[list-item]
         self._stamp = self._current_stamp()
@@ -76,7 +75,7 @@ class Decoder:
         stamp = self._current_stamp()
         if stamp != self._stamp:
             self._stamp = stamp
-            for part in (*self._layers, self._norm, self._head):
+            for part in (*self._layers, self._head):
                 part.refresh()
 
     def _current_stamp(self) -> list[tuple[int, int]]:
@@ -95,7 +94,7 @@ class Decoder:
 class Layer:
     """One decoder layer: attention, then a gated MLP, each behind a norm (Gemma: between two) and beside a residual."""
 
-    def __init__(self, module: Any, number: int, offset: float) -> None:
+    def __init__(self, module: Any, number: int) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.kind: str | None = getattr(attention, "layer_type", None)
         self._size: int = attention.head_dim
@@ -109,18 +108,13 @@ class Layer:
         self._out = Product([attention.o_proj])
         self._gate, self._up, self._down = Product([mlp.gate_proj]), Product([mlp.up_proj]), Product([mlp.down_proj])
         self._activation = None if getattr(mlp.config, "hidden_act", None) == "silu" else mlp.act_fn
-
-        def norm(name: str, owner: Any = module) -> Norm | None:
-            return Norm(getattr(owner, name), offset) if hasattr(owner, name) else None
-
-        self._before_attention = Norm(module.input_layernorm, offset)
-        self._of_query, self._of_key = norm("q_norm", attention), norm("k_norm", attention)
-        self._after_mlp = norm("post_feedforward_layernorm")
-        if self._after_mlp is None:
-            self._after_attention, self._before_mlp = None, Norm(module.post_attention_layernorm, offset)
-        else:
-            self._after_attention = norm("post_attention_layernorm")
-            self._before_mlp = Norm(module.pre_feedforward_layernorm, offset)
+        self._before_attention: RMSNorm = module.input_layernorm
+        self._of_query: RMSNorm | None = getattr(attention, "q_norm", None)
+        self._of_key: RMSNorm | None = getattr(attention, "k_norm", None)
+        self._after_mlp: RMSNorm | None = getattr(module, "post_feedforward_layernorm", None)
+        is_between = self._after_mlp is not None
+        self._after_attention: RMSNorm | None = module.post_attention_layernorm if is_between else None
+        self._before_mlp: RMSNorm = module.pre_feedforward_layernorm if is_between else module.post_attention_layernorm
 
     def __call__(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], layout: AttentionLayout, shape: torch.Size
@@ -137,7 +131,7 @@ class Layer:
     def refresh(self) -> None:
         """Take over the module's current weights."""
         for part in vars(self).values():
-            if isinstance(part, Product | Norm):
+            if isinstance(part, Product):
                 part.refresh()
 
     def _attend(self, h: Tensor, rotation: tuple[Tensor, Tensor], layout: AttentionLayout, shape: torch.Size) -> Tensor:
@@ -154,24 +148,6 @@ class Layer:
         return layout.attend(*by_row, self._spec).transpose(1, 2).reshape(len(h), -1)
 
 
-class Norm:
-    """An RMS norm: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, over the last dimension."""
-
-    def __init__(self, module: Any, offset: float) -> None:
-        self._module, self._offset = module, offset
-        self._eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-        self.refresh()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-
-    def refresh(self) -> None:
-        """Take over the module's current weight."""
-        weight: Tensor = self._module.weight.detach()
-        self._weight = weight if self._offset == 0 else weight + self._offset
-
-
 def _signed(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     """[R, Q, D] as transformers gives them -> [N, 1, D], the sine negative where the rotation takes the second half."""
     first, second = sine.chunk(2, dim=-1)
@@ -186,9 +162,11 @@ def decoder_for(model: PreTrainedModel) -> Decoder | None:
     """
     if type(model).__name__ not in FAMILIES:
         return None
-    modules = model.named_modules()
-    if any(type(module) is not nn.Linear for name, module in modules if name.endswith(PROJECTIONS)):
-        return None
+    for name, module in model.named_modules():
+        if name.endswith(PROJECTIONS) and type(module) is not nn.Linear:
+            return None
+        if name.endswith("norm") and type(module) is not RMSNorm:
+            return None
     decoder = Decoder(model)
     layout = Packed((_TEST_TOKENS,))
     positions = layout.position_ids(model.device)

@@ -40,7 +40,7 @@ class Product:
         """Take over the layers' current weights."""
         if has_blocked_products(self._layers[0].weight):
             weight = torch.cat([layer.weight.detach() for layer in self._layers])
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), _ROWS)
+            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
             biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
             self._bias = torch.cat(biases) if biases else None
 
