@@ -100,8 +100,9 @@ def head(setting: Setting, names: list[str], minutes: float) -> str:
             [
                 f"on {date.today()} in {minutes:.0f} minutes, medians of {setting.runs}: {machine_line()}.",
                 f"Model: {setting.model.name}. Prompts: {Path(setting.data).name}.",
-                f"A large bfloat16 matrix product runs at {setting.roofline.rate / 1e9:.0f} GFLOP/s here; this rate is",
-                "the limit that the tables name. No GPU was at hand: nothing is said about one.",
+                f"A large bfloat16 matrix product runs at {setting.roofline.rate / 1e9:.0f} GFLOP/s here and memory is",
+                f"read at {setting.roofline.bandwidth / 1e9:.0f} GB/s: the limits that the tables name.",
+                "No GPU was at hand: nothing is said about one.",
             ]
         ),
         "",

@@ -85,7 +85,7 @@ def measure(setting: Setting) -> Section:
         medians = take_turns(sides, setting.runs)
         tokens = rows * NEW_TOKENS
         bare = NEW_TOKENS * seconds_of_products(theirs, rows)
-        roof = setting.roofline.decoding(tokens)
+        roof = setting.roofline.decoding(rows, NEW_TOKENS)
         for name, spent in medians.items():
             ratio = f"{spent / medians['tether']:.2f}"
             shares = [f"{bare / spent:.0%}", f"{roof / spent:.0%}"]
@@ -101,19 +101,17 @@ def measure(setting: Setting) -> Section:
         if vllm:
             goals.append(Goal(f"{label}: tether / vLLM", medians["vLLM"] / medians["tether"], over_vllm))
         if rows > 1:
-            goals.append(
-                Goal(f"{label}: share of the matrix-product rate", roof / medians["tether"], SHARE_OF_PRODUCTS)
-            )
+            goals.append(Goal(f"{label}: share of the limit", roof / medians["tether"], SHARE_OF_PRODUCTS))
     return Section(
         "Decoding",
         [
             f"Prompts of {PROMPT_LENGTH} tokens on average, {NEW_TOKENS} new tokens each, bfloat16, temperature 1,",
             "whole vocabulary; prefill included. *its products*: share of the time that the model's linear layers",
-            "alone take, one after the other, on as many rows; *peak*: share of what the rate of a large product",
-            "would allow.",
+            "alone take, one after the other, on as many rows; *limit*: share of the time that they would take at the",
+            "rate of a large product, or that reading the weights takes at the speed of memory if that is longer.",
             *notes,
         ],
-        ("rows", "", "tokens/s", "time / tether's", "its products", "peak"),
+        ("rows", "", "tokens/s", "time / tether's", "its products", "limit"),
         rows_of_table,
         goals,
     )

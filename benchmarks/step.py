@@ -78,7 +78,7 @@ def _share(setting: Setting, metrics: list[dict[str, float]]) -> float:
     computed = int((total - responses) / SAMPLES + responses)
     prompts = computed - responses
     parts = {
-        "gen": roof.decoding(responses) + roof.training(prompts, PROMPTS, passes=1),
+        "gen": roof.decoding(PROMPTS * SAMPLES, NEW_TOKENS) + roof.training(prompts, PROMPTS, passes=1),
         "old_log_prob": roof.training(computed, responses, passes=1),
         "ref": roof.training(computed, responses, passes=1),
         "values": roof.training(computed, 0, passes=1),

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.speed.timing import seconds
 
 SIZE = 2048  # of the square product that stands for the best the machine can do
+LARGE = 1 << 27  # float32 numbers: 512 MiB
 
 
 def machine_line() -> str:
@@ -45,10 +46,12 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The most that matrix products allow."""
+    """The most that matrix products and memory allow."""
 
     rate: float
     """bf16 FLOP a second of a large square product."""
+    bandwidth: float
+    """Bytes a second that a sum over a tensor larger than any cache reads."""
     weights: int
     """Entries of the matrices that every token passes."""
     head: int
@@ -58,9 +61,10 @@ class Roofline:
         """Seconds of these products alone: forward and backward are three passes, a forward is one."""
         return 2 * passes * (self.weights * model_tokens + self.head * head_tokens) / self.rate
 
-    def decoding(self, tokens: int) -> float:
-        """Seconds of the products of so many sampled tokens, prompts not counted."""
-        return 2 * (self.weights + self.head) * tokens / self.rate
+    def decoding(self, rows: int, steps: int) -> float:
+        """Seconds of `steps` decoding steps: their products, or reading the bfloat16 weights if that takes longer."""
+        entries = self.weights + self.head
+        return steps * max(2 * entries * rows / self.rate, 2 * entries / self.bandwidth)
 
 
 def measure_roofline(model: PreTrainedModel) -> Roofline:
@@ -68,8 +72,11 @@ def measure_roofline(model: PreTrainedModel) -> Roofline:
     left, right = torch.randn(2, SIZE, SIZE).to(torch.bfloat16)
     out = torch.empty_like(left)
     best = min(seconds(lambda: torch.mm(left, right, out=out)) for _ in range(10))
+    large = torch.ones(LARGE)
+    read = min(seconds(large.sum) for _ in range(5))
     head = model.get_output_embeddings().weight.numel()
-    return Roofline(2 * SIZE**3 / best, sum(weight.numel() for weight in linear_weights(model)) - head, head)
+    weights = sum(weight.numel() for weight in linear_weights(model)) - head
+    return Roofline(2 * SIZE**3 / best, large.nbytes / read, weights, head)
 
 
 def linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
