@@ -26,6 +26,7 @@ METRIC_GROUPS = {
     "Actor": metrics.ACTOR,
     "Lengths": metrics.LENGTHS,
     "Sampler against trainer": metrics.MISMATCH,
+    "Selection": metrics.SELECTION,
     "Progress": metrics.PROGRESS,
     "Embodied runs": metrics.EMBODIED,
     "Time": metrics.TIMING,
@@ -58,7 +59,8 @@ def _metrics_table(group: Mapping[str, metrics.MetricInfo]) -> str:
             continue
         together = spread if last == "mean" and set(spread) <= set(group) else [key]
         names = ", ".join(f"`{name}`" for name in together)
-        rows.append(f"| {names} | {info.meaning} | {info.healthy or ''} |")
+        where = f" Only {info.when}." if info.when else ""
+        rows.append(f"| {names} | {info.meaning}{where} | {info.healthy or ''} |")
     return "\n".join(rows)
 
 

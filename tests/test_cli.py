@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from tether.training.checkpoint import TRACKER
 from tether.training.manifest import MANIFEST
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "model")
+COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model")
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,25 @@ def test_eval(cli: Cli, finished: Path, inputs: Path):
     assert said.code == 0, said
     assert "val-core/tiny/sums/reward/mean@1" in said.out
     assert (finished / "eval_global_step_3.json").exists()
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "1+1?"]])
+def test_a_damaged_checkpoint_is_refused_by_name(cli: Cli, finished: Path, tmp_path: Path, command: list[str]):
+    copies = tmp_path / "run"
+    for step in (2, 3):
+        shutil.copytree(finished / f"global_step_{step}", copies / f"global_step_{step}")
+    name, *rest = command
+    file = copies / "global_step_3" / "actor" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for named in (copies, copies / "global_step_3"):
+        message = refused(cli(name, str(named), *rest))
+        assert f"{file}: damaged" in message
+        assert f"The last good one beside it is {copies / 'global_step_2'}." in message
+    file.unlink()
+    assert f"{file}: missing" in refused(cli(name, str(copies), *rest))
+    assert not list(copies.glob("eval_*"))
 
 
 def test_generate(cli: Cli, finished: Path):

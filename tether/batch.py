@@ -123,6 +123,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The components of the reward, for `gdpo`."""
     advantages: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
+    rollout_is_weights: Float[Tensor, "B T"] | None = None
+    """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
     selected: Bool[Tensor, "B T"] | None = None
     """Tokens that the policy loss treats apart, chosen among all tokens of a mini-batch (clip_cov, kl_cov)."""
 

@@ -21,7 +21,9 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
 model_app = typer.Typer(help="Models that a package registry carries.", no_args_is_help=True)
+critic_app = typer.Typer(help="The critic on its own.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(critic_app, name="critic")
 app.add_typer(model_app, name="model")
 
 ConfigArguments = Annotated[
@@ -160,6 +162,34 @@ def explain(key: Annotated[str, typer.Argument(help="For example algorithm.lam, 
     from tether.config import explain as explanation
 
     typer.echo(explanation(key))
+
+
+@critic_app.command()
+def pretrain(
+    arguments: ConfigArguments = None,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="Stored rollouts; default: trainer.rollout_data_dir.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Where the critic goes; default: pretrained_critic in the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the rollouts.")] = 1,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of prompts to measure on.")] = 0.1,
+) -> None:
+    """Train a critic on the rollouts of an earlier run, before a new one takes it as critic.model.path.
+
+    For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
+    """
+    loaded = _load(arguments)
+    from tether.trainer.commands import pretrain_critic
+
+    pretrain_critic(loaded, rollouts, out, epochs=epochs, held_out=held_out)
 
 
 @model_app.command()

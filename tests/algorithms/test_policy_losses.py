@@ -47,6 +47,8 @@ def sigmoid(x: float) -> float:
         ("geo_mean", {}, [-math.exp((0.2 + LN(0.5) + LN(1.1)) / 3)] * 3 + [4]),
         ("bypass_mode", {}, [-2.4, -1, 1.1, 3]),
         ("bypass_mode", {"rollout_rs": {"token_k1": (1 / 3, 3.0)}}, [-2.4, -1, 1.1, 0]),
+        ("bypass_mode", {"veto_threshold": 0.1}, [-2.4, -1, 1.1, 3]),
+        ("bypass_mode", {"veto_threshold": 0.6}, [0, 0, 0, 3]),
         ("bypass_mode", {"loss_type": "reinforce"}, [-2 * LN(1.5), -2 * LN(0.5), LN(1.1), LN(4)]),
         # weights 1.5, .5, 1.1 and 4, truncated to 2
         (

@@ -12,6 +12,7 @@ from tether.algorithms import (
     parse_rejection,
     rejection_mask,
     rejection_metrics,
+    veto_mask,
 )
 
 LN = math.log
@@ -39,6 +40,17 @@ def test_importance_weights() -> None:
     )
     with pytest.raises(ValueError, match=r"unknown level 'row'. Use token or sequence"):
         importance_weights(*ARGS, level="row")
+
+
+def test_a_row_is_bounded_as_a_whole_not_token_by_token() -> None:
+    """Its ratio is e^(30 - 29) = e: bounded before the sum, it would be e^(20 - 20) = 1."""
+    log_probs, sampler = torch.tensor([[-1.0, -30.0]]).double(), torch.tensor([[-31.0, -1.0]]).double()
+    mask = torch.ones(1, 2)
+    weights = importance_weights(log_probs, sampler, mask, level="sequence", threshold=10.0)
+    assert weights.tolist() == [pytest.approx([math.e, math.e])]
+    metrics = off_policy_metrics(log_probs, sampler, mask)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-0.5)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(math.e**2 - 1)
 
 
 def test_importance_metrics() -> None:
@@ -100,6 +112,13 @@ def test_rejection(mode: str, threshold: str, kept: list[int]) -> None:
     assert valid(rejection_mask(*ARGS, parse_rejection(mode, threshold))) == [bool(x) for x in kept]
 
 
+def test_veto() -> None:
+    assert valid(veto_mask(*ARGS, 0.6)) == [False, False, True]
+    assert valid(veto_mask(*ARGS, 0.4)) == [True, True, True]
+    far = torch.where(RHO == 0.5, -50.0, RHO.log())  # far below where ratios are bounded
+    assert valid(veto_mask(far, *ARGS[1:], 1e-20)) == [False, False, True]
+
+
 def test_rejection_metrics() -> None:
     metrics = rejection_metrics(*ARGS, parse_rejection("token_k1", 3.0))
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
@@ -154,7 +173,9 @@ def test_masked_poison_changes_nothing(case: Case) -> None:
         arguments = (c.old_log_probs, c.rollout_log_probs, c.mask)
         levels = [importance_weights(*arguments, level=x, batch_normalize=True) for x in ("token", "sequence")]
         metrics = off_policy_metrics(*arguments), rejection_metrics(*arguments, bounds)
-        return [x.tolist() for x in (*levels, rejection_mask(*arguments, bounds))] + [m.values() for m in metrics]
+        return [x.tolist() for x in (*levels, rejection_mask(*arguments, bounds), veto_mask(*arguments, 0.5))] + [
+            m.values() for m in metrics
+        ]
 
     clean, poisoned = everything(case), everything(case.poisoned(math.nan))
     assert [list(x) for x in clean] == [list(x) for x in poisoned]

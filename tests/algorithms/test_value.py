@@ -53,6 +53,15 @@ def test_explained_variance() -> None:
     assert explained_variance(RETURNS * 0 + 7, RETURNS, MASK) == pytest.approx(0)
 
 
+def test_explained_variance_of_small_and_of_rounded_returns() -> None:
+    mask = torch.ones(1, 3)
+    small = torch.tensor([[0.0, 1e-4, 2e-4]])
+    assert explained_variance(small, small, mask) == 1  # small rewards are not mistaken for constant ones
+    assert explained_variance(small + 5, small, mask) == pytest.approx(1, abs=1e-4)  # a constant offset costs nothing
+    rounded = torch.tensor([[0.1, 0.1 + 1e-8, 0.1]])
+    assert explained_variance(small, rounded, mask) == 0
+
+
 @pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[1, 0, 0, 0]], [[0, 0, 0, 0]]])
 def test_explained_variance_of_constant_returns_is_zero(mask: list) -> None:
     assert explained_variance(VALUES, RETURNS * 0 + 0.1, torch.tensor(mask)) == 0

@@ -161,7 +161,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             "algorithm.pf_ppo.weight_pow=2.0",
             f"{R}.n=5",
         ],
-        {GPUS, "algorithm.use_pf_ppo"},
+        {GPUS},
     ),
     "run_deepseek7b_llm_sandbox_fusion": (
         [

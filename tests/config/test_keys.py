@@ -92,7 +92,7 @@ def test_explain_says_what_a_key_inherits():
 
 def test_explain_says_what_is_refused_and_what_does_nothing():
     assert "optimal_token_baseline, gdpo, raw\n" in explain("algorithm.adv_estimator")
-    assert "refused: any value but the default (PF-PPO" in explain("algorithm.use_pf_ppo")
+    assert "refused: any value but the default (tether keeps" in explain("trainer.default_hdfs_dir")
     assert "no effect here: " in explain("actor_rollout_ref.rollout.gpu_memory_utilization")
     assert "acts only while algorithm.use_pf_ppo is True" in explain("algorithm.pf_ppo.weight_pow")
     assert "second name of: data.chat_template" in explain("actor_rollout_ref.model.custom_chat_template")
@@ -134,5 +134,5 @@ def test_live_keys_are_those_that_can_act():
     live = live_keys()
     assert {"actor_rollout_ref.actor.clip_ratio", "trainer.seed", "algorithm.kl_ctrl.horizon"} <= set(live)
     assert not any("megatron" in path or path.startswith("ray_kwargs") for path in live)
-    assert "algorithm.pf_ppo.weight_pow" not in live
+    assert "reward_model.model.path" not in live
     assert "actor_rollout_ref.actor.ppo_micro_batch_size" not in live

@@ -8,6 +8,7 @@ from tether.config.rules import RULES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
+EXPLAINED = "trainer.critic_warmup_until_explained_variance"
 GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,format]", f"{ROLLOUT}.n=2"]
 
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
@@ -164,6 +165,75 @@ CASES = {
         ["data.train_max_samples=-1"],
     ),
 }
+CORRECTION, FILTER = "algorithm.rollout_correction", "algorithm.filter_groups"
+REJECTING = [f"{CORRECTION}.rollout_rs='token_k1,seq_max_k3'"]
+CASES |= {
+    "critic_is_there_to_wait_for": (
+        ["critic.enable=False", "algorithm.adv_estimator=reinforce_plus_plus", f"{EXPLAINED}=0.2"],
+        EXPLAINED,
+        "0.2 waits for a critic, and critic.enable is False",
+        [f"{EXPLAINED}=null"],
+    ),
+    "rejection_modes_have_bounds": (
+        REJECTING,
+        f"{CORRECTION}.rollout_rs_threshold",
+        f"missing with {CORRECTION}.rollout_rs=token_k1,seq_max_k3",
+        [f"{CORRECTION}.rollout_rs_threshold='0.5_2,1.5'"],
+    ),
+    "rejection_has_one_lower_bound": (
+        [*REJECTING, f"{CORRECTION}.rollout_rs_threshold=2", f"{CORRECTION}.rollout_rs_threshold_lower=3"],
+        f"{CORRECTION}.rollout_rs_threshold_lower",
+        f"3.0 is above {CORRECTION}.rollout_rs_threshold=2",
+        [f"{CORRECTION}.rollout_rs_threshold_lower=0.5"],
+    ),
+    "bypass_is_said_once": (
+        [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
+        f"{ACTOR}.policy_loss.loss_mode",
+        f"bypass_mode contradicts {CORRECTION}.bypass_mode=False",
+        [f"{CORRECTION}.bypass_mode=True"],
+    ),
+    "bypass_corrects_once": (
+        [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_is=token"],
+        f"{CORRECTION}.rollout_is",
+        "token would weigh a second time",
+        [f"{CORRECTION}.loss_type=reinforce"],
+    ),
+    "decoupled_corrects_once": (
+        [f"{ACTOR}.policy_loss.loss_mode=decoupled", f"{CORRECTION}.rollout_is=token"],
+        f"{CORRECTION}.rollout_is",
+        "token would weigh a second time",
+        [f"{CORRECTION}.rollout_is=null"],
+    ),
+    "bypass_has_no_mean_weight": (
+        [
+            f"{CORRECTION}.bypass_mode=True",
+            f"{CORRECTION}.loss_type=reinforce",
+            f"{CORRECTION}.rollout_is=token",
+            f"{CORRECTION}.rollout_is_batch_normalize=True",
+        ],
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        "True needs the weights of the whole batch",
+        [f"{CORRECTION}.rollout_is_batch_normalize=False"],
+    ),
+    "bypass_has_no_token_baseline": (
+        [f"{CORRECTION}.bypass_mode=True", "algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=2"],
+        "algorithm.adv_estimator",
+        "optimal_token_baseline needs the pass over the old policy",
+        [f"{CORRECTION}.bypass_mode=False"],
+    ),
+    "filtered_groups_have_peers": (
+        [f"{FILTER}.enable=True"],
+        f"{ROLLOUT}.n",
+        f"1 response a prompt has no two scores, so {FILTER}.enable=True would drop every prompt",
+        [f"{ROLLOUT}.n=4"],
+    ),
+    "groups_are_filtered_before_the_kl": (
+        [f"{FILTER}.enable=True", f"{FILTER}.metric=seq_final_reward", f"{ROLLOUT}.n=2"],
+        f"{FILTER}.metric",
+        "seq_final_reward is known only after the batch is complete",
+        [f"{FILTER}.metric=acc"],
+    ),
+}
 SEQUENCE_PARALLEL = {"actor_sequence_parallel_packs", "critic_sequence_parallel_packs"}
 
 
@@ -183,6 +253,37 @@ def test_mended(rule):
 
 def test_every_rule_has_a_case():
     assert {rule.__name__ for rule in RULES} == set(CASES) | SEQUENCE_PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("modes", "threshold", "message"),
+    [
+        ("token_k1,token_k2", "'1,2,3'", "1,2,3 is no list of bounds for the 2 modes"),
+        ("token_k2", "'0.5_2'", "'0.5_2' is no bound of token_k2"),
+        ("token_k2", "two", "'two' is no bound of token_k2"),
+        ("token_k2", "-1", "'-1.0' is no bound of token_k2"),
+        ("token_k1", "0.5", "0.5 alone lets no ratio of token_k1"),
+        ("token_k1", "'2_0.5'", "'2_0.5' is no bound of token_k1"),
+    ],
+)
+def test_bounds_of_rejection(modes, threshold, message):
+    overrides = [f"{CORRECTION}.rollout_rs='{modes}'", f"{CORRECTION}.rollout_rs_threshold={threshold}"]
+    assert message in problems_of(*overrides)[f"{CORRECTION}.rollout_rs_threshold"]
+
+
+@pytest.mark.parametrize(
+    ("modes", "threshold", "message"),
+    [("token_k2", "2", "has no k1"), ("token_k1", "'0.4_2'", "0.5 is a second lower bound")],
+)
+def test_lower_bounds_of_rejection(modes, threshold, message):
+    key = f"{CORRECTION}.rollout_rs_threshold"
+    problems = problems_of(f"{CORRECTION}.rollout_rs='{modes}'", f"{key}={threshold}", f"{key}_lower=0.5")
+    assert message in problems[f"{key}_lower"]
+
+
+def test_an_unknown_rejection_mode_is_told_the_nearest():
+    problem = problems_of(f"{CORRECTION}.rollout_rs=token_k4")[f"{CORRECTION}.rollout_rs"]
+    assert "did you mean token_k" in problem
 
 
 @pytest.mark.parametrize(("section", "model"), [(ACTOR, "actor_rollout_ref.model"), ("critic", "critic.model")])

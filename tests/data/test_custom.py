@@ -118,9 +118,9 @@ def test_a_file_that_is_missing_or_is_no_python(module: Path, tokenizer: PreTrai
     broken.write_text("x = 1\nclass Doubled(:\n")
     other = module.with_name("mine.txt")
     other.write_text(CODE)
-    with pytest.raises(ValueError, match=r"data.custom_cls.path: .*broken.py line 2: syntax error: "):
+    with pytest.raises(ValueError, match=r"data.custom_cls.path=.*broken.py, line 2: "):
         load(broken, "Doubled", tokenizer)
-    with pytest.raises(ValueError, match=r"data.custom_cls.path: .*mien.py: no such file. Did you mean .*mine.py\?"):
+    with pytest.raises(ValueError, match=r"data.custom_cls.path=.*mien.py: no such file. Did you mean .*mine.py\?"):
         load(module.with_name("mien.py"), "Doubled", tokenizer)
-    with pytest.raises(ValueError, match=r"data.custom_cls.path: .*mine.txt is not a Python file"):
+    with pytest.raises(ValueError, match=r"data.custom_cls.path=.*mine.txt: is not a Python file"):
         load(other, "Doubled", tokenizer)

@@ -1,6 +1,10 @@
-"""Promise 3: masked positions do not exist. Whatever stands there changes no bit of weights, gradients or metrics."""
+"""Promise 3: masked positions do not exist. Whatever stands there changes no bit of weights, gradients or metrics.
+
+Here with models and engines; `test_masked_tensors` has every combination of the mathematics.
+"""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,35 +21,57 @@ from tests.training.batches import (
     weights,
     with_advantages,
 )
+from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS
 from tether.batch import TrainBatch, filled
 from tether.metrics.timing import Timer
 from tether.rewards.summary import RewardReport
-from tether.trainer.measure import step_metrics
-from tether.training.forward import PolicyModel, PolicyOutputs, ValueModel
-from tether.training.losses import CriticLoss, PolicyLoss
+from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
+from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
+from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.micro_batches import MicroBatching
 from tether.training.protocol import LossSizes, LossTerm, UpdatePlan
 
 POISONS = (math.nan, 1e9, math.inf)
-ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
 ACTOR_LOSS = PolicyLoss(entropy_coeff=0.03, kl_coef=0.2)
 MICRO = MicroBatching(max_rows=2, packed=False)
 TIMED = ("perf/", "timing_")
+SELECTION = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01, "kl_cov_ratio": 0.1}
+SAME_SUMS = 1e-12
 
 
 def poisoned(batch: TrainBatch, poison: float) -> TrainBatch:
     """The same batch with `poison` in every masked slot, and tokens that do not exist beyond every length."""
-    changed = {}
+    changed, mask = {}, batch.response_mask
     for name, tensor in batch.to_dict().items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            changed[name] = torch.where(batch.response_mask, tensor, poison)
+            per_token = tensor.shape == mask.shape
+            alive = mask if per_token else mask.any(dim=-1).view(-1, *[1] * (tensor.ndim - 1))
+            changed[name] = torch.where(alive, tensor, poison)
     for name, length, token in (
         ("prompt_ids", batch.prompt_length, -7),
         ("response_ids", batch.response_length, 10**6),
     ):
         ids = getattr(batch, name)
         changed[name] = torch.where(torch.arange(ids.shape[1]) < length[:, None], ids, token)
-    return TrainBatch.from_dict(batch.to_dict() | changed, batch_size=[ROWS])
+    return TrainBatch.from_dict(batch.to_dict() | changed, batch_size=batch.batch_size)
+
+
+def widened(batch: TrainBatch, columns: int) -> TrainBatch:
+    """The same batch with more padding behind the responses."""
+    wider = {
+        name: torch.nn.functional.pad(tensor, (0, columns))
+        for name, tensor in batch.to_dict().items()
+        if isinstance(tensor, Tensor) and tensor.shape == batch.response_mask.shape
+    }
+    return TrainBatch.from_dict(batch.to_dict() | wider, batch_size=batch.batch_size)
+
+
+def with_a_dead_row(batch: TrainBatch) -> TrainBatch:
+    """The same batch and a copy of its longest row, none of whose tokens count."""
+    longest = int(batch.response_length.argmax())
+    longer = batch[torch.tensor([*range(len(batch)), longest])].clone()
+    longer.response_mask[-1], longer.scored[-1] = False, False
+    return longer
 
 
 def accumulate(batch: TrainBatch, role: str, packed: bool) -> dict[str, Tensor]:
@@ -59,20 +85,48 @@ def accumulate(batch: TrainBatch, role: str, packed: bool) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def train_step(batch: TrainBatch, estimator: str, poison: float | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a training step, by their names."""
+
+    estimator: str
+    loss: str
+    kl_kind: str
+    mode: str
+    huber_delta: float | None
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.estimator, self.loss, self.kl_kind, self.mode)))
+
+
+def each_in_turn() -> list[Parts]:
+    """As many steps as the longest registry is long; the shorter ones begin again."""
+    modes = (*AGGREGATIONS, "masked_mean_ratio")
+    registries = (list(ADVANTAGE_ESTIMATORS), list(POLICY_LOSSES), list(KL_ESTIMATORS), modes, (None, 0.3))
+    rounds = range(max(map(len, registries)))
+    return [Parts(*(registry[i % len(registry)] for registry in registries)) for i in rounds]
+
+
+def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[dict[str, Tensor], dict[str, float]]:
     """From old log-probs to updated weights and metrics; poison comes in again before the update."""
-    batch = with_advantages(batch, estimator)
+    batch = with_advantages(batch, parts.estimator)
     if poison is not None:
         batch = poisoned(batch, poison)
-    policy, critic = make_policy(), make_critic()
+    policy, critic = make_policy(num_hidden_layers=1), make_critic()
     plan = UpdatePlan(mini_batch_rows=4, epochs=2, shuffle=True)
     outputs = make_engine(policy).infer(batch, PolicyModel(policy, with_entropy=True))
-    metrics = make_engine(critic, MICRO).update(batch, ValueModel(critic), CriticLoss(), plan, step=0)
-    forward = PolicyModel(policy, with_entropy=True)
-    metrics |= make_engine(policy, MICRO).update(batch, forward, ACTOR_LOSS, plan, step=0)
+    aggregation = Aggregation(parts.mode, width=12)
+    value = CriticLoss(huber_delta=parts.huber_delta, aggregation=aggregation)
+    metrics = make_engine(critic, MICRO).update(batch, ValueModel(critic), value, plan, step=0)
+    loss = PolicyLoss(parts.loss, {}, aggregation, 0.03, 0.2, parts.kl_kind)
+    reference = ReferenceModel(make_policy(seed=3, num_hidden_layers=1)) if parts.kl_kind == "full" else None
+    forward = PolicyModel(policy, with_entropy=True, reference=reference)
+    chosen = TokenSelection(parts.loss, SELECTION) if parts.loss in TOKEN_SELECTIONS else None
+    metrics |= make_engine(policy, MICRO).update(batch, forward, loss, plan, step=0, prepare=chosen)
     time = Timer()
     time.seconds["step"] = 1.0
     report = RewardReport([0.0] * ROWS, ROWS - 1, 0, 1, (), {})
+    metrics |= sampler_metrics(batch) | value_metrics(batch)
     metrics |= step_metrics(batch, outputs, report, time, max_prompt_length=7)
     learned = {f"policy.{k}": v for k, v in weights(policy).items()}
     learned |= {f"critic.{k}": v for k, v in weights(critic).items()}
@@ -82,6 +136,10 @@ def train_step(batch: TrainBatch, estimator: str, poison: float | None) -> tuple
 def test_every_field_is_poisoned() -> None:
     clean = make_batch(make_policy(), make_critic())
     dirty = poisoned(clean, math.nan)
+    assert not clean.response_mask.any(dim=-1).all()
+    for name, tensor in clean.to_dict().items():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            assert getattr(dirty, name).isnan().any(), name
     fields = ("advantages", "old_log_probs", "ref_log_probs", "returns", "rollout_log_probs")
     for name in (*fields, "token_level_rewards", "token_level_scores", "values"):
         assert filled(getattr(dirty, name)).isnan().equal(~clean.response_mask), name
@@ -98,14 +156,29 @@ def test_gradients_keep_every_bit(role: str, packed: bool, poison: float) -> Non
     assert same_bits(accumulate(batch, role, packed), accumulate(poisoned(batch, poison), role, packed))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_training_step_keeps_every_bit(estimator: str) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("change", ["widened", "permuted", "with a dead row"])
+def test_gradients_do_not_depend_on_padding_order_and_dead_rows(role: str, packed: bool, change: str) -> None:
     batch = make_batch(make_policy(), make_critic())
-    expected_weights, expected_metrics = train_step(batch.clone(), estimator, None)
+    changed = {
+        "widened": widened(batch, 3),
+        "permuted": batch[torch.tensor([4, 8, 0, 3, 7, 1, 6, 2, 5])],
+        "with a dead row": with_a_dead_row(batch),
+    }[change]
+    expected, found = accumulate(batch, role, packed), accumulate(poisoned(changed, math.nan), role, packed)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < SAME_SUMS * gradient.norm(), name
+
+
+@pytest.mark.parametrize("parts", each_in_turn(), ids=str)
+def test_a_training_step_keeps_every_bit(parts: Parts) -> None:
+    batch = make_batch(make_policy(num_hidden_layers=1), make_critic())
+    expected_weights, expected_metrics = train_step(batch.clone(), parts, None)
     assert all(math.isfinite(value) for value in expected_metrics.values())
     assert not same_bits(expected_weights, {f"policy.{k}": v for k, v in weights(make_policy()).items()})
     for poison in POISONS[:2]:
-        found_weights, found_metrics = train_step(poisoned(batch, poison), estimator, poison)
+        found_weights, found_metrics = train_step(poisoned(batch, poison), parts, poison)
         assert same_bits(found_weights, expected_weights)
         assert found_metrics == expected_metrics
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from tether.batch import RolloutBatch, TrainBatch
 from tether.metrics.data import (
     data_metrics,
-    explained_variance,
     group_metrics,
     length_metrics,
     mismatch_metrics,
@@ -59,8 +58,6 @@ def test_worked_example() -> None:
         "critic/advantages/mean": 0.0, "critic/advantages/max": 2.0, "critic/advantages/min": -3.0,
         "critic/returns/mean": 2.0, "critic/returns/max": 3.0, "critic/returns/min": 1.0,
         "critic/values/mean": 5 / 3, "critic/values/max": 2.0, "critic/values/min": 1.0,
-        # errors [0, 0, 1] have variance 2/9, returns [1, 2, 3] have 2/3
-        "critic/vf_explained_var": 1 - (2 / 9) / (2 / 3),
         "reward/excluded_rows": 1.0,
         "response_length/mean": 2.0, "response_length/max": 3.0, "response_length/min": 1.0,
         "response_length/clip_ratio": 1 / 3,
@@ -98,19 +95,6 @@ def test_a_batch_without_a_single_score_has_no_score_statistics() -> None:
     assert not [key for key in metrics if key.startswith("critic/")]
     assert metrics["reward/excluded_rows"] == 2
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_explained_variance() -> None:
-    returns = torch.tensor([0.0, 1.0, 2.0])
-    assert explained_variance(returns, returns) == 1.0
-    assert explained_variance(returns + 5, returns) == 1.0  # a constant offset leaves the variance of the error at 0
-    assert explained_variance(torch.zeros(3), returns) == 0.0
-    assert explained_variance(-returns, returns) == pytest.approx(-3.0)
-    assert explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.1, 0.1])) == 0.0
-    rounding = torch.tensor([0.1, 0.1 + 1e-8]).to(torch.float32)
-    assert explained_variance(torch.tensor([0.0, 1.0]), rounding) == 0.0
-    small = torch.tensor([0.0, 1e-4, 2e-4])
-    assert explained_variance(small, small) == 1.0  # small rewards are not mistaken for constant ones
 
 
 def test_group_metrics() -> None:

@@ -36,6 +36,14 @@ def test_timer_counts_a_phase_that_fails_and_names_the_current_phase() -> None:
     assert seen == ["step", "gen", "step", "reward", "step"]
 
 
+def test_seconds_move_from_phase_to_phase() -> None:
+    timer = Timer()
+    timer.seconds = {"gen": 5.0}
+    timer.move(2.0, "gen", "reward")
+    timer.move(0.5, "gen", "reward")
+    assert timer.seconds == {"gen": 2.5, "reward": 2.5}
+
+
 def test_timing_per_token() -> None:
     seconds = {"gen": 2.0, "update_actor": 3.0, "reward": 1.0}
     per_token = timing_per_token_ms(seconds, num_response_tokens=100, num_tokens=1000)

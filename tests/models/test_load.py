@@ -38,6 +38,21 @@ def test_transformers_own_attention_can_be_kept(tiny_dir):
     assert model(torch.arange(5)[None]).logits.shape == (1, 5, model.config.vocab_size)
 
 
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"hidden_size": 64}, r"has the shape \(260, 32\), and its config asks for \(260, 64\).*override_config"),
+        ({"rms_norm_eps": "small"}, "override_config.rms_norm_eps='small': .*expected float, got str"),
+        ({"attention_dropout": 0.5}, "override_config.attention_dropout=0.5: dropout is always off"),
+        ({"dtype": "float16"}, "override_config.dtype: set fsdp_config.dtype"),
+        ({"num_hidden_layers": 3}, "lacks 9 weights"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_refused(tiny_dir, entry, says):
+    with pytest.raises(ValueError, match=says):
+        load_causal_lm(tiny_dir, dtype=torch.float32, override_config=entry)
+
+
 def test_override_config(tiny_dir):
     model = load_causal_lm(tiny_dir, dtype=torch.float32, override_config={"max_position_embeddings": 64})
     assert model.config.max_position_embeddings == 64

@@ -81,9 +81,9 @@ def run_recorded(overrides: list[str], steps: int = 2) -> Recorded:
     batches: list[TrainBatch] = []
     estimate = run.trainer.estimate_advantages
 
-    def recording(batch: TrainBatch) -> TrainBatch:
-        batches.append(estimate(batch).clone())
-        return batch
+    def recording(batch: TrainBatch) -> None:
+        estimate(batch)
+        batches.append(batch.clone())
 
     run.trainer.estimate_advantages = recording
     try:

@@ -33,6 +33,11 @@ SELECTION_DEFAULTS = {
 }  # fmt: skip
 
 
+def by_width(mode: str = "token-mean", scale_factor: float | None = None) -> Aggregation:
+    """What the modes that divide by a width divide by is the longest response that there may be, not that there is."""
+    return Aggregation(mode, scale_factor, width=8)
+
+
 def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
     assert set(keys()[MODE].choices) == set(POLICY_LOSSES)
     assert set(keys()[f"{ACTOR}.loss_agg_mode"].choices) == {*AGGREGATIONS, "masked_mean_ratio"}
@@ -64,7 +69,7 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
 )
 def test_options_of_the_policy_loss(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
     loss = actor_of(config_of(inputs, f"{MODE}={name}", override)).loss
-    aggregation = Aggregation("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
+    aggregation = by_width("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
     assert loss == PolicyLoss(name, DEFAULTS | option, aggregation)
 
 
@@ -89,13 +94,13 @@ def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], Aggregation()),
-        ([f"{MODE}=geo_mean"], Aggregation("seq-mean-token-mean")),
-        ([f"{MODE}=geo_mean", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], Aggregation("seq-mean-token-mean")),
-        ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], Aggregation("masked_mean_ratio")),
+        ([], by_width()),
+        ([f"{MODE}=geo_mean"], by_width("seq-mean-token-mean")),
+        ([f"{MODE}=geo_mean", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], by_width("seq-mean-token-mean")),
+        ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], by_width("masked_mean_ratio")),
         (
             [f"{ACTOR}.loss_agg_mode=masked_mean_ratio", f"{ACTOR}.loss_scale_factor=80"],
-            Aggregation("masked_mean_ratio", 80.0),
+            by_width("masked_mean_ratio", 80.0),
         ),
     ],
 )
@@ -108,16 +113,16 @@ def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], CriticLoss(0.5, None)),
-        (["critic.huber_delta=10"], CriticLoss(0.5, 10.0)),
-        (["critic.value_clip=0.2"], CriticLoss(0.2, None)),
-        ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], CriticLoss(0.5, None, Aggregation("masked_mean_ratio"))),
-        ([f"{MODE}=gspo"], CriticLoss(0.5, None)),  # the critic has no ratio of whole responses
+        ([], CriticLoss(0.5, None, by_width())),
+        (["critic.huber_delta=10"], CriticLoss(0.5, 10.0, by_width())),
+        (["critic.value_clip=0.2"], CriticLoss(0.2, None, by_width())),
+        ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], CriticLoss(0.5, None, by_width("masked_mean_ratio"))),
+        ([f"{MODE}=gspo"], CriticLoss(0.5, None, by_width())),  # the critic has no ratio of whole responses
     ],
 )
 def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
     config = config_of(inputs, *GAE, *overrides)
-    critic = build_critic(config, build_inputs(config), CPU, 3, None, tmp_path)
+    critic = build_critic(config, build_inputs(config).critic_path, CPU, 3, tmp_path)
     assert critic is not None
     assert critic.loss == expected
 

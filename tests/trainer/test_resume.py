@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
 from tether.trainer.build import build_run
 from tether.trainer.reward_shaping import RewardShaping
-from tether.training.checkpoint import TRACKER, load_state
+from tether.training.checkpoint import TRACKER
 from tether.training.local import LocalEngine
 
 TOTAL = 5
@@ -78,18 +79,6 @@ def test_going_on_is_exact(name: str, step: int, straight: Straight, inputs: Pat
     assert list(expected) == list(range(step + 1, TOTAL + 1))
     assert same(expected, measured(rest))
     assert {n: s for n, s in read_samples(whole).items() if n > step} == read_samples(rest)
-
-
-def assert_same_end(one: Path, other: Path) -> None:
-    roles = ["actor", "critic"] if (one / "critic").exists() else ["actor"]
-    for role in roles:
-        assert same(weights(one, role), weights(other, role)), role
-        assert same(state(one, role), state(other, role)), role
-    assert same(state(one, "trainer"), state(other, "trainer"))
-
-
-def state(checkpoint: Path, name: str) -> dict[str, object]:
-    return load_state(checkpoint / "training" / f"{name}.pt")
 
 
 def test_what_must_be_restored_does_change(straight: Straight):

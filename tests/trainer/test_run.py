@@ -25,6 +25,10 @@ SAVING = [
     "trainer.test_freq=2",
     "trainer.val_before_train=True",
 ]
+OVERRIDDEN = [
+    "actor_rollout_ref.model.override_config={rms_norm_eps: 0.1}",
+    "critic.model.override_config={rms_norm_eps: 0.2}",
+]
 LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"]
 
 
@@ -54,9 +58,10 @@ def run_to_the_end(overrides: list[str]) -> Finished:
     return Finished(run.trainer, run.directory)
 
 
-@pytest.fixture(scope="module", params=["gae", "grpo", "lora"])
+@pytest.fixture(scope="module", params=["gae", "grpo", "lora", "override"])
 def finished(request, inputs: Path, tmp_path_factory) -> Finished:
-    algorithm = {"gae": GAE, "grpo": GRPO, "lora": [*GAE, *LORA]}[request.param]
+    algorithms = {"gae": GAE, "grpo": GRPO, "lora": [*GAE, *LORA], "override": [*GAE, *OVERRIDDEN]}
+    algorithm = algorithms[request.param]
     base = base_overrides(inputs, tmp_path_factory.mktemp(request.param))
     return run_to_the_end([*base, *algorithm, *SAVING])
 

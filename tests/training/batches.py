@@ -74,6 +74,9 @@ def make_batch(policy: PreTrainedModel, critic: PreTrainedModel, estimator: str 
     batch.old_log_probs = near(log_probs, 0.4)
     batch.ref_log_probs = near(log_probs, 0.5)
     batch.values = near(values, 0.6)
+    batch.sum_pi_squared = torch.rand(log_probs.shape, generator=generator, dtype=log_probs.dtype)
+    batch.bootstrap_values, batch.reward_baselines = torch.randn(2, ROWS, generator=generator, dtype=log_probs.dtype)
+    batch.reward_components = torch.randn(ROWS, 2, generator=generator, dtype=log_probs.dtype)
     return with_advantages(batch, estimator)
 
 
@@ -84,7 +87,17 @@ def with_advantages(batch: TrainBatch, estimator: str = "gae") -> TrainBatch:
         batch.token_level_scores, filled(batch.old_log_probs), filled(batch.ref_log_probs), mask, kl_coef=0.05
     ).token_level_rewards
     result = ADVANTAGE_ESTIMATORS[estimator](
-        batch.token_level_rewards, mask, values=batch.values, uid=batch.uid, gamma=0.95, lam=0.9
+        batch.token_level_rewards,
+        mask,
+        uid=batch.uid,
+        values=batch.values,
+        bootstrap_values=batch.bootstrap_values,
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=batch.sum_pi_squared,
+        reward_baselines=batch.reward_baselines,
+        reward_components=batch.reward_components,
+        gamma=0.95,
+        lam=0.9,
     )
     batch.advantages, batch.returns = result.advantages, result.returns
     return batch

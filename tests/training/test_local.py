@@ -54,6 +54,18 @@ def test_one_optimizer_step_a_mini_batch(batch: TrainBatch, rows: int, epochs: i
     assert engine.model.training
 
 
+def test_without_a_row_to_learn_from_nothing_moves(batch: TrainBatch) -> None:
+    """Not even by momentum or weight decay."""
+    engine = make_engine(make_policy())
+    update(engine, batch)
+    before, steps = weights(engine.model), optimizer_steps(engine)
+    batch.response_mask = torch.zeros_like(batch.response_mask)
+    metrics = update(engine, batch)
+    assert math.isnan(metrics["grad_norm"])
+    assert same_bits(weights(engine.model), before)
+    assert optimizer_steps(engine) == steps
+
+
 def test_a_row_without_a_valid_token_is_left_out(batch: TrainBatch) -> None:
     whole, rest = make_engine(make_policy()), make_engine(make_policy())
     plan = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)

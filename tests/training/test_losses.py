@@ -69,6 +69,8 @@ def test_entropy_is_subtracted_and_kl_added() -> None:
     assert term.shares["actor/pg_loss"].item() == pytest.approx(sum(POLICY) / 6)
     assert term.shares["actor/kl_loss"].item() == pytest.approx(kl)
     assert term.loss.item() == pytest.approx(sum(POLICY) / 6 - 0.1 * 0.9 / 6 + 0.2 * kl)
+    assert float(term.metrics["actor/kl_coef"]) == 0.2
+    assert "actor/kl_coef" not in PolicyLoss()(OUTPUTS, batch(), SIZES).metrics
 
 
 def test_the_kl_over_the_vocabulary_is_the_models() -> None:

@@ -30,6 +30,7 @@ from tether.algorithms.rollout_correction import (
     parse_rejection,
     rejection_mask,
     rejection_metrics,
+    veto_mask,
 )
 from tether.algorithms.token_loss import Max, Mean, Metric, Min, TokenLoss, merge_metrics
 from tether.algorithms.uniform import needs
@@ -83,4 +84,5 @@ __all__ = [
     "select",
     "sum_pi_squared",
     "value_loss",
+    "veto_mask",
 ]

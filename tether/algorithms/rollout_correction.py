@@ -155,6 +155,20 @@ def rejection_mask(
     return kept
 
 
+def veto_mask(
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, threshold: float
+) -> Bool[Tensor, "B T"]:
+    """Return the mask without the rows in which rho of any one token is below the threshold (verl's token veto).
+
+    One token that the policy would hardly ever have sampled says that the row is not its own. rho is not bounded here,
+    so that a threshold far below exp(-20) still counts.
+    """
+    mask = response_mask.bool()
+    log_ratio = select(log_probs, mask) - select(rollout_log_probs, mask)
+    vetoed = (mask & (log_ratio < math.log(threshold))).any(dim=-1, keepdim=True)
+    return mask & ~vetoed
+
+
 def rejection_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> dict[str, float]:
@@ -183,17 +197,18 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
     over tokens, or over rows with rho the product over the row.
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
-    log_ratio = bounded_log_ratio(log_probs, rollout_log_probs, mask)
+    difference_of_tokens = _log_ratio(log_probs, rollout_log_probs, mask)
+    log_ratio = _bounded(difference_of_tokens)
     trainer = -masked_mean(log_probs, mask, dim=-1)
     sampler = -masked_mean(rollout_log_probs, mask, dim=-1)
     difference = trainer - sampler
-    row_log_ratio = log_ratio.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    row_log_ratio = _bounded(difference_of_tokens.sum(dim=-1))
     metrics: dict[str, Tensor | float] = {
         "training_ppl": masked_mean(trainer.exp(), rows),
         "training_log_ppl": masked_mean(trainer, rows),
         "rollout_ppl": masked_mean(sampler.exp(), rows),
         "rollout_log_ppl": masked_mean(sampler, rows),
-        "kl": masked_mean(-log_ratio, mask),
+        "kl": masked_mean(-difference_of_tokens, mask),
         "k3_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
         "log_ppl_diff": masked_mean(difference, rows),
         "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
@@ -207,12 +222,21 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
 
 
 def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, level: str) -> Tokens:
-    log_ratio = bounded_log_ratio(log_probs, rollout_log_probs, response_mask).detach()
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, response_mask).detach()
     if level == "sequence":
-        log_ratio = log_ratio.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
     elif level != "token":
         raise ValueError(f"rollout_is: unknown level {level!r}. Use token or sequence")
-    return select(log_ratio.exp(), response_mask)
+    return select(_bounded(log_ratio).exp(), response_mask)
+
+
+def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
+    """Not bounded yet: of a row it is the sum that is bounded, in which one far token may be made up for by others."""
+    return select(log_probs, response_mask) - select(rollout_log_probs, response_mask)
+
+
+def _bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _batch_mean(weights: Tokens, response_mask: Mask, level: str) -> Float[Tensor, ""]:

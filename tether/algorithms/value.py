@@ -2,9 +2,12 @@
 
 import torch
 
-from tether.algorithms.masking import masked_var, select
+from tether.algorithms.masking import masked_mean, masked_var, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 from tether.algorithms.token_loss import Mean, Metric, TokenLoss
+
+EQUAL_RETURNS = 1e-12
+"""Returns whose variance is below this share of their mean square do not vary."""
 
 
 def value_loss(
@@ -47,11 +50,13 @@ def value_loss(
 def explained_variance(values: Tokens, returns: Tokens, response_mask: Mask) -> Scalar:
     """1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
 
-    0 if all returns are equal, since then there is nothing to explain.
+    0 if all returns are equal up to float32 rounding: there is nothing to explain, and the quotient would only blow up
+    rounding errors.
     """
     total = masked_var(returns, response_mask)
     residual = masked_var(select(returns, response_mask) - select(values, response_mask), response_mask)
-    return torch.where(total > 0, 1 - residual / total, 0.0)
+    varies = total > EQUAL_RETURNS * masked_mean(returns.square(), response_mask)
+    return torch.where(varies, 1 - residual / total, 0.0)
 
 
 def _penalty(error: Tokens, huber_delta: float | None) -> Tokens:

@@ -86,7 +86,7 @@ READS = (
     "trainer.total_training_steps", "trainer.total_env_steps", "trainer.seed", "trainer.project_name",
     "trainer.experiment_name", "trainer.logger", "trainer.log_freq", "trainer.default_local_dir", "trainer.save_freq",
     "trainer.max_*_ckpt_to_keep", "trainer.resume_*", "trainer.test_freq",
-    "trainer.device", "trainer.num_threads", "trainer.critic_warmup",
+    "trainer.device", "trainer.num_threads", "trainer.critic_warmup*",
 )  # fmt: skip
 """Keys, or patterns of keys, that an embodied run reads."""
 

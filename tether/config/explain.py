@@ -69,12 +69,7 @@ def _status(key: Key) -> list[str]:
         what = "any value but the default" if refused.values is None else ", ".join(map(str, refused.values))
         lines.append(f"refused: {what} ({refused.why})")
     if switch is not None:
-        acts = f"is {_names(switch.on)}" if switch.on is not None else f"is not {_names(switch.off or ())}"
-        lines.append(f"acts only while {switch.key} {acts}")
+        lines.append(f"acts only while {switch.condition()}")
     if elsewhere is not None:
         lines.append(f"no effect here: {elsewhere}")
     return lines
-
-
-def _names(values: tuple[object, ...]) -> str:
-    return " or ".join(show(value) for value in values)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tether.config import embodied
 from tether.config.elsewhere import ELSEWHERE
-from tether.config.keys import keys, show
+from tether.config.keys import keys
 from tether.config.patterns import look_up
 from tether.config.refused import REFUSED, allowed_choices
 from tether.config.switches import SWITCHED, Switch
@@ -21,13 +21,28 @@ def live_keys() -> tuple[str, ...]:
 
 
 def why_idle(path: str, values: Mapping[str, Any]) -> str | None:
-    """Why a key does nothing in a run with these values; None where it acts."""
-    if values[embodied.SWITCH] is not None and not embodied.reads(path):
-        return f"{embodied.SWITCH} is set, and embodied runs do not read it"
+    """Why a key does nothing in a run with these values; None where it acts, by itself or in a key that inherits it."""
+    reason = _why_unread(path, values) or _why_switched_off(path, values) or look_up(ELSEWHERE, path)
+    return None if reason is None or _acts_elsewhere(path, values) else reason
+
+
+def _why_unread(path: str, values: Mapping[str, Any]) -> str | None:
+    if values[embodied.SWITCH] is None or embodied.reads(path):
+        return None
+    return f"{embodied.SWITCH} is set, and embodied runs do not read it"
+
+
+def _why_switched_off(path: str, values: Mapping[str, Any]) -> str | None:
     switch = look_up(SWITCHED, path)
-    if switch is not None and switch.is_off(values):
-        return f"{switch.key} is {show(values[switch.key])}"
-    return look_up(ELSEWHERE, path)
+    if switch is None or switch.key == path:  # a pattern covers its switch, too
+        return None
+    # A switch that is on may be switched off itself.
+    return switch.state(values) if switch.is_off(values) else _why_switched_off(switch.key, values)
+
+
+def _acts_elsewhere(path: str, values: Mapping[str, Any]) -> bool:
+    heirs = (heir for heir in live_keys() if (source := keys()[heir].inherits) is not None and source.key == path)
+    return any(values[heir] == values[path] and why_idle(heir, values) is None for heir in heirs)
 
 
 def _can_act(path: str) -> bool:
@@ -40,7 +55,7 @@ def _can_act(path: str) -> bool:
 def _is_stuck_off(switch: Switch) -> bool:
     """Whether every value that would switch on is refused."""
     refused = look_up(REFUSED, switch.key)
-    if refused is None:
+    if refused is None or (switch.other is not None and not _is_stuck_off(switch.other)):
         return False
     if refused.values is None:
         return switch.is_off({switch.key: keys()[switch.key].default})

@@ -29,14 +29,12 @@ class Refused:
 DEVICES = Refused("tether trains on one device so far", fine=(1,))
 SEQUENCE_PARALLEL = Refused("sequence parallelism needs several devices, and tether trains on one so far")
 MEGATRON = Refused("Megatron is not supported yet")
-ROLLOUT_CORRECTION = Refused("rollout correction is not supported yet")
-PF_PPO = Refused("PF-PPO is not supported yet")
 OPTIMIZER = Refused("the optimizer is torch.optim.AdamW")
 ONE_SEED = Refused("one seed serves everything: set trainer.seed")
 REPLAY = Refused("replay of expert choices is not supported yet")
 PROFILER = Refused("GPU profilers are not supported yet")
 VERL_SETS_IT = Refused("verl sets it itself; here it follows from the other keys")
-MODEL_CODE = Refused("changing the model's code or config is not supported yet")
+MODEL_CODE = Refused("taking the model's code or config from elsewhere is not supported yet")
 ADAPTERS = Refused("only fresh adapters on the policy are supported so far")
 MULTI_MODAL = Refused("images and videos are not supported yet")
 MULTI_TURN = Refused("rollouts of several turns are not supported yet")
@@ -59,13 +57,7 @@ REFUSED: Mapping[str, Refused] = {
         "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
         values=("full", "full+"),
     ),
-    "algorithm.use_pf_ppo": PF_PPO,
-    "algorithm.rollout_correction.rollout_is": ROLLOUT_CORRECTION,
-    "algorithm.rollout_correction.rollout_rs": ROLLOUT_CORRECTION,
-    "algorithm.rollout_correction.rollout_token_veto_threshold": ROLLOUT_CORRECTION,
-    "algorithm.rollout_correction.bypass_mode": ROLLOUT_CORRECTION,
     "actor_rollout_ref.actor.kl_loss_type": Refused("full already has the exact gradient", values=("full+",)),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": Refused("this policy loss comes later", values=("bypass_mode",)),
     "actor_rollout_ref.actor.freeze_vision_tower": MULTI_MODAL,
     "trainer.nnodes": DEVICES,
     "trainer.n_gpus_per_node": DEVICES,
@@ -102,7 +94,6 @@ REFUSED: Mapping[str, Refused] = {
     "*.router_replay.*": REPLAY,
     "*.enable_rollout_routing_replay": REPLAY,
     "actor_rollout_ref.hybrid_engine": Refused("training and sampling share one device"),
-    "*.model.override_config": MODEL_CODE,
     "*.model.hf_config_path": MODEL_CODE,
     "*.model.external_lib": MODEL_CODE,
     "*.model.exclude_modules": ADAPTERS,
@@ -110,7 +101,6 @@ REFUSED: Mapping[str, Refused] = {
     "critic.model.lora_rank": ADAPTERS,
     "critic.model.tokenizer_path": Refused("the critic reads the policy's tokens"),
     "data.tokenizer": Refused("the tokenizer is actor_rollout_ref.model.tokenizer_path"),
-    "data.gen_batch_size": Refused("sampling more prompts than are trained on is not supported yet"),
     "data.tool_config_path": MULTI_TURN,
     "data.image_*": MULTI_MODAL,
     "data.video_key": MULTI_MODAL,
@@ -137,7 +127,6 @@ REFUSED: Mapping[str, Refused] = {
     "reward_manager.*": REWARD_MANAGER,
     "reward_model.sandbox_fusion.url": SANDBOX,
     "trainer.logger": Refused("this logger comes later", values=("swanlab", "vemlp_wandb", "clearml", "trackio")),
-    "trainer.rollout_data_dir": Refused("writing every training sample to files is not supported yet"),
     "trainer.default_hdfs_dir": CLOUD,
     "trainer.esi_redundant_time": CLOUD,
     "trainer.del_local_ckpt_after_load": Refused("a checkpoint that was loaded is never deleted"),

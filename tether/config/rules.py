@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tether.config import embodied
 from tether.config.advantage_rules import ADVANTAGE_RULES
+from tether.config.off_policy_rules import OFF_POLICY_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.root import RunConfig
@@ -135,6 +136,15 @@ def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.critic_warmup", what, f"set it below {steps}")
 
 
+def critic_is_there_to_wait_for(cfg: RunConfig) -> Problem | None:
+    """Without a critic no variance is ever explained."""
+    key = "trainer.critic_warmup_until_explained_variance"
+    threshold = cfg.trainer.critic_warmup_until_explained_variance
+    if threshold is None or cfg.critic.enable:
+        return None
+    return Problem(key, f"{threshold} waits for a critic, and critic.enable is False", f"leave {key} out")
+
+
 def prompt_length_is_one(cfg: RunConfig) -> Problem | None:
     """Data and rollout cut at the same length."""
     return _length_is_one("prompt", cfg.actor_rollout_ref.rollout.prompt_length, cfg.data.max_prompt_length)
@@ -233,6 +243,7 @@ RULES: tuple[Rule, ...] = (
     critic_warmup_is_said_once,
     critic_warmup_has_a_critic,
     critic_warmup_ends,
+    critic_is_there_to_wait_for,
     prompt_length_is_one,
     response_length_is_one,
     validation_sampling_agrees,
@@ -243,6 +254,7 @@ RULES: tuple[Rule, ...] = (
     custom_dataset_is_complete,
     subsets_are_not_empty,
     *ADVANTAGE_RULES,
+    *OFF_POLICY_RULES,
 )
 EMBODIED_RULES: tuple[Rule, ...] = (
     actor_warmup_is_said_once,

@@ -35,10 +35,13 @@ def unknown_key(path: str) -> Problem:
 def nearest(path: str, known: Collection[str] | None = None) -> str | None:
     """The key that was most likely meant by `path`, among those of the schema or `known` ones; None if none is like it.
 
-    Tried in this order: the same name in another section, a similar name in this section, a similar path.
+    Tried in this order: a key that is one slip away, the same name in another section, a similar name in this section,
+    a similar path.
     """
     respelled = _respell(path)
     names = keys() if known is None else known
+    if slipped := next((name for name in names if _is_one_slip(respelled, name)), None):
+        return slipped
     section, leaf = _split(respelled)
     misplaced = [key for key in names if _split(key)[1] == leaf]
     if misplaced:
@@ -55,6 +58,13 @@ def _respell(path: str) -> str:
         if path == wrong or path.startswith(wrong + "."):
             return right + path.removeprefix(wrong)
     return path
+
+
+def _is_one_slip(word: str, other: str) -> bool:
+    """Whether one letter was added, left out or mistyped, or two neighbours were swapped."""
+    at = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
+    swapped = word[at : at + 2][::-1] + word[at + 2 :]
+    return other[at:] in (word[at + 1 :], swapped) or other[at + 1 :] in (word[at:], word[at + 1 :])
 
 
 def _split(path: str) -> tuple[str, str]:

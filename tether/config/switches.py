@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tether.config.keys import show
+
 
 @dataclass(frozen=True)
 class Switch:
@@ -17,10 +19,25 @@ class Switch:
     off: tuple[Any, ...] | None = None
     """Only these values switch off."""
 
+    other: Switch | None = None
+    """A second switch, which is enough by itself."""
+
     def is_off(self, values: Mapping[str, Any]) -> bool:
         """Whether the switched keys do nothing, given the value of every key."""
         value = values[self.key]
-        return value not in self.on if self.on is not None else value in (self.off or ())
+        off = value not in self.on if self.on is not None else value in (self.off or ())
+        return off and (self.other is None or self.other.is_off(values))
+
+    def condition(self) -> str:
+        """When the switched keys act, in words."""
+        verb, values = ("is", self.on) if self.on is not None else ("is not", self.off or ())
+        own = f"{self.key} {verb} {' or '.join(map(show, values))}"
+        return own if self.other is None else f"{own} or {self.other.condition()}"
+
+    def state(self, values: Mapping[str, Any]) -> str:
+        """The values that switch off, in words."""
+        own = f"{self.key} is {show(values[self.key])}"
+        return own if self.other is None else f"{own} and {self.other.state(values)}"
 
 
 EMBODIED = Switch("env.train.id", off=(None,))
@@ -30,9 +47,11 @@ GAE = Switch("algorithm.adv_estimator", on=("gae",))
 GDPO = Switch("algorithm.adv_estimator", on=("gdpo",))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
 KL_REWARD = Switch("algorithm.use_kl_in_reward", on=(True,))
+REFERENCE = Switch(KL_LOSS.key, on=(True,), other=KL_REWARD)
 ADAPTIVE_KL = Switch("algorithm.kl_ctrl.type", on=("adaptive",))
 IMPORTANCE = Switch("algorithm.rollout_correction.rollout_is", off=(None,))
 REJECTION = Switch("algorithm.rollout_correction.rollout_rs", off=(None,))
+FILTER_GROUPS = Switch("algorithm.filter_groups.enable", on=(True,))
 CLIP_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("clip_cov",))
 KL_COV = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("kl_cov",))
 SAPO = Switch("actor_rollout_ref.actor.policy_loss.loss_mode", on=("sapo",))
@@ -65,6 +84,9 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.kl_ctrl.kl_coef": KL_REWARD,
     "algorithm.kl_ctrl.*": ADAPTIVE_KL,
     "algorithm.pf_ppo.*": Switch("algorithm.use_pf_ppo", on=(True,)),
+    "algorithm.filter_groups.enable": None,
+    "algorithm.filter_groups.*": FILTER_GROUPS,
+    "data.gen_batch_size": FILTER_GROUPS,
     "algorithm.rollout_correction.rollout_is_*": IMPORTANCE,
     "algorithm.rollout_correction.rollout_rs_*": REJECTION,
     "algorithm.rollout_correction.loss_type": Switch("algorithm.rollout_correction.bypass_mode", on=(True,)),
@@ -74,7 +96,23 @@ SWITCHED: Mapping[str, Switch | None] = {
     "actor_rollout_ref.actor.loss_scale_factor": Switch(
         "actor_rollout_ref.actor.loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")
     ),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Switch(
+        "actor_rollout_ref.actor.use_dynamic_bsz", on=(False,)
+    ),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Switch("actor_rollout_ref.actor.use_dynamic_bsz", on=(True,)),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Switch(
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", on=(False,)
+    ),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": Switch(
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", on=(True,)
+    ),
+    "actor_rollout_ref.ref.*": REFERENCE,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": Switch(
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", on=(False,)
+    ),
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": Switch(
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", on=(True,)
+    ),
     "actor_rollout_ref.actor.optim.min_lr_ratio": ACTOR_MIN_LR,
     "actor_rollout_ref.actor.optim.num_cycles": ACTOR_COSINE,
     "actor_rollout_ref.actor.policy_loss.clip_cov_*": CLIP_COV,
@@ -91,7 +129,8 @@ SWITCHED: Mapping[str, Switch | None] = {
     "critic.optim.num_cycles": CRITIC_COSINE,
     "critic.model.lora_alpha": CRITIC_LORA,
     "critic.model.target_modules": CRITIC_LORA,
-    "critic.ppo_max_token_len_per_gpu": Switch("critic.use_dynamic_bsz", on=(True,)),
+    "critic.*_micro_batch_size_per_gpu": Switch("critic.use_dynamic_bsz", on=(False,)),
+    "critic.*_max_token_len_per_gpu": Switch("critic.use_dynamic_bsz", on=(True,)),
     "critic.loss_coef": EMBODIED,
     "actor_rollout_ref.actor.target_kl": EMBODIED,
     "trainer.total_env_steps": EMBODIED,

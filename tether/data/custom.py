@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.rows import Columns, Rows, Source, closest
-from tether.data.sources import missing_file
+from tether.files import import_python_file
 
 
 class CustomDataset(Protocol):
@@ -60,8 +56,8 @@ def load_custom_dataset(
         reward_fn_key: the key of an item that says which reward scores it.
 
     Raises:
-        ValueError: no such file or class, a file with a syntax error, a class without the two methods, no items, or
-            items that break the row layout. What the user's own code raises is passed on.
+        ValueError: no such file or class, a file that cannot be imported, a class without the two methods, no items,
+            or items that break the row layout. What the class itself raises is passed on.
     """
     cls = _load_class(path, name)
     data_files = [files] if isinstance(files, str) else list(files)
@@ -71,7 +67,7 @@ def load_custom_dataset(
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:
-    module = _load_module(Path(path).expanduser())
+    module = import_python_file(path, "data.custom_cls.path")
     found = getattr(module, name, None)
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
@@ -80,18 +76,3 @@ def _load_class(path: str, name: str) -> type[CustomDataset]:
         if not hasattr(found, method):
             raise ValueError(f"data.custom_cls: `{name}` of {path} has no {method}; a dataset needs it.")
     return found
-
-
-def _load_module(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"data.custom_cls.path: {missing_file(path)}")
-    spec = importlib.util.spec_from_file_location(f"tether_custom_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"data.custom_cls.path: {path} is not a Python file (.py).")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by name
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ValueError(f"data.custom_cls.path: {path} line {error.lineno}: syntax error: {error.msg}") from error
-    return module

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source
+from tether.files import missing_file
 
 PROCEDURAL = "reasoning_gym:"
 
@@ -52,15 +52,6 @@ def split_query(spec: str) -> tuple[str, dict[str, str]]:
     """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``."""
     name, _, query = spec.partition("?")
     return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
-
-
-def missing_file(path: Path) -> str:
-    """Say that `path` does not exist, and which existing path is nearest to it."""
-    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
-    wanted = path.absolute().relative_to(folder).parts[0]
-    match = get_close_matches(wanted, [entry.name for entry in folder.iterdir()], n=1)
-    hint = f"Did you mean {folder / match[0]}?" if match else f"The nearest folder that exists is {folder}."
-    return f"{path}: no such file. {hint}"
 
 
 def _read(spec: str, columns: Columns) -> Source:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from tether.batch import TrainBatch
 
-CONSTANT = 1e-12
-"""Returns whose variance is below this share of their mean square are equal up to float32 rounding."""
 MAX_LOG_RATIO = 20.0
 """Bounds exp(log ratio), so that a single token cannot overflow the k3 estimate."""
 
@@ -34,8 +32,6 @@ def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, floa
         per_token = getattr(batch, name)
         if per_token is not None:
             metrics |= _spread(f"critic/{name}", per_token[mask])
-    if batch.values is not None and batch.returns is not None and mask.any():
-        metrics["critic/vf_explained_var"] = explained_variance(batch.values[mask], batch.returns[mask])
     if batch.kept is not None:
         metrics |= _spread("training/rollout_kept_tokens", batch.kept.count[mask])
     metrics["reward/excluded_rows"] = float((~scored).sum())
@@ -58,19 +54,6 @@ def length_metrics(
         **_spread("prompt_length", prompt_length),
         "prompt_length/clip_ratio": (prompt_length >= max_prompt_length).double().mean().item(),
     }
-
-
-def explained_variance(values: Float[Tensor, " N"], returns: Float[Tensor, " N"]) -> float:
-    """Share of the variance of the returns that the values explain: ``1 - Var(returns - values) / Var(returns)``.
-
-    1 is perfect, 0 is no better than a constant, below 0 is worse. Returns that do not vary give 0: there is nothing
-    to explain, and the quotient would only blow up rounding errors.
-    """
-    values, returns = values.double(), returns.double()
-    variance = returns.var(correction=0)
-    if variance <= CONSTANT * returns.square().mean():
-        return 0.0
-    return (1 - (returns - values).var(correction=0) / variance).item()
 
 
 def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: Bool[Tensor, " B"]) -> dict[str, float]:

@@ -19,6 +19,8 @@ class MetricInfo:
     """One line, with the unit if there is one."""
     healthy: str | None = None
     """The range of a healthy run, where one can be named."""
+    when: str | None = None
+    """Where it is logged, if only rarely. All others are logged by the runs of tests/trainer/test_metric_keys.py."""
 
 
 def _spread(prefix: str, what: str, healthy_mean: str | None = None) -> dict[str, MetricInfo]:
@@ -55,7 +57,7 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "critic/grad_norm": MetricInfo("Norm of the critic's gradient before clipping.", "steady; spikes are clipped"),
     "critic/lr": MetricInfo("Learning rate of the critic."),
     "reward/excluded_rows": MetricInfo(
-        "Responses without a score (abstained, failed or empty): left out of all statistics.", "0"
+        "Responses left out of all statistics: without a score (abstained, failed, empty), or rejected as a whole.", "0"
     ),
     "reward/error_rate": MetricInfo("Share of responses on which the reward failed.", "0"),
     "reward/abstain_rate": MetricInfo("Share of responses on which the reward abstained."),
@@ -161,6 +163,55 @@ MISMATCH: Mapping[str, MetricInfo] = {
     **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats a token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats a token.", "below 0.001"),
+    "rollout_corr/training_ppl": MetricInfo("Perplexity of a response under the trainer, mean over responses."),
+    "rollout_corr/training_log_ppl": MetricInfo("Its logarithm, mean over responses."),
+    "rollout_corr/rollout_ppl": MetricInfo("Perplexity of a response under the sampler, mean over responses."),
+    "rollout_corr/rollout_log_ppl": MetricInfo("Its logarithm, mean over responses."),
+    "rollout_corr/log_ppl_diff": MetricInfo(
+        "Log-perplexity under the trainer minus under the sampler, mean.", "near 0"
+    ),
+    "rollout_corr/log_ppl_abs_diff": MetricInfo("Mean size of that difference.", "near 0"),
+    "rollout_corr/log_ppl_diff_max": MetricInfo("Largest such difference."),
+    "rollout_corr/log_ppl_diff_min": MetricInfo("Smallest such difference."),
+    "rollout_corr/ppl_ratio": MetricInfo("Perplexity under the trainer over that under the sampler, mean.", "near 1"),
+    "rollout_corr/chi2_token": MetricInfo("Chi-squared divergence from sampler to trainer, by tokens.", "near 0"),
+    "rollout_corr/chi2_seq": MetricInfo("Chi-squared divergence from sampler to trainer, by whole responses."),
+    "rollout_corr/rollout_is_mean": MetricInfo("Mean importance weight before it is truncated.", "near 1"),
+    "rollout_corr/rollout_is_max": MetricInfo("Largest importance weight before it is truncated."),
+    "rollout_corr/rollout_is_min": MetricInfo("Smallest importance weight."),
+    "rollout_corr/rollout_is_std": MetricInfo("Standard deviation of the weights, held within the threshold."),
+    "rollout_corr/rollout_is_eff_sample_size": MetricInfo(
+        "Effective sample size of the weights, as a share of their number.", "above 0.9"
+    ),
+    "rollout_corr/rollout_is_ratio_fraction_high": MetricInfo("Share of weights above the threshold.", "near 0"),
+    "rollout_corr/rollout_is_ratio_fraction_low": MetricInfo("Share of weights below 1 / threshold.", "near 0"),
+    "rollout_corr/rollout_is_batch_norm_factor": MetricInfo("Mean of the truncated weights."),
+    "rollout_corr/rollout_is_seq_<statistic>": MetricInfo("The same for the mean ratio of each response."),
+    "rollout_corr/rollout_rs_masked_fraction": MetricInfo("Share of tokens that are rejected.", "below 0.05"),
+    "rollout_corr/rollout_rs_seq_masked_fraction": MetricInfo("Share of responses with a rejected token."),
+    "rollout_corr/rollout_rs_<mode>_<statistic>": MetricInfo(
+        "Divergence by which one mode rejects (mean, max), and the share of tokens and responses that it rejects."
+    ),
+    "rollout_corr/rollout_token_veto_fraction": MetricInfo("Share of responses rejected for one token.", "near 0"),
+    "actor/rejected": MetricInfo("Bypass mode: share of tokens that the loss rejects.", "below 0.05"),
+}
+
+SELECTION: Mapping[str, MetricInfo] = {
+    "train/num_gen_batches": MetricInfo("Dynamic sampling: batches of prompts sampled for the step."),
+    "dynamic_sampling/wasted_fraction": MetricInfo(
+        "Share of the sampled responses that the step does not learn from.", "below 0.5"
+    ),
+    "dynamic_sampling/uninformative_fraction": MetricInfo(
+        "Share of the sampled prompts whose responses all scored the same, or not at all.", "below 0.5"
+    ),
+    "dynamic_sampling/missing_groups": MetricInfo(
+        "Prompts that the batch is short of because the cap on sampling was reached.", "0"
+    ),
+    "dynamic_sampling/sampled_score_mean": MetricInfo(
+        "Mean score of everything sampled; critic/score/mean is of what was kept.", "rises over the run"
+    ),
+    "pf_ppo/distinct_fraction": MetricInfo("PF-PPO: share of the scored responses that were drawn at least once."),
+    "pf_ppo/score_mean": MetricInfo("PF-PPO: mean score of the responses that were drawn."),
 }
 
 PROGRESS: Mapping[str, MetricInfo] = {
@@ -171,8 +222,8 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/time_per_step": MetricInfo("Duration of the step, in seconds."),
     "perf/throughput": MetricInfo("Tokens a second and device, prompts and responses."),
     "perf/cpu_memory_peak_gb": MetricInfo("Largest memory that this process ever held, in GiB."),
-    "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB."),
-    "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB."),
+    "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB.", when="on a GPU"),
+    "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB.", when="on a GPU"),
 }
 
 
@@ -207,12 +258,13 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/ref": MetricInfo("Seconds of the reference policy."),
     "timing_s/values": MetricInfo("Seconds of the critic's values."),
     "timing_s/adv": MetricInfo("Seconds of estimating advantages."),
+    "timing_s/dump_rollout_generations": MetricInfo("Seconds of writing the samples to trainer.rollout_data_dir."),
     "timing_s/update_critic": MetricInfo("Seconds of updating the critic."),
     "timing_s/update_actor": MetricInfo("Seconds of updating the actor."),
     "timing_s/update_weights": MetricInfo("Seconds of handing new weights to the sampler."),
     "timing_s/testing": MetricInfo("Seconds of validation."),
     "timing_s/save_checkpoint": MetricInfo("Seconds of saving a checkpoint."),
-    "timing_s/<phase>": MetricInfo("Seconds of this phase of the step."),
+    "timing_s/<phase>": MetricInfo("Seconds of this phase of the step.", when="in loops of your own"),
     "timing_per_token_ms/gen": MetricInfo("Milliseconds of generation a response token."),
     "timing_per_token_ms/<phase>": MetricInfo("Milliseconds of this phase a token, prompts and responses."),
 }
@@ -237,6 +289,7 @@ METRICS: Mapping[str, MetricInfo] = {
     **ACTOR,
     **LENGTHS,
     **MISMATCH,
+    **SELECTION,
     **PROGRESS,
     **EMBODIED,
     **TIMING,

@@ -38,6 +38,11 @@ class Timer:
             if self._open:
                 self._announce(self._open[-1])
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds that were counted as one phase as another."""
+        self.seconds[source] -= seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
     def _enter(self, phase: str) -> None:
         self._open.append(phase)
         self._announce(phase)

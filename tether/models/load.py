@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -109,10 +110,10 @@ def load_config(
 
 
 def override(config: PreTrainedConfig, entries: Mapping[str, Any], path: Path | str) -> None:
-    """Replace entries of a config in place; an entry that it does not have is refused.
+    """Replace entries of a config in place; one that it does not have is refused, and one that could have no effect.
 
     Raises:
-        ValueError: names the entry and the nearest one that exists.
+        ValueError: names the entry, and the nearest one that exists or what to set instead.
     """
     known = config.to_dict()
     for key, value in entries.items():
@@ -122,7 +123,18 @@ def override(config: PreTrainedConfig, entries: Mapping[str, Any], path: Path | 
             raise ValueError(
                 f"override_config.{key}: the config of {path} ({type(config).__name__}) has no {key}.{hint}"
             )
-        setattr(config, key, value)
+        if "drop" in key and value:
+            raise ValueError(
+                f"override_config.{key}={value}: dropout is always off, or sampler and trainer would not agree on the "
+                "probability of a token. Leave it out."
+            )
+        if key == "dtype":
+            raise ValueError("override_config.dtype: set fsdp_config.dtype of the model, and rollout.dtype, instead.")
+        try:
+            setattr(config, key, value)
+        except StrictDataclassError as error:
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise ValueError(f"override_config.{key}={value!r}: {reason}. Give it as config.json has it.") from error
 
 
 def from_checkpoint(
@@ -131,16 +143,26 @@ def from_checkpoint(
     """Load weights, and refuse a checkpoint that lacks some: transformers would draw them at random and go on.
 
     Raises:
-        ValueError: names weights that lack, or says why the files could not be read.
+        ValueError: names weights that lack or have another shape, or says why the files could not be read.
     """
     try:
         model, report = auto_class.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
         ) from error
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"{path}: {name} has the shape {tuple(found)}, and its config asks for {tuple(wanted)}. An entry of "
+            "override_config or of config.json does not fit the weights; leave it out."
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tether.files import import_python_file
 from tether.rewards.router import RewardFunction
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -37,7 +35,7 @@ def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str
         ValueError: no such file, the file cannot be imported, no such function in it, it is not callable, or it does
             not take the arguments it will be called with.
     """
-    module = _import_file(Path(path))
+    module = import_python_file(path, f"{_KEY}.path")
     found = vars(module).get(name)
     if found is None:
         raise ValueError(_missing(module, Path(path), name))
@@ -45,25 +43,6 @@ def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str
         raise ValueError(f"{_KEY}.name={name}: {path} defines it as {type(found).__name__}, not as a function")
     _check_signature(found, Path(path), name, reward_kwargs)
     return functools.partial(found, **reward_kwargs)
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"{_KEY}.path={path}: no such file (looked for {path.resolve()})")
-    name = f"tether_custom_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{_KEY}.path={path}: not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ValueError(f"{_KEY}.path={path}: {error.filename}, line {error.lineno}: {error.msg}") from error
-    except Exception as error:  # whatever a user's module raises while it is imported is one and the same problem
-        tail = traceback.format_exc(limit=-1).strip()
-        raise ValueError(f"{_KEY}.path={path}: importing the file failed:\n{tail}") from error
-    return module
 
 
 def _missing(module: ModuleType, path: Path, name: str) -> str:

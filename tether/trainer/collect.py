@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class Experience:
     """The responses as the reward read them: without special tokens."""
     outcomes: list[RewardOutcome]
     report: RewardReport
+    reward_seconds: float
+    """Waited for rewards after the last response was complete."""
 
     @property
     def scores(self) -> Tensor:
@@ -85,8 +88,10 @@ class Collector:
                 on_progress(len(requests), total)
 
         rollout = self.engine.generate([p.token_ids for p in prompts], sampling, key, on_finished=submit)
+        begun = time.perf_counter()
         outcomes = self.rewards.collect()
+        waited = time.perf_counter() - begun
         ordered = [requests[row] for row in range(total)]
         report = summarize(ordered, outcomes, self.rewards.durations)
         check_error_rate(report, self.max_error_rate)
-        return Experience(prompts, rollout, [r.solution_str for r in ordered], outcomes, report)
+        return Experience(prompts, rollout, [r.solution_str for r in ordered], outcomes, report, waited)

@@ -12,15 +12,18 @@ from transformers.utils.logging import disable_progress_bar
 from tether.config import LoadedConfig, load_config
 from tether.execution.interrupt import graceful_interrupt
 from tether.execution.machine import cache_dir
+from tether.metrics.loggers import build_loggers
+from tether.metrics.loggers.protocol import RunInfo
 from tether.models.pull import pull_model
 from tether.models.resolve import KNOWN_MODELS
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.build import build_evaluator, build_generator, build_run
+from tether.trainer.build import build_critic_pretraining, build_evaluator, build_generator, build_run
 from tether.trainer.control_commands import evaluate as evaluate_control
+from tether.trainer.critic_pretraining import EXPLAINED
 from tether.trainer.evaluate import EvaluationResult
 from tether.trainer.preflight import preflight
 from tether.trainer.report import show_report
-from tether.training.checkpoint import CheckpointStore, step_of
+from tether.training.checkpoint import CheckpointStore, is_checkpoint, step_of, verify
 
 
 def train(loaded: LoadedConfig, command: str) -> None:
@@ -71,7 +74,12 @@ def train(loaded: LoadedConfig, command: str) -> None:
 
 
 def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
-    """Score a checkpoint on held-out prompts or in its environments; prints the metrics and writes them beside it."""
+    """Score a checkpoint on held-out prompts or in its environments; prints the metrics and writes them beside it.
+
+    Raises:
+        ValueError: no checkpoint, or unusable inputs.
+        CheckpointDamaged: a file of the checkpoint is not what was saved.
+    """
     disable_progress_bar()
     checkpoint = _checkpoint(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
@@ -87,6 +95,45 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
             lambda done, total: status.update(f"sampling: {done} of {total} responses"),
         )
     _show(result, checkpoint, console)
+
+
+def pretrain_critic(
+    loaded: LoadedConfig, rollouts: Path | None, out: Path | None, *, epochs: int, held_out: float
+) -> None:
+    """Train a critic on stored rollouts and write it as a Hugging Face directory, with its metrics beside it.
+
+    Args:
+        loaded: the configuration of the run that the critic is for.
+        rollouts: folder with the files of ``trainer.rollout_data_dir``; None: that folder.
+        out: where the critic goes; None: ``pretrained_critic`` in the folder of the run.
+        epochs: passes over the rollouts.
+        held_out: share of the prompts that the critic is measured on.
+
+    Raises:
+        ValueError: no rollouts are named, or they are not usable.
+    """
+    disable_progress_bar()
+    trainer = loaded.config.trainer
+    folder = rollouts or (Path(trainer.rollout_data_dir) if trainer.rollout_data_dir else None)
+    if folder is None:
+        raise ValueError("name the stored rollouts: --rollouts FOLDER, or trainer.rollout_data_dir=FOLDER")
+    out = out or Path(trainer.default_local_dir) / "pretrained_critic"
+    pretraining, tokenizer = build_critic_pretraining(loaded.config, folder, epochs=epochs, held_out=held_out)
+    console = Console(highlight=False, markup=False)
+    learned, apart, total = len(pretraining.learned), len(pretraining.held_out), pretraining.total_steps
+    console.print(f"{learned} responses to learn from, {apart} held out, {total} steps", soft_wrap=True)
+    info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.tree(), total_steps=total)
+    loggers, explained = build_loggers(trainer.logger, info), []
+    try:
+        for step, metrics in pretraining.run():
+            loggers.log(step, metrics)
+            explained += [metrics[EXPLAINED]] if EXPLAINED in metrics else []
+    finally:
+        loggers.close()
+    pretraining.learner.engine.save_model(out)
+    tokenizer.save_pretrained(out)
+    console.print(f"held-out explained variance: {explained[0]:.3f} before, {explained[-1]:.3f} after", soft_wrap=True)
+    console.print(f"start the run with critic.model.path={out}", soft_wrap=True)
 
 
 def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:
@@ -117,12 +164,17 @@ def list_models() -> None:
 
 
 def _checkpoint(path: Path) -> Path:
-    if (path / "run.yaml").exists():
-        return path
-    latest = CheckpointStore(path).latest() if path.is_dir() else None
-    if latest is None:
+    """The checkpoint that a path names, verified; of a run's folder, its last one.
+
+    Raises:
+        ValueError: there is none.
+        CheckpointDamaged: a file of it is not what was saved.
+    """
+    checkpoint = path if is_checkpoint(path) else CheckpointStore(path).latest()
+    if checkpoint is None:
         raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
-    return latest
+    verify(checkpoint)
+    return checkpoint
 
 
 def _show(result: EvaluationResult, checkpoint: Path, console: Console) -> None:

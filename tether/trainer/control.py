@@ -23,6 +23,7 @@ from tether.rollout.env_eval import evaluate
 from tether.rollout.episodes import Episode, episode_metrics
 from tether.trainer.control_persistence import ControlPersistence
 from tether.trainer.control_samples import RewardScaler, SampleOptions, make_samples
+from tether.trainer.critic_warmup import CriticWarmup
 from tether.trainer.trainer import Schedule
 from tether.training.control import ControlLearner
 
@@ -51,6 +52,7 @@ class ControlTrainer:
     learner: ControlLearner
     scaler: RewardScaler | None
     options: SampleOptions
+    critic_warmup: CriticWarmup
     evaluation: ControlEvaluation | None
     schedule: Schedule
     persistence: ControlPersistence
@@ -80,7 +82,7 @@ class ControlTrainer:
                 samples, metrics = make_samples(rollout, self.policy, self.options, self.scaler)
             with time("update_actor"):
                 order = generator(self.seed, number, "order")
-                train_policy = number > self.schedule.critic_warmup
+                train_policy = self.critic_warmup.is_over(number, metrics["critic/vf_explained_var"])
                 metrics |= self.learner.update(samples, number - 1, order, train_policy=train_policy)
             if self.policy.normalizer:  # for the next rollout: this one was sampled, and learned from, without
                 self.policy.normalizer.update(rollout.obs[:-1].flatten(0, 1)[rollout.valid.flatten()])
@@ -123,10 +125,12 @@ class ControlTrainer:
         """Write a checkpoint of the current step, then begin new episodes everywhere.
 
         Simulators cannot be saved, so a run that goes on from here finds them at a start. By beginning anew in the run
-        that saves, too, both go on alike, bit for bit.
+        that saves, too, both go on alike, bit for bit. How long saving took is logged under the step.
         """
-        self.loggers.phase("save_checkpoint")
-        self.persistence.save(self.step_number, self.policy, self.learner.state_dict(), self.state())
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            self.persistence.save(self.step_number, self.policy, self.learner.state_dict(), self.state())
+        self.loggers.log(self.step_number, time.metrics())
         self._restart()
 
     def state(self) -> dict[str, Any]:
@@ -135,6 +139,7 @@ class ControlTrainer:
             "step": self.step_number,
             "env_steps": self.env_steps,
             "scaler": self.scaler.state_dict() if self.scaler else None,
+            "critic_warmup": self.critic_warmup.state_dict(),
             "finished": [vars(episode) for episode in self.finished],
         }
 
@@ -144,6 +149,7 @@ class ControlTrainer:
         self.finished = [Episode(**episode) for episode in state["finished"]]
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+        self.critic_warmup.load_state_dict(state["critic_warmup"])
         self._restart()
 
     def _restart(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tether.algorithms import Mean, masked_sum
-from tether.batch import TrainBatch
+from tether.algorithms import Mean, explained_variance, masked_sum, off_policy_metrics
+from tether.batch import TrainBatch, filled
 from tether.metrics.data import data_metrics, group_metrics, mismatch_metrics
 from tether.metrics.estimators import estimator_metrics
 from tether.metrics.perf import memory_metrics, throughput_metrics
@@ -13,28 +13,43 @@ from tether.training.forward import PolicyOutputs
 from tether.training.tokens import sequence_lengths
 
 
+def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How far the recomputed log-probabilities are from the sampler's, over all that was sampled and scored."""
+    old, sampler, mask = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
+    if not mask.any():
+        return {}
+    return off_policy_metrics(old, sampler, mask) | mismatch_metrics(sampler, old, mask)
+
+
+def value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How well the critic predicts the returns; nothing without a critic, or without a token to learn from."""
+    if batch.values is None or batch.returns is None or not batch.response_mask.any():
+        return {}
+    return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
+
+
 def step_metrics(
-    batch: TrainBatch, policy: PolicyOutputs, report: RewardReport, time: Timer, max_prompt_length: int
+    batch: TrainBatch, policy: PolicyOutputs | None, report: RewardReport, time: Timer, max_prompt_length: int
 ) -> dict[str, float]:
     """What a finished step measured, beside the losses.
 
     Args:
         batch: with advantages.
-        policy: log-probabilities and entropy at the start of the update.
+        policy: log-probabilities and entropy at the start of the update; None where they were not computed.
         report: of the rewards.
         time: of the phases, with "step" the whole.
         max_prompt_length: the limit that prompts were held to.
     """
     tokens = int(sequence_lengths(batch).sum())
-    assert batch.old_log_probs is not None
-    assert policy.entropy is not None
+    entropy = {}
+    if policy is not None and policy.entropy is not None:
+        entropy["actor/entropy"] = float(Mean.of(policy.entropy, batch.response_mask))
     return {
         **data_metrics(batch, max_prompt_length=max_prompt_length),
         **estimator_metrics(batch),
         **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
-        **mismatch_metrics(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask),
         **report.metrics,
-        "actor/entropy": float(Mean.of(policy.entropy, batch.response_mask)),
+        **entropy,
         **throughput_metrics(tokens, time.seconds["step"]),
         **memory_metrics(),
         **time.metrics(),

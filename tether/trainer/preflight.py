@@ -98,7 +98,7 @@ def preflight(trainer: Trainer, mini_batch_rows: int, epochs: int) -> Preflight:
     count = min(len(trainer.dataset), max(1, RESPONSES // trainer.sampling.n))
     prompts = [trainer.dataset[row] for row in range(count)]
     experience = trainer.collector.collect(prompts, trainer.sampling, NoiseKey(trainer.seed, step=0))
-    rows = trainer.sampler.batch_size * trainer.sampling.n
+    rows = trainer.prompts_per_step * trainer.sampling.n
     findings = [
         *prompt_findings(trainer, prompts),
         *response_findings(trainer, experience),

@@ -7,6 +7,7 @@ sampler. `Trainer.step` is exactly that. Everything optional is an object that m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,19 @@ from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.collect import Collector
+from tether.trainer.critic_warmup import CriticWarmup
+from tether.trainer.dynamic_sampling import DynamicSampling
 from tether.trainer.evaluate import Evaluation
 from tether.trainer.greedy_baseline import GreedyBaseline
 from tether.trainer.kl_reward import KLReward
-from tether.trainer.measure import step_metrics
+from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
 from tether.trainer.mismatch import MismatchAlarm
 from tether.trainer.persistence import Persistence
+from tether.trainer.pf_ppo import PolicyFiltration
 from tether.trainer.reward_components import RewardComponents
 from tether.trainer.reward_shaping import RewardShaping
+from tether.trainer.rollout_correction import RolloutCorrection
+from tether.trainer.rollout_files import RolloutFiles
 from tether.training.forward import PolicyOutputs, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.protocol import TrainingEngine
@@ -39,8 +45,6 @@ class Schedule:
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = True
-    critic_warmup: int = 0
-    """Steps in which only the critic learns."""
 
     def saves_at(self, step: int) -> bool:
         """Is a checkpoint due after this step; always after the last, if any are saved."""
@@ -66,13 +70,20 @@ class Trainer:
     reward_components: RewardComponents | None
     reward_shaping: RewardShaping | None
     kl_reward: KLReward | None
-    estimate_advantages: Callable[[TrainBatch], TrainBatch]
+    estimate_advantages: Callable[[TrainBatch], None]
+    dynamic_sampling: DynamicSampling | None
+    rollout_correction: RolloutCorrection | None
+    policy_filtration: PolicyFiltration | None
+    critic_warmup: CriticWarmup
+    rollout_files: RolloutFiles | None
     evaluation: Evaluation | None
     schedule: Schedule
     persistence: Persistence
     mismatch: MismatchAlarm
     loggers: Loggers
     seed: int
+    sampler_is_old_policy: bool = False
+    """The log-probs of the sampler are the old ones, and none are recomputed (bypass mode)."""
     step_number: int = 0
     """Training steps done."""
     validation_due: bool = False
@@ -80,22 +91,31 @@ class Trainer:
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Do one training step on these prompts; returns its metrics."""
-        number = self.step_number + 1
-        time = Timer(on_phase=self.loggers.phase)
+        number, time = self.step_number + 1, Timer(on_phase=self.loggers.phase)
         metrics: dict[str, float] = {}
         with time("step"):
             with time("gen"):
                 key = NoiseKey(self.seed, number)
-                experience = self.collector.collect(prompts, self.sampling, key, self._show_progress)
+                collector = self.dynamic_sampling or self.collector
+                experience = collector.collect(prompts, self.sampling, key, self._show_progress)
+            time.move(experience.reward_seconds, "gen", "reward")
             batch = TrainBatch.assemble(experience.rollout, experience.scores)
             if self.greedy_baseline:
                 with time("gen_max"):
-                    metrics |= self.greedy_baseline.add_to(batch, prompts, self.collector, key)
+                    metrics |= self.greedy_baseline.add_to(batch, experience.prompts, self.collector, key)
             if self.reward_components:
                 metrics |= self.reward_components.add_to(batch, experience.outcomes)
-            with time("old_log_prob"):
-                policy = self.actor.infer(batch)
-                batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
+            policy = None
+            if self.sampler_is_old_policy:
+                batch.old_log_probs = batch.rollout_log_probs
+            else:
+                with time("old_log_prob"):
+                    policy = self.actor.infer(batch)
+                    batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
+                metrics |= sampler_metrics(batch)
+                metrics |= self.mismatch.check(metrics, self.loggers.warn)
+            if self.rollout_correction:
+                metrics |= self.rollout_correction.apply(batch)
             if self.reference:
                 with time("ref"):
                     batch.ref_log_probs = self.reference(batch).log_probs
@@ -104,25 +124,36 @@ class Trainer:
                     critic = self.critic.infer(batch)
                     batch.values, batch.bootstrap_values = critic.values, critic.bootstrap_values
             with time("adv"):
-                batch.token_level_rewards = batch.token_level_scores
-                if self.reward_shaping:
-                    metrics |= self.reward_shaping.apply(batch)
-                if self.kl_reward:
-                    metrics |= self.kl_reward.apply(batch)
-                batch = self.estimate_advantages(batch)
+                metrics |= self._to_advantages(batch)
+                learned = batch
+                if self.policy_filtration:
+                    learned, filtered = self.policy_filtration.draw(batch, number)
+                    metrics |= filtered
             if self.critic:
                 with time("update_critic"):
-                    metrics |= _prefixed("critic", self.critic.update(batch, number - 1))
-            if number > self.schedule.critic_warmup:
+                    metrics |= _prefixed("critic", self.critic.update(learned, number - 1))
+            if self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", -math.inf)):
                 with time("update_actor"):
-                    metrics |= _prefixed("actor", self.actor.update(batch, number - 1))
+                    metrics |= _prefixed("actor", self.actor.update(learned, number - 1))
                 with time("update_weights"):
                     self.collector.engine.sync_weights()
+            if self.rollout_files:
+                with time("dump_rollout_generations"):
+                    self.rollout_files.write(number, experience, batch)
         self.step_number = number
         measured = step_metrics(batch, policy, experience.report, time, self.dataset.report.max_prompt_length)
-        measured |= self.mismatch.check(measured, self.loggers.warn)
-        epoch = (number - 1) // self.sampler.batches_per_epoch
-        return measured | metrics | {"training/global_step": float(number), "training/epoch": float(epoch)}
+        return metrics | measured | {"training/global_step": float(number)}
+
+    def _to_advantages(self, batch: TrainBatch) -> dict[str, float]:
+        """Scores, shaped and with the KL penalty, become advantages and returns."""
+        metrics: dict[str, float] = {}
+        batch.token_level_rewards = batch.token_level_scores
+        if self.reward_shaping:
+            metrics |= self.reward_shaping.apply(batch)
+        if self.kl_reward:
+            metrics |= self.kl_reward.apply(batch)
+        self.estimate_advantages(batch)
+        return metrics | value_metrics(batch)
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
@@ -132,8 +163,8 @@ class Trainer:
             self.validation_due = False
             self.loggers.log(self.step_number, self.evaluate())
         while self.step_number < self.schedule.total_steps:
-            rows = self.sampler.next_batch()
-            metrics = self.step([self.dataset[row] for row in rows])
+            epoch, rows = self.sampler.epoch, self.sampler.next_batch()
+            metrics = self.step([self.dataset[row] for row in rows]) | {"training/epoch": float(epoch)}
             done = self.step_number
             stopping = interrupted()
             if self.evaluation and self.schedule.tests_at(done):
@@ -158,9 +189,11 @@ class Trainer:
         return result.metrics | time.metrics()
 
     def save(self) -> None:
-        """Write a checkpoint of the current step."""
-        self.loggers.phase("save_checkpoint")
-        self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
+        """Write a checkpoint of the current step; how long that took is logged under the step, too."""
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            self.persistence.save(self.step_number, self.actor.engine, self.critic_engine, self.state())
+        self.loggers.log(self.step_number, time.metrics())
 
     def state(self) -> dict[str, Any]:
         """All state that is not in an engine."""
@@ -170,6 +203,7 @@ class Trainer:
             "sampler": self.sampler.state_dict(),
             "reward_shaping": self.reward_shaping.state_dict() if self.reward_shaping else None,
             "kl_reward": self.kl_reward.state_dict() if self.kl_reward else None,
+            "critic_warmup": self.critic_warmup.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -181,6 +215,12 @@ class Trainer:
             self.reward_shaping.load_state_dict(state["reward_shaping"])
         if self.kl_reward and state["kl_reward"]:
             self.kl_reward.load_state_dict(state["kl_reward"])
+        self.critic_warmup.load_state_dict(state["critic_warmup"])
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of a full training batch."""
+        return self.dynamic_sampling.num_groups if self.dynamic_sampling else self.sampler.batch_size
 
     @property
     def critic_engine(self) -> TrainingEngine[ValueOutputs] | None:

@@ -169,6 +169,11 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint and is complete; its content is not verified."""
+    return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+
+
 def verify(checkpoint: Path) -> None:
     """Compare every file of a checkpoint with its manifest.
 
@@ -181,9 +186,10 @@ def verify(checkpoint: Path) -> None:
     others = sorted(_checkpoints(checkpoint.parent), key=_age, reverse=True)
     good = next((path for path in others if find_damage(path, step_of(path)) is None), None)
     offer = (
-        "There is no other good checkpoint beside it; start anew with trainer.resume_mode=disable"
+        "There is no other good checkpoint beside it; to train, start anew with trainer.resume_mode=disable"
         if good is None
-        else f"The last good one beside it: trainer.resume_mode=resume_path trainer.resume_from_path={good}"
+        else f"The last good one beside it is {good}. To train on from it: trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={good}"
     )
     raise CheckpointDamaged(f"{damage}. {offer}")
 
@@ -209,11 +215,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    return [path for path in root.glob("global_step_*") if _is_checkpoint(path)]
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+    return [path for path in root.glob("global_step_*") if is_checkpoint(path)]
 
 
 def _age(checkpoint: Path) -> tuple[int, int]:
@@ -224,7 +226,7 @@ def _age(checkpoint: Path) -> tuple[int, int]:
 def _given(path: Path | None) -> Path:
     if path is None:
         raise ValueError("trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_<N> folder")
-    if not _is_checkpoint(path):
+    if not is_checkpoint(path):
         found = sorted([*_checkpoints(path), *_checkpoints(path.parent)], key=step_of)
         near = f"Near it: {', '.join(map(str, found))}" if found else "There is none near it."
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from tether.algorithms import (
     POLICY_LOSSES,
     TOKEN_SELECTIONS,
+    Max,
+    Mean,
     aggregate_loss,
     kl_penalty,
     masked_mean_ratio,
@@ -29,17 +32,21 @@ class Aggregation:
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
     """Divisor of ``seq-mean-token-sum-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
-    the response width."""
+    the width."""
+    width: int | None = None
+    """Tokens that a response may have. None: the longest response of the batch, so that what a row weighs in these two
+    modes depends on how long the others happen to be."""
 
     def __call__(self, loss: Tensor, mask: Tensor, sizes: LossSizes) -> Tensor:
         """[b, T] -> this micro-batch's share of the mini-batch's loss."""
+        width = self.width or loss.shape[1]
         if self.mode == "masked_mean_ratio":
             return masked_mean_ratio(
                 loss,
                 mask,
                 episode_length=mask.sum(dim=-1, keepdim=True),
-                max_episode_length=self.scale_factor or loss.shape[1],
-                num_elements=sizes.num_sequences * loss.shape[1],
+                max_episode_length=self.scale_factor or width,
+                num_elements=sizes.num_sequences * width,
             )
         return aggregate_loss(
             loss,
@@ -47,7 +54,7 @@ class Aggregation:
             self.mode,
             num_tokens=sizes.num_tokens,
             num_sequences=sizes.num_sequences,
-            max_length=self.scale_factor or loss.shape[1],
+            max_length=self.scale_factor or width,
         )
 
 
@@ -56,7 +63,7 @@ class PolicyLoss:
     """Policy loss, minus the entropy bonus, plus the KL to the reference."""
 
     name: str = "vanilla"
-    options: Mapping[str, float | None] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the policy loss: clip ratios and the like."""
     aggregation: Aggregation = Aggregation()
     entropy_coeff: float = 0.0
@@ -73,10 +80,14 @@ class PolicyLoss:
             mask,
             selected=batch.selected,
             rollout_log_probs=batch.rollout_log_probs,
+            rollout_is_weights=batch.rollout_is_weights,
             **self.options,
         )
+        metrics = dict(token_loss.metrics)
         total = self.aggregation(token_loss.loss, mask, sizes)
         shares = {"actor/pg_loss": total}
+        if outputs.entropy is not None:
+            metrics["actor/entropy"] = Mean.of(outputs.entropy, mask)
         if self.entropy_coeff:
             assert outputs.entropy is not None
             entropy = self.aggregation(outputs.entropy, mask, sizes)
@@ -85,7 +96,8 @@ class PolicyLoss:
             kl = self.aggregation(self._kl(outputs, batch), mask, sizes)
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
-        return LossTerm(total, token_loss.metrics, shares)
+            metrics["actor/kl_coef"] = Max(torch.tensor(self.kl_coef, dtype=torch.float64))
+        return LossTerm(total, metrics, shares)
 
     def _kl(self, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:
         if self.kl_kind == "full":
@@ -122,6 +134,7 @@ class CriticLoss:
     """Clipped value loss."""
 
     cliprange_value: float | None = 0.5
+    """None: no clip."""
     huber_delta: float | None = None
     aggregation: Aggregation = Aggregation()
 

@@ -178,6 +178,15 @@ def test_odd_terminals(terminal: str, tmp_path: Path) -> None:
     assert not done.stderr
 
 
+def test_what_is_logged_of_a_step_later_takes_no_line() -> None:
+    console = Screen(file=io.StringIO(), width=200)
+    logger = ConsoleLogger(run_info(total_steps=None), console)
+    for step in (1, 2):
+        logger.log(step, {"critic/score/mean": 0.5})
+        logger.log(step, {"timing_s/save_checkpoint": 2.0})
+    assert written(console).splitlines() == [f"step:{step} - critic/score/mean:0.500" for step in (1, 2)]
+
+
 def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\n"

@@ -4,9 +4,9 @@ from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.clipped import vanilla
 from tether.algorithms.policy_losses.common import ratio_metrics, weighted
 from tether.algorithms.ratio import bounded_log_ratio
-from tether.algorithms.rollout_correction import RejectionBounds, importance_weights, rejection_mask
+from tether.algorithms.rollout_correction import RejectionBounds, importance_weights, rejection_mask, veto_mask
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, TokenLoss
+from tether.algorithms.token_loss import Mean, Metric, TokenLoss
 
 
 def bypass_mode(
@@ -19,6 +19,7 @@ def bypass_mode(
     rollout_is: str | None = None,
     rollout_is_threshold: float = 2.0,
     rollout_rs: RejectionBounds | None = None,
+    veto_threshold: float | None = None,
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
@@ -27,8 +28,9 @@ def bypass_mode(
 
     ``ppo_clip``: `vanilla` around the sampler; its ratio already is the importance weight, so none is multiplied in.
     ``reinforce``: L = -w A log p with w the truncated importance weight of the current policy (`importance_weights`),
-    1 if rollout_is is None. Tokens or rows that rollout_rs rejects (`rejection_mask`, current policy against sampler)
-    have loss 0 but stay in the denominators of the aggregation, which are fixed before the split.
+    1 if rollout_is is None. Tokens or rows that rollout_rs (`rejection_mask`) or veto_threshold (`veto_mask`) rejects,
+    current policy against sampler, have loss 0 but stay in the denominators of the aggregation, which are fixed before
+    the split.
 
     Assumes: the sampler's probabilities are exact enough to be the old policy.
     Use it: where the extra forward pass costs much, and the sampler agrees with the trainer.
@@ -42,7 +44,14 @@ def bypass_mode(
     kept = response_mask.bool()
     if rollout_rs is not None:
         kept = rejection_mask(log_probs.detach(), old_log_probs, response_mask, rollout_rs)
-    rejected = {"actor/rejected": Mean.of(~kept, response_mask)}
+    if veto_threshold is not None:
+        kept = kept & veto_mask(log_probs.detach(), old_log_probs, response_mask, veto_threshold)
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask).detach()
+    off_policy: dict[str, Metric] = {
+        "actor/rejected": Mean.of(~kept, response_mask),
+        "rollout_corr/kl": Mean.of(-log_ratio, response_mask),
+        "rollout_corr/k3_kl": Mean.of(log_ratio.expm1() - log_ratio, response_mask),
+    }
     if loss_type == "ppo_clip":
         clipped = vanilla(
             log_probs,
@@ -53,14 +62,14 @@ def bypass_mode(
             clip_ratio_high=clip_ratio_high,
             clip_ratio_c=clip_ratio_c,
         )
-        return TokenLoss(clipped.loss, clipped.metrics | rejected)
+        return TokenLoss(clipped.loss, clipped.metrics | off_policy)
     if loss_type == "reinforce":
         weights = None
         if rollout_is is not None:
             weights = importance_weights(
-                log_probs.detach(), old_log_probs, kept, level=rollout_is, threshold=rollout_is_threshold
+                log_probs.detach(), old_log_probs, response_mask, level=rollout_is, threshold=rollout_is_threshold
             )
         loss = -select(advantages, kept) * select(log_probs, kept)
         metrics = ratio_metrics(bounded_log_ratio(log_probs, old_log_probs, kept), kept)
-        return weighted(loss, kept, weights, metrics | rejected)
+        return weighted(loss, kept, weights, metrics | off_policy)
     raise ValueError(f"bypass_mode: unknown loss_type {loss_type!r}. Use ppo_clip or reinforce")

@@ -82,7 +82,7 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggMode | None = None
     """How the losses of tokens become one number; null: as policy_loss.loss_mode demands, else token-mean."""
     loss_scale_factor: PositiveFloat | None = None
-    """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: the response width."""
+    """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from tether.config.schema.section import Floats, Fraction, Inherits, NonNegative, PositiveFloat, Section, Strings
+from pydantic import BeforeValidator
+
+from tether.config.schema.section import (
+    Floats,
+    Fraction,
+    Inherits,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    Strings,
+    as_strings,
+)
 
 AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
@@ -14,6 +26,15 @@ KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
 ]  # fmt: skip
+RejectionMode = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
+def _as_modes(value: Any) -> Any:
+    """verl writes several modes as one string with commas."""
+    return tuple(mode.strip() for mode in value.split(",")) if isinstance(value, str) else as_strings(value)
 
 
 class KlControlConfig(Section):
@@ -47,18 +68,29 @@ class RolloutCorrectionConfig(Section):
     """Highest weight."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean."""
-    rollout_rs: str | None = None
-    """Rejection of tokens or responses: a comma list of modes."""
+    rollout_rs: Annotated[tuple[RejectionMode, ...] | None, BeforeValidator(_as_modes)] = None
+    """Rejection of tokens or responses: one mode or several, for example 'token_k1,seq_mean_k3'."""
     rollout_rs_threshold: float | str | None = None
-    """Threshold of each mode."""
-    rollout_rs_threshold_lower: float | None = None
-    """Lower threshold."""
-    rollout_token_veto_threshold: float | None = None
-    """A token ratio below it rejects the whole response."""
+    """Bound of all modes, or a comma list with one for each; a ratio (k1) may be given as 'lower_upper'."""
+    rollout_rs_threshold_lower: PositiveFloat | None = None
+    """k1: lower bound of the ratio; null: 1 / the upper one."""
+    rollout_token_veto_threshold: PositiveFloat | None = None
+    """A response with a token whose ratio is below it is rejected as a whole."""
     bypass_mode: bool = False
-    """Use the sampler's log-probs as the old ones."""
+    """Use the sampler's log-probs as the old ones, and recompute none."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Loss in bypass mode."""
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: dynamic sampling, which replaces prompts whose responses all score the same."""
+
+    enable: bool = False
+    """Drop groups without two different scores and sample further prompts in their place (DAPO)."""
+    metric: str = "score"
+    """What must differ: score (also called seq_reward), or a key that the reward returns beside it, such as acc."""
+    max_num_gen_batches: Positive = 10
+    """Batches of prompts sampled for one step at most; then the step takes what it has. (verl: 0, without end.)"""
 
 
 class AlgorithmConfig(Section):
@@ -103,3 +135,4 @@ class AlgorithmConfig(Section):
     """PF-PPO: draw the batch again by reward."""
     pf_ppo: PfPpoConfig
     rollout_correction: RolloutCorrectionConfig
+    filter_groups: FilterGroupsConfig

@@ -92,8 +92,8 @@ class DataConfig(Section):
     """Keep the processor's output."""
     tokenizer: str | None = None
     """Another tokenizer for the data."""
-    gen_batch_size: Annotated[int, Inherits(".train_batch_size")]
-    """Prompts that are sampled at a time, where that differs from train_batch_size."""
+    gen_batch_size: Annotated[Positive, Inherits(".train_batch_size")]
+    """Prompts that dynamic sampling (algorithm.filter_groups) samples at a time."""
     tool_config_path: str | None = None
     """Tools of multi-turn rollouts."""
     image_key: str = "images"

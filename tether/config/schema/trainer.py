@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from tether.config.schema.section import Count, Inherits, Name, OffOrEvery, Positive, Section, as_strings
+from tether.config.schema.section import Count, Inherits, Name, OffOrEvery, Positive, Says, Section, as_strings
 
 LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
@@ -27,6 +27,10 @@ class TrainerConfig(Section):
     """Embodied runs: log every so many training steps. Episodes that ended in between are all counted."""
     critic_warmup: Count = 0
     """Steps in which only the critic learns."""
+    critic_warmup_until_explained_variance: Annotated[float | None, Field(lt=1), Says("a number below 1 or null")] = (
+        None
+    )
+    """Only the critic learns until it explains this share of the returns' variance once. (tether's own key.)"""
     seed: int = 1
     """Seeds everything random: order of prompts, sampling, initialisation, shuffling. (tether's own key.)"""
     project_name: Name = "verl_examples"
@@ -56,7 +60,7 @@ class TrainerConfig(Section):
     log_val_generations: Count = 0
     """Validation samples to log."""
     rollout_data_dir: str | None = None
-    """Folder for every training sample, as jsonl."""
+    """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
     validation_data_dir: str | None = None
     """Folder for every validation sample, as jsonl."""
     preflight: bool = True

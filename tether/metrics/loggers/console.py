@@ -58,10 +58,13 @@ class ConsoleLogger:
         screen = screen or Screen(highlight=False)
         live = screen.is_terminal and not screen.is_dumb_terminal and screen.encoding.startswith("utf")
         self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run))
+        self._shown: int | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the headline numbers of a step."""
-        self._show(lambda display: display.log(step, metrics))
+        """Show the headline numbers of a step; what is logged of it later, the time of its checkpoint, is not shown."""
+        if step != self._shown:
+            self._shown = step
+            self._show(lambda display: display.log(step, metrics))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Show the first few samples: the end of the prompt, the response and its reward."""

@@ -5,6 +5,6 @@ Everything cheap is checked before anything expensive is loaded: paths, data and
 """
 
 from tether.trainer.build.run import Run, build_run
-from tether.trainer.build.standalone import build_evaluator, build_generator
+from tether.trainer.build.standalone import build_critic_pretraining, build_evaluator, build_generator
 
-__all__ = ["Run", "build_evaluator", "build_generator", "build_run"]
+__all__ = ["Run", "build_critic_pretraining", "build_evaluator", "build_generator", "build_run"]

@@ -28,14 +28,14 @@ def asks_for(config: RunConfig, what: str) -> bool:
     return what in needs(ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator])
 
 
-def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], TrainBatch]:
+def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], None]:
     """The function that fills in `advantages` and `returns`."""
     estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     weights = torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None
     alpha = algorithm.lam_actor_alpha
     decoupled = alpha is not None or algorithm.lam_critic != algorithm.lam
 
-    def estimate(batch: TrainBatch) -> TrainBatch:
+    def estimate(batch: TrainBatch) -> None:
         result = estimator(
             batch.token_level_rewards,
             batch.response_mask,
@@ -53,7 +53,6 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
         batch.advantages, batch.returns = result.advantages, result.returns
-        return batch
 
     return estimate
 

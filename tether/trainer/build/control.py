@@ -15,6 +15,7 @@ from tether.execution.machine import set_threads, usable_cores
 from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer
+from tether.trainer.build.off_policy import build_critic_warmup
 from tether.trainer.build.run import build_run_loggers
 from tether.trainer.control import ControlEvaluation, ControlTrainer
 from tether.trainer.control_persistence import POLICY, ControlPersistence
@@ -78,6 +79,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
                 normalize_advantages=config.algorithm.normalize_advantages,
                 logprob_level=config.algorithm.logprob_type,
             ),
+            critic_warmup=build_critic_warmup(trainer_config),
             evaluation=build_evaluation(config, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
@@ -183,4 +185,4 @@ def _schedule(config: RunConfig) -> Schedule:
     if steps is None:
         assert trainer.total_env_steps is not None
         steps = math.ceil(trainer.total_env_steps / (train.total_num_envs * train.max_steps_per_rollout_epoch))
-    return Schedule(steps, trainer.save_freq, trainer.test_freq, critic_warmup=trainer.critic_warmup)
+    return Schedule(steps, trainer.save_freq, trainer.test_freq)

@@ -40,8 +40,7 @@ def build_inputs(config: RunConfig) -> Inputs:
     model, data = config.actor_rollout_ref.model, config.data
     model_path = resolve_model_path(model.path, cache_dir())
     critic_path = resolve_model_path(config.critic.model.path, cache_dir()) if config.critic.enable else model_path
-    tokenizer_path = resolve_model_path(model.tokenizer_path, cache_dir())
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=model.trust_remote_code)
+    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
     train = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle)
     validation = None
     if data.val_files:
@@ -49,6 +48,12 @@ def build_inputs(config: RunConfig) -> Inputs:
     if config.custom_reward_function.path is None:
         check_sources(train.data_sources() | (validation.data_sources() if validation else set()))
     return Inputs(model_path, critic_path, tokenizer, train, validation)
+
+
+def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; its repository's own code may run where the data or the model is trusted with that."""
+    trusted = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
+    return load_tokenizer(path, trust_remote_code=trusted)
 
 
 def build_dataset(

@@ -15,6 +15,7 @@ from tether.algorithms import TOKEN_SELECTIONS
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema.actor import ActorConfig
+from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
@@ -24,6 +25,7 @@ from tether.models.load import load_causal_lm
 from tether.required import REQUIRED_AGGREGATION
 from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
+from tether.trainer.build.off_policy import bypass_options
 from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.local import LocalEngine
@@ -129,7 +131,7 @@ def build_actor(
     """The policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
-    temperature = rollout.temperature
+    temperature, correction = rollout.temperature, config.algorithm.rollout_correction
     engine: LocalEngine[PolicyOutputs] = LocalEngine(
         model,
         _update_micro(actor, packed),
@@ -144,11 +146,11 @@ def build_actor(
             model,
             temperature,
             packed,
-            with_entropy=actor.entropy_coeff != 0,
+            with_entropy=actor.entropy_coeff != 0 or correction.bypass_mode,
             reference=reference if _needs_full_kl(actor) else None,
         ),
-        loss=_policy_loss(actor),
-        plan=_plan(actor, rollout.n, config.trainer.seed),
+        loss=_policy_loss(actor, correction, config.data.max_response_length),
+        plan=update_plan(actor, rollout.n, config.trainer.seed),
         infer_forward=PolicyModel(
             model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
         ),
@@ -207,15 +209,15 @@ def build_reference(config: RunConfig, reference: ReferenceModel | None) -> Refe
 
 
 def build_critic(
-    config: RunConfig, inputs: Inputs, device: torch.device, total_steps: int, checkpoint: Path | None, incidents: Path
+    config: RunConfig, path: Path | str, device: torch.device, total_steps: int, incidents: Path | None
 ) -> Learner[ValueOutputs] | None:
-    """The critic's learner; None where the advantage estimator needs no values."""
+    """The learner of the critic at `path`; None where the advantage estimator needs no values."""
     critic = config.critic
     if not critic.enable:
         return None
     fsdp, packed = critic.model.fsdp_config, critic.model.use_remove_padding
     model = load_critic(
-        checkpoint / "critic" if checkpoint else inputs.critic_path,
+        path,
         dtype=DTYPES[fsdp.model_dtype],
         trust_remote_code=critic.model.trust_remote_code,
         override_config=critic.model.override_config,
@@ -229,14 +231,18 @@ def build_critic(
         build_optimizer(critic.optim, total_steps),
         compute_dtype=DTYPES[fsdp.dtype],
         save=_save_model,
-        incident_dir=incidents / "critic",
+        incident_dir=incidents / "critic" if incidents else None,
     )
     bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
     return Learner(
         engine=engine,
         forward=ValueModel(model, packed),
-        loss=CriticLoss(critic.cliprange_value, critic.huber_delta, Aggregation(critic.loss_agg_mode or "token-mean")),
-        plan=_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
+        loss=CriticLoss(
+            critic.cliprange_value,
+            critic.huber_delta,
+            Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length),
+        ),
+        plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
         infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
@@ -247,8 +253,8 @@ def build_critic(
     )
 
 
-def _policy_loss(actor: ActorConfig) -> PolicyLoss:
-    name = actor.policy_loss.loss_mode
+def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
+    name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
     return PolicyLoss(
         name=name,
         options={
@@ -259,9 +265,10 @@ def _policy_loss(actor: ActorConfig) -> PolicyLoss:
             "clip_ratio_low": actor.clip_ratio_low,
             "clip_ratio_high": actor.clip_ratio_high,
             "clip_ratio_c": actor.clip_ratio_c,
+            **(bypass_options(correction) if correction.bypass_mode else {}),
         },
         aggregation=Aggregation(
-            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor
+            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor, width
         ),
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
@@ -298,7 +305,8 @@ def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatchi
     )
 
 
-def _plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+    """Epochs and mini-batches of a role; `responses` a prompt."""
     return UpdatePlan(
         mini_batch_rows=role.ppo_mini_batch_size * responses,
         epochs=role.ppo_epochs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,13 @@ from tether.trainer.build.learners import (
     build_reference,
     load_policy,
     load_reference,
+)
+from tether.trainer.build.off_policy import (
+    build_critic_warmup,
+    build_dynamic_sampling,
+    build_policy_filtration,
+    build_rollout_correction,
+    build_rollout_files,
 )
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
@@ -79,36 +87,44 @@ def build_run(loaded: LoadedConfig) -> Run:
     persistence = Persistence(store, inputs.tokenizer, identity, loaded.to_yaml())
     with ExitStack() as undo:
         rewards = undo.enter_context(build_rewards(config))  # ended if something below fails
-        sampler = PromptSampler(
-            len(inputs.train), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
-        )
-        schedule = _schedule(config, sampler.batches_per_epoch)
+        sampler = _sampler(config, len(inputs.train))
+        schedule = _schedule(config, len(inputs.train))
         policy = load_policy(config, inputs, device, checkpoint)
         reference = load_reference(config, inputs, policy, device)
         incidents = directory / "incidents"
         # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
         actor = build_actor(config, policy, reference, schedule.total_steps, incidents)
+        collector = Collector(
+            _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
+        )
+        critic_path = checkpoint / "critic" if checkpoint else inputs.critic_path
+        critic = build_critic(config, critic_path, device, schedule.total_steps, incidents)
+        loggers = build_run_loggers(loaded, directory, schedule, checkpoint)  # after all that may refuse its input
         trainer = Trainer(
             dataset=inputs.train,
             sampler=sampler,
-            collector=Collector(
-                _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
-            ),
+            collector=collector,
             sampling=_sampling(config),
             actor=actor,
-            critic=build_critic(config, inputs, device, schedule.total_steps, checkpoint, incidents),
+            critic=critic,
             reference=build_reference(config, reference),
             greedy_baseline=build_greedy_baseline(config),
             reward_components=build_reward_components(config),
             reward_shaping=build_reward_shaping(config),
             kl_reward=_kl_reward(config.algorithm),
             estimate_advantages=build_advantage_estimator(config.algorithm),
+            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
+            rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
+            policy_filtration=build_policy_filtration(config),
+            critic_warmup=build_critic_warmup(config.trainer),
+            rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
             evaluation=_evaluation(config, inputs),
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config),
-            loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
+            loggers=loggers,
             seed=config.trainer.seed,
+            sampler_is_old_policy=config.algorithm.rollout_correction.bypass_mode,
         )
         if checkpoint:
             trainer.load_state(restore(checkpoint, trainer.actor.engine, trainer.critic_engine))
@@ -125,14 +141,20 @@ def _identity(inputs: Inputs) -> dict[str, str]:
     return identity
 
 
-def _schedule(config: RunConfig, batches_per_epoch: int) -> Schedule:
+def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
+    data = config.data
+    size = data.gen_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
+    return PromptSampler(num_prompts, size, shuffle=data.shuffle, seed=data.seed)
+
+
+def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
     trainer = config.trainer
+    batches_per_epoch = math.ceil(num_prompts / config.data.train_batch_size)  # whatever dynamic sampling drops
     return Schedule(
         total_steps=trainer.total_training_steps or trainer.total_epochs * batches_per_epoch,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
         val_before_train=trainer.val_before_train,
-        critic_warmup=trainer.critic_warmup,
     )
 
 

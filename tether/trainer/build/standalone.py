@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tether.config import LoadedConfig
+from tether.config import LoadedConfig, RunConfig
 from tether.data.chat import render, tokenize
 from tether.data.rows import Row
 from tether.execution.machine import cache_dir, resolve_device, set_threads
@@ -17,11 +19,15 @@ from tether.models.load import load_causal_lm, load_tokenizer
 from tether.models.resolve import resolve_model_path
 from tether.rewards.router import check_sources
 from tether.rollout.native import NativeEngine, eos_token_ids
-from tether.trainer.build.inputs import build_dataset, build_rewards
-from tether.trainer.build.learners import DTYPES, on_device
+from tether.trainer.build.inputs import build_dataset, build_rewards, build_tokenizer
+from tether.trainer.build.learners import DTYPES, build_critic, on_device, update_plan
 from tether.trainer.build.run import validation_sampling
 from tether.trainer.collect import Collector
+from tether.trainer.critic_pretraining import CriticPretraining, split_by_prompt, value_batch
 from tether.trainer.evaluate import Evaluation
+from tether.trainer.persistence import seed_rng
+from tether.trainer.rollout_files import read_rollouts
+from tether.training.losses import CriticLoss
 
 Encode = Callable[[str, str | None], list[int]]
 """(user message, system message) -> the ids of the templated prompt."""
@@ -40,7 +46,7 @@ def build_evaluator(loaded: LoadedConfig, model_dir: Path) -> Iterator[tuple[Eva
             "data.val_files: nothing to evaluate on. Give held-out prompts, for example data.val_files=FILE"
         )
     set_threads(config.trainer.num_threads)
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    tokenizer = build_tokenizer(config, model_dir)
     dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)
     if config.custom_reward_function.path is None:
         check_sources(dataset.data_sources())
@@ -62,6 +68,42 @@ def build_generator(model: str) -> tuple[NativeEngine, PreTrainedTokenizerBase, 
         return tokenize([render(row, tokenizer, None, {})], tokenizer)[0].tolist()
 
     return _engine(path, resolve_device("auto"), "bfloat16"), tokenizer, encode
+
+
+def build_critic_pretraining(
+    config: RunConfig, rollouts: Path, *, epochs: int, held_out: float
+) -> tuple[CriticPretraining, PreTrainedTokenizerBase]:
+    """The critic of a configuration, to be trained on stored rollouts; and the tokenizer of their tokens.
+
+    Args:
+        config: its ``critic`` section, ``algorithm.gamma`` and seed.
+        rollouts: folder that ``trainer.rollout_data_dir`` named.
+        epochs: passes over the rollouts.
+        held_out: share of the prompts that the critic is measured on, and does not learn from.
+
+    Raises:
+        ValueError: no critic for text in this configuration, or unusable rollouts.
+    """
+    if config.env.train.id is not None:
+        raise ValueError("env.train.id: embodied runs store no rollouts, so no critic can be trained on them")
+    if not config.critic.enable:
+        raise ValueError("critic.enable: there is no critic to train; use algorithm.adv_estimator=gae")
+    responses = read_rollouts(rollouts)  # before any model is loaded
+    learned, kept_apart = split_by_prompt(responses, held_out, config.trainer.seed)
+    set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
+    device, gamma = resolve_device(config.trainer.device), config.algorithm.gamma
+    plan = replace(update_plan(config.critic, config.actor_rollout_ref.rollout.n, config.trainer.seed), epochs=epochs)
+    steps = epochs * math.ceil(len(learned) / plan.mini_batch_rows)
+    path = resolve_model_path(config.critic.model.path, cache_dir())
+    learner = build_critic(config, path, device, steps, incidents=None)
+    assert learner
+    assert isinstance(learner.loss, CriticLoss)
+    learner = replace(learner, loss=replace(learner.loss, cliprange_value=None))
+    tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    learned_batch, held_out_batch = (value_batch(part, gamma, device) for part in (learned, kept_apart))
+    return CriticPretraining(learner, learned_batch, held_out_batch, plan), tokenizer
 
 
 def _engine(model: Path | str, device: torch.device, dtype: str) -> NativeEngine:

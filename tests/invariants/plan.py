@@ -1,0 +1,106 @@
+"""What a configuration comes to: everything that a built run holds, laid out as path -> text.
+
+Two configurations with the same plan do the same. Copies of the configuration itself, which are kept to be logged and
+saved, are left out: they would differ with every key, used or not.
+"""
+
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tether.config import LoadedConfig
+from tether.config.schema.section import Section
+from tether.trainer.build import Run
+
+Plan = dict[str, str]
+LEAVES = (type(None), bool, int, float, complex, str, bytes, Path, torch.dtype, torch.device, type, types.ModuleType)
+
+
+def plan_of(run: Run, loaded: LoadedConfig) -> Plan:
+    """Lay out a built run, and what building it set in this process."""
+    copies = (run.trainer.persistence.run_yaml, loaded.tree())
+    return dict(_entries("run", run, copies, {})) | {"threads": str(torch.get_num_threads())}
+
+
+def _entries(
+    path: str, value: Any, copies: tuple[str, Mapping[str, Any]], seen: dict[int, Any]
+) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Section) or any(type(value) is type(copy) and value == copy for copy in copies):
+        return
+    if (leaf := _leaf(value)) is not None:
+        yield path, leaf
+        return
+    if id(value) in seen:
+        return
+    seen[id(value)] = value  # kept alive, or its id would come again
+    yield path, type(value).__qualname__
+    for name, part in _parts(value):
+        yield from _entries(f"{path}.{name}", part, copies, seen)
+
+
+def _leaf(value: Any) -> str | None:
+    if isinstance(value, LEAVES):
+        return repr(value)
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {hashlib.sha1(content).hexdigest()}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {hashlib.sha1(value.tobytes()).hexdigest()}"
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a value by name; of handles of the system (threads, locks, pipes, processes) there are none."""
+    if isinstance(value, nn.Module):
+        yield from value.state_dict(keep_vars=True).items()
+        yield from ((f"{name}:mode", module.training) for name, module in value.named_modules())
+        yield from _recomputes(value)
+        yield "config", getattr(value, "config", None)
+    elif isinstance(value, Mapping):
+        yield "keys", [key if isinstance(key, LEAVES) else type(key) for key in value]
+        yield from ((f"[{number}]", item) for number, item in enumerate(value.values()))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from {"func": value.func, "args": value.args, "keywords": value.keywords}.items()
+    elif isinstance(value, types.MethodType):
+        yield from {"self": value.__self__, "function": value.__func__}.items()
+    elif isinstance(value, types.FunctionType):
+        yield "name", value.__qualname__
+        yield from inspect.getclosurevars(value).nonlocals.items()
+    elif type(value).__module__.startswith(("tether.", "torch.optim", "transformers.", "jinja2.")):
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _recomputes(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    for name, module in model.named_modules():
+        yield f"{name}:recomputes", getattr(module, "gradient_checkpointing", False)
+
+
+class Remembered:
+    """A loader that is slow, and gives a copy of its first result where it is asked for the same again.
+
+    What it is asked for is part of the plan: it says, for example, whether a model's own code may run.
+    """
+
+    def __init__(self, load: Callable[..., Any], copies: bool) -> None:
+        self.load = load
+        self.copies = copies
+        self.results: dict[str, Any] = {}
+        self.asked: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        question = f"{self.load.__name__}{args} {kwargs}"
+        self.asked.append(question)
+        if question not in self.results:
+            self.results[question] = self.load(*args, **kwargs)
+        return deepcopy(self.results[question]) if self.copies else self.results[question]

@@ -1,0 +1,75 @@
+"""The table of metrics and what runs log are one: no key is logged undescribed, none is described and never logged."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides, train
+from tether.metrics.keys import METRICS, MetricInfo, describe
+from tether.metrics.loggers.jsonl import read_metrics
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+RUNS = {
+    "gae": [*GAE, "algorithm.bootstrap_truncated=True", "algorithm.normalize_rewards=running"],
+    "grpo": [*GRPO, f"{LOSS}.loss_mode=decoupled", f"{LOSS}.behave_weight_threshold=2"],
+    "remax": ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", f"{LOSS}.loss_mode=kl_cov"],
+    "gdpo": ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[score,acc]"],
+    "baseline": [
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=4",
+    ],
+}
+"""Between them they have all parts."""
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    letters = sum(c.isalpha() for c in solution_str)
+    return {"score": letters / 8, "acc": float(letters > 2), "pred": solution_str[:1]}
+"""
+
+
+@pytest.fixture(scope="module")
+def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every key that one step of these runs logs."""
+    folder = tmp_path_factory.mktemp("metrics")
+    (folder / "reward.py").write_text(REWARD)
+    found: set[str] = set()
+    for name, algorithm in RUNS.items():
+        run = train(
+            [
+                *base_overrides(inputs, folder / name),
+                *algorithm,
+                f"custom_reward_function.path={folder / 'reward.py'}",
+                f"{VALIDATION}.do_sample=True",
+                f"{VALIDATION}.temperature=1",
+                f"{VALIDATION}.n=2",
+                "trainer.total_training_steps=1",
+                "trainer.test_freq=1",
+                "trainer.save_freq=1",
+            ]
+        )
+        found |= {key for metrics in read_metrics(run).values() for key in metrics}
+    return found
+
+
+def test_what_is_logged_is_described(logged: set[str]) -> None:
+    assert {key for key in logged if describe(key) is None} == set()
+
+
+def test_what_is_described_is_logged(logged: set[str]) -> None:
+    described = {id(describe(key)) for key in logged}
+    assert {key for key, info in METRICS.items() if id(info) not in described and info.when is None} == set()
+
+
+def test_a_rare_metric_says_where_it_is_logged() -> None:
+    assert all(re.match(r"(on|in|with|while|where|under) ", info.when) for info in METRICS.values() if info.when)
+
+
+def test_a_key_that_nothing_logs_would_show(logged: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setitem(METRICS, "actor/of_no_run", MetricInfo("Nothing."))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="actor/of_no_run"):
+        test_what_is_described_is_logged(logged)

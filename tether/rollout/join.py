@@ -1,0 +1,53 @@
+"""Several rollouts as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import NonTensorStack
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tether.batch import KeptTokens, RolloutBatch
+
+
+def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> RolloutBatch:
+    """Put rows one after another, no wider than the longest prompt and response among them need.
+
+    Args:
+        rollouts: at least one, all sampled with the same settings.
+        groups: for each rollout, the prompt group that all its rows belong to in the result (`uid`).
+    """
+    prompt_length = torch.cat([rollout.prompt_length for rollout in rollouts])
+    response_length = torch.cat([rollout.response_length for rollout in rollouts])
+    width = int(response_length.max())
+
+    def by_token(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([_with_width(tensor, width) for tensor in tensors])
+
+    return RolloutBatch(
+        uid=torch.cat([torch.full_like(r.uid, group) for r, group in zip(rollouts, groups, strict=True)]),
+        prompt_ids=torch.cat([_with_width(r.prompt_ids, int(prompt_length.max())) for r in rollouts]),
+        prompt_length=prompt_length,
+        response_ids=by_token([rollout.response_ids for rollout in rollouts]),
+        response_length=response_length,
+        response_mask=by_token([rollout.response_mask for rollout in rollouts]),
+        rollout_log_probs=by_token([rollout.rollout_log_probs for rollout in rollouts]),
+        truncated=torch.cat([rollout.truncated for rollout in rollouts]),
+        kept=_join_kept([rollout.kept for rollout in rollouts if rollout.kept is not None], by_token),
+        batch_size=[len(response_length)],
+    )
+
+
+def _join_kept(kept: Sequence[KeptTokens], by_token: Callable[[Sequence[Tensor]], Tensor]) -> KeptTokens | None:
+    if not kept:
+        return None
+    words = [row for rollout in kept for row in rollout.words]
+    count = by_token([rollout.count for rollout in kept])
+    return KeptTokens(count=count, words=NonTensorStack(*words), batch_size=[len(words)])
+
+
+def _with_width(tensor: Tensor, width: int) -> Tensor:
+    """[B, W] -> [B, width]: cut, or filled with zeros."""
+    return pad(tensor[:, :width], (0, max(width - tensor.shape[1], 0)))

@@ -1,0 +1,36 @@
+"""When the policy begins to learn: not before the critic has something to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class CriticWarmup:
+    """Holds the policy back for a number of steps, and until the critic has once explained enough variance."""
+
+    steps: int = 0
+    """Steps in which only the critic learns, whatever it explains."""
+    explained_variance: float | None = None
+    """Share of the returns' variance that the critic must explain once; None: none."""
+    reached: bool = False
+    """It has. The policy is not held back again if the critic falls behind later."""
+
+    def is_over(self, step: int, explained_variance: float) -> bool:
+        """Does the policy learn in this step.
+
+        Args:
+            step: counted from 1.
+            explained_variance: of this step's returns by the values that its advantages are made with.
+        """
+        self.reached |= self.explained_variance is None or explained_variance >= self.explained_variance
+        return step > self.steps and self.reached
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the threshold was reached."""
+        return {"reached": self.reached}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; with another threshold than before, what was reached still counts."""
+        self.reached = state["reached"]

@@ -1,0 +1,44 @@
+"""PF-PPO in the training loop: the update learns from rows that are drawn again by their reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tether.algorithms import masked_sum, pf_ppo_indices
+from tether.batch import TrainBatch
+
+STREAM = 0x9F
+"""Keeps these draws apart from the other ones of (seed, step)."""
+
+
+@dataclass(frozen=True)
+class PolicyFiltration:
+    """Draws the rows of the update (Shen and Zhang 2024, arXiv 2409.06957); see `pf_ppo_indices`."""
+
+    method: str
+    weight_pow: float
+    seed: int
+
+    def draw(self, batch: TrainBatch, step: int) -> tuple[TrainBatch, dict[str, float]]:
+        """As many rows as the batch has, drawn from it with replacement, and metrics.
+
+        The draw depends on (seed, step) and the scores alone. Advantages stay as they were estimated over the whole
+        batch. A batch without a row to learn from stays as it is.
+        """
+        valid = batch.response_mask.any(dim=-1)
+        if not valid.any():
+            return batch, {}
+        scores = masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
+        word = np.random.SeedSequence([self.seed, step, STREAM]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(word))
+        rows = pf_ppo_indices(
+            scores, valid, reweight_method=self.method, weight_pow=self.weight_pow, generator=generator
+        )
+        metrics = {
+            "pf_ppo/distinct_fraction": len(rows.unique()) / int(valid.sum()),
+            "pf_ppo/score_mean": float(scores[rows].mean()),
+        }
+        return batch[rows], metrics
