@@ -16,7 +16,7 @@ from tether.algorithms import discounted_sums  # noqa: E402
 from tether.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.trainer.build.control import build_control_run  # noqa: E402
-from tether.trainer.control_samples import RewardScaler  # noqa: E402
+from tether.trainer.control_rewards import RewardScaler  # noqa: E402
 from tether.training.checkpoint import load_state  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"

@@ -8,9 +8,10 @@ from torch import nn
 
 from tether.algorithms import POLICY_LOSSES, value_loss
 from tether.models.control.policy import ControlPolicy, PolicySpec
-from tether.training.control import ControlLearner, ControlLoss, ControlPlan, Samples
+from tether.training.control import ControlLearner, ControlLoss, ControlPlan
 from tether.training.flat import FlatAdamW, FlatParameters
 from tether.training.optimizer import OptimizerOptions
+from tether.training.samples import Samples
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SPECS = {
@@ -53,9 +54,18 @@ def test_gradients_are_those_of_autograd(kind, level):
     policy = make_policy(SPECS[kind])
     samples = make_samples(policy, level)
     clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
-    loss = ControlLoss("vanilla", clips, 0.05, 0.5, 0.4, 0.8, logprob_level=level, entropy_level=level)
+    loss = ControlLoss(
+        "vanilla",
+        clips,
+        entropy_coeff=0.05,
+        value_coeff=0.5,
+        cliprange_value=0.4,
+        huber_delta=0.8,
+        logprob_level=level,
+        entropy_level=level,
+    )
     learner = ControlLearner(policy, loss, ControlPlan(32, 1), OPTIONS, critic_lr=1e-2)
-    learner.gradients(samples)
+    learner.gradients(samples, torch.Generator())
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
     columns = policy.head.evaluate(policy.actor(samples.obs), samples.actions)
