@@ -192,17 +192,16 @@ class ControlLearner:
         counted = _of_values(batch.mask, passed[-1])
         mode = EPISODES_ALIKE if loss.aggregation == EPISODES_ALIKE else "token-mean"
         weights = loss_weights(mode, passed[-1], counted, batch.weights, None)
-        grad = (
-            loss.value_coeff
-            * weights
-            * value_gradient(
-                passed[-1],
-                batch.values,
-                batch.returns,
-                cliprange_value=loss.cliprange_value,
-                huber_delta=loss.huber_delta,
-            )
+        grad = value_gradient(
+            passed[-1],
+            batch.values,
+            batch.returns,
+            cliprange_value=loss.cliprange_value,
+            huber_delta=loss.huber_delta,
         )
+        if counted is not None:
+            grad = torch.where(counted, grad, 0.0)
+        grad = grad * weights * loss.value_coeff
         critic.backward(passed, grad)
         return passed[-1], grad @ critic.linear[0][0] if self.policy.spec.share_critic else None
 
@@ -213,8 +212,8 @@ class ControlLearner:
             columns = {"token_level": width, "action_level": self._chunk, "chunk_level": 1}[level]
             return entropy.new_full((1, 1), -coeff / (rows * columns))
         counted = mask_at(level, mask, width)
-        elements = rows if counted is None else counted.sum()
-        return per_column(mask, width) * (-coeff / elements)
+        elements = rows if counted is None else int(counted.sum())
+        return per_column(mask, width).to(entropy.dtype) * (-coeff / elements)
 
     def _rates(self, step: int) -> list[float]:
         actor = learning_rate(self._options, step) * self._rate_factor
@@ -278,7 +277,9 @@ class ControlLearner:
         outputs = self.policy.actor.activations(samples.obs)[-1]
         columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
         log_probs = at_level(columns, self.loss.logprob_level, self._chunk, samples.mask)
-        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", torch.ones_like(log_probs))
+        counted = mask_at(self.loss.logprob_level, samples.mask, self.policy.head.width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", mask)
         return float(estimate.sum(dim=-1).mean())
 
 

@@ -66,6 +66,7 @@ def loss_weights(
         max_length: the divisor of ``seq-mean-token-sum-norm``.
     """
     rows, columns = loss.shape
+    mask = None if mask is None else mask.to(loss.dtype)
     match mode:
         case "masked_mean_ratio":
             assert episode_weights is not None
