@@ -69,6 +69,41 @@ def test_identity_is_learned(space, tmp_path):
     assert metrics[steps]["eval/return"] > 0.93
 
 
+def learned(folder, name, steps, *more):
+    """The mean return of episodes without noise after some training steps."""
+    run = train(
+        [
+            f"env.train.id=tether/{name}-v0", "env.train.total_num_envs=16", "env.eval.num_episodes=200",
+            f"{ACTOR}.ppo_mini_batch_size=48", f"{ACTOR}.optim.lr=5e-3", f"{ACTOR}.entropy_coeff=0",
+            f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", f"trainer.test_freq={steps}",
+            "trainer.logger=file", f"trainer.default_local_dir={folder}", *more,
+        ]
+    )  # fmt: skip
+    return measured(run.directory)[steps]["eval/return"]
+
+
+CHUNKS = ["policy.num_action_chunks=3", "env.train.max_steps_per_rollout_epoch=12", "algorithm.gamma=0.5"]
+
+
+@pytest.mark.parametrize("level", ["action_level", "chunk_level"])
+def test_a_chunk_is_learned(level, tmp_path):
+    # Without chunks nobody could do better than one bit and two guesses.
+    levels = [f"algorithm.{kind}_type={level}" for kind in ("reward", "logprob", "entropy")]
+    assert learned(tmp_path, "Recite", 50, *CHUNKS, *levels) > 2.9
+
+
+def test_groups_teach_without_a_critic(tmp_path):
+    groups = [
+        "algorithm.adv_estimator=grpo", "env.train.auto_reset=False", "env.train.group_size=8",
+        "env.train.max_steps_per_rollout_epoch=3", "env.train.rollout_epoch=4", "policy.num_action_chunks=3",
+    ]  # fmt: skip
+    assert learned(tmp_path, "Recite", 60, *groups) > 2.9
+
+
+def test_a_shared_critic_learns(tmp_path):
+    assert learned(tmp_path, "Recite", 50, *CHUNKS, "policy.share_critic=True") > 2.9
+
+
 def overrides(folder, *more):
     return [
         "env.train.id=CartPole-v1", *SMALL, "trainer.total_training_steps=6", "trainer.save_freq=2",
@@ -104,6 +139,31 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
     again = train(overrides(tmp_path / "killed"))
     assert again.resumed_from == tmp_path / "killed" / "global_step_2"
     assert same(contents(whole.directory / "global_step_6"), contents(again.directory / "global_step_6"))
+    assert without_clocks(whole.directory) == without_clocks(again.directory)
+
+
+OPTIONS = {
+    "chunks": ["policy.num_action_chunks=2", "env.train.use_rel_reward=True", "policy.share_critic=True"],
+    "episodes that begin with the rollout": [
+        "env.train.auto_reset=False", "env.train.rollout_epoch=2", "env.train.group_size=2",
+        "algorithm.filter_rewards=True", "algorithm.rewards_upper_bound=12",
+    ],
+    "groups": [
+        "algorithm.adv_estimator=grpo", "env.train.auto_reset=False", "env.train.group_size=2",
+        "env.train.use_fixed_reset_state_ids=True",
+    ],
+    "a rate that the KL leads": [f"{ACTOR}.target_kl=1e-3", f"{ACTOR}.target_kl_control=lr"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_resuming_is_exact_with_every_option(options, tmp_path):
+    short = ["trainer.total_training_steps=4", "trainer.test_freq=-1", *options]
+    whole = train(overrides(tmp_path / "whole", *short))
+    train(overrides(tmp_path / "parts", *short), until=2)
+    again = train(overrides(tmp_path / "parts", *short))
+    assert again.resumed_from == tmp_path / "parts" / "global_step_2"
+    assert same(contents(whole.directory / "global_step_4"), contents(again.directory / "global_step_4"))
     assert without_clocks(whole.directory) == without_clocks(again.directory)
 
 

@@ -27,7 +27,7 @@ class RelativeRewards:
 
     def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
         """The changes of the next rewards [N, T]; for the arguments see `RewardScaler`."""
-        goes_on = rewards * (valid & ~ended)  # 0 after an end, and after steps that did not happen
+        goes_on = torch.where(valid & ~ended, rewards, 0.0)  # 0 after an end, and after steps that did not happen
         before = torch.cat([self._last[:, None], goes_on[:, :-1]], dim=1)
         self._last = goes_on[:, -1].clone()
         return rewards - before
