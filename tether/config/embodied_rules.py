@@ -90,13 +90,14 @@ def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
 
 def critic_exists(cfg: RunConfig) -> Problem | None:
     """Only gae has a critic."""
-    estimator = cfg.algorithm.adv_estimator
+    estimator, trainer = cfg.algorithm.adv_estimator, cfg.trainer
     if estimator == "gae":
         return None
     asks = {
         "policy.share_critic": cfg.policy.share_critic,
-        "trainer.critic_warmup": cfg.trainer.critic_warmup > 0,
-        "trainer.critic_warmup_until_explained_variance": cfg.trainer.critic_warmup_until_explained_variance is not None,
+        "trainer.critic_warmup": trainer.critic_warmup > 0,
+        "trainer.critic_warmup_until_explained_variance": cfg.trainer.critic_warmup_until_explained_variance
+        is not None,
     }
     key = next((key for key, asked in asks.items() if asked), None)
     if key is None:

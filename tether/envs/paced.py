@@ -57,6 +57,10 @@ class PacedEnv:
             self._waiting[:] = False
         return step
 
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders.render`."""
+        return self._env.render()
+
     def close(self) -> None:
         """See `VectorEnv.close`."""
         self._env.close()

@@ -80,6 +80,14 @@ class VectorEnv(Protocol):
         ...
 
 
+class Renders(Protocol):
+    """Environments that show the first of them."""
+
+    def render(self) -> NDArray[np.uint8]:
+        """Picture [H, W, 3] of the first environment as it is now."""
+        ...
+
+
 class HeldEnv(Protocol):
     """N environments with flat observations that wait after an end until they are told to begin anew."""
 
@@ -100,14 +108,10 @@ class HeldEnv(Protocol):
         """Carry out one action in each environment that is not waiting; the others have no valid step."""
         ...
 
-    def close(self) -> None:
-        """See `VectorEnv.close`."""
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders.render`."""
         ...
 
-
-class Renders(Protocol):
-    """Environments that show the first of them."""
-
-    def render(self) -> NDArray[np.uint8]:
-        """Picture [H, W, 3] of the first environment as it is now."""
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
         ...

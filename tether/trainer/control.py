@@ -7,6 +7,7 @@ actor and critic learn from them. `ControlTrainer.step` is exactly that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,9 @@ from tether.trainer.critic_warmup import CriticWarmup
 from tether.trainer.trainer import Schedule
 from tether.training.control import ControlLearner
 
+OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]
+"""Name of a video -> what to call at the start of it and after each step, until it is closed."""
+
 
 @dataclass(frozen=True)
 class ControlEvaluation:
@@ -37,11 +41,24 @@ class ControlEvaluation:
     num_episodes: int
     seed: int
     confidence: float
+    open_video: OpenVideo | None = None
+    """Records the first environment; None: nothing is recorded."""
 
-    def run(self, policy: ControlPolicy, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
-        """Metrics of episodes without noise."""
+    def run(
+        self, policy: ControlPolicy, name: str, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, float]:
+        """Metrics of episodes without noise.
+
+        Args:
+            policy: that plays.
+            name: of the video.
+            progress: called with (episodes done, episodes in all).
+        """
         chunk = policy.spec.num_action_chunks
-        episodes = evaluate(self.env, Actor(policy), self.num_episodes, self.seed, progress, chunk=chunk)
+        with self.open_video(name) if self.open_video else nullcontext() as watch:
+            episodes = evaluate(
+                self.env, Actor(policy), self.num_episodes, self.seed, progress, chunk=chunk, watch=watch
+            )
         return episode_metrics(episodes, "eval", self.confidence)
 
 
@@ -122,7 +139,11 @@ class ControlTrainer:
         assert self.evaluation
         time = Timer(on_phase=self.loggers.phase)
         with time("testing"):
-            metrics = self.evaluation.run(self.policy, lambda done, total: self.loggers.phase("testing", done, total))
+            metrics = self.evaluation.run(
+                self.policy,
+                f"step_{self.step_number}",
+                lambda done, total: self.loggers.phase("testing", done, total),
+            )
         return metrics | time.metrics()
 
     def save(self) -> None:

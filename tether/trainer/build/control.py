@@ -21,7 +21,7 @@ from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
 from tether.trainer.build.run import build_run_loggers
-from tether.trainer.control import ControlEvaluation, ControlTrainer
+from tether.trainer.control import ControlEvaluation, ControlTrainer, OpenVideo
 from tether.trainer.control_persistence import POLICY, ControlPersistence
 from tether.trainer.control_rewards import RewardScaler, RewardShaping
 from tether.trainer.control_samples import CRITIC, SampleOptions
@@ -93,20 +93,44 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
 
 
 def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
-    """The test of an embodied configuration; `envs` closes its environments."""
-    test = config.env.eval
-    env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks})
+    """The test of an embodied configuration; `envs` closes its environments.
+
+    Raises:
+        ValueError: see `make_env`; or what writes videos is not installed.
+    """
+    test, video = config.env.eval, config.env.eval.video_cfg
+    env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks}, render=video.save_video)
     envs.callback(env.close)
-    return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence)
+    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
+    return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def make_env(section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any]) -> VectorEnv:
+def video_folder(config: RunConfig) -> Path:
+    """Where the videos of tests are."""
+    folder = config.env.eval.video_cfg.video_base_dir
+    return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
+
+
+def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
+    try:
+        videos = importlib.import_module("tether.rollout.video")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: pip install 'tether[video]'"
+        ) from error
+    return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
+
+
+def make_env(
+    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+) -> VectorEnv:
     """The environments of a section.
 
     Args:
         section: of the configuration.
         role: its name, for messages.
         pacing: fields of `tether.envs.make.Pacing`.
+        render: the environments can show themselves.
 
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
@@ -122,11 +146,11 @@ def make_env(section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping
         id=section.id,
         num_envs=section.total_num_envs,
         env_type=section.env_type,
-        vectorization=section.vectorization,
+        vectorization="sync" if render and section.vectorization == "auto" else section.vectorization,
         num_workers=section.num_workers or usable_cores(),
         max_episode_steps=section.max_episode_steps,
         ignore_terminations=section.ignore_terminations,
-        init_params=section.init_params,
+        init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
         wrappers=section.wrappers,
         pacing=envs.Pacing(**pacing),
         role=role,
