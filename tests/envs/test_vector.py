@@ -111,8 +111,8 @@ def test_a_missing_extra_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "mujoco", None)
-    monkeypatch.delitem(sys.modules, "gymnasium.envs.mujoco.mujoco_env", raising=False)
-    monkeypatch.delitem(sys.modules, "gymnasium.envs.mujoco.half_cheetah_v5", raising=False)
+    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.mujoco")]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=r"pip install 'tether\[mujoco\]'"):
         make_vector_env(EnvOptions("HalfCheetah-v5", 1))
 

@@ -208,10 +208,45 @@ def test_command_line(tmp_path):
     assert saved["metrics"]["eval/num_trajectories"] == 5
 
 
+def test_episodes_are_recorded(tmp_path):
+    imageio = pytest.importorskip("imageio.v2")
+    pytest.importorskip("imageio_ffmpeg")
+    pytest.importorskip("pygame")
+    record = "env.eval.video_cfg.save_video=True"
+    run = train(overrides(tmp_path, "trainer.total_training_steps=1", "trainer.test_freq=1", record), until=1)
+    run.trainer.loggers.close()
+    shown = CliRunner().invoke(app, ["play", str(tmp_path), "-n", "2", "-o", str(tmp_path / "here")])
+    assert shown.exit_code == 0, shown.output
+    assert "global_step_1.mp4" in shown.output.replace("\n", "")
+    played = imageio.get_reader(tmp_path / "here" / "global_step_1.mp4")
+    assert played.get_meta_data()["codec"] == "h264"
+    steps = float(shown.output.split("eval/episode_len")[1].split()[0])
+    assert played.count_frames() == 2 * steps + 1
+    assert (tmp_path / "video" / "step_0.mp4").stat().st_size > 1000
+
+
+def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
+    run = build_control_run(load_config(None, overrides(tmp_path, "env.train.vectorization=subprocess")))
+    run.trainer.collector.restart(0)
+    run.trainer.step()
+    env = run.trainer.collector.env
+    env._workers[0].process.kill()
+    with pytest.warns(RuntimeWarning, match="is replaced"):
+        metrics = run.trainer.step()
+    lost = env._workers[0].rows.stop
+    assert run.trainer.env_steps == 2 * 4 * 16 - lost
+    assert metrics["actor/skipped_updates"] == 0
+    run.close()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["env.train.id=CartPol-v1"], r"env\.train\.id: no .* registered as CartPol-v1\. Did you mean CartPole"),
+        (
+            ["env.eval.id=tether/Recite-v0", "env.eval.video_cfg.save_video=True", "trainer.test_freq=1"],
+            r"env\.eval\.init_params: .*Recite-v0 does not take its arguments",
+        ),
         (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),
     ],

@@ -102,9 +102,15 @@ class WorkerVectorEnv:
         return _joined(steps)
 
     def render(self) -> NDArray[np.uint8]:
-        """See `Renders.render`."""
+        """See `Renders.render`.
+
+        Raises:
+            RuntimeError: the environment shows nothing.
+        """
         _send(self._workers[0], ("render", None))
-        picture: NDArray[np.uint8] = _receive(self._workers[0])
+        picture: NDArray[np.uint8] | str = _receive(self._workers[0])
+        if isinstance(picture, str):
+            raise RuntimeError(f"{self.id}: no picture of environment 0: {picture or 'its process died'}")
         return picture
 
     def close(self) -> None:
@@ -146,9 +152,9 @@ class WorkerVectorEnv:
         if not self._holds:
             seeds = {i: self._seed + self.num_envs + worker.rows.start + i for i in range(count)}
             _send(worker, ("begin", seeds))
-            while isinstance(answer := _receive(self._workers[number]), str):
-                self._replace(number, answer)
-            obs = answer
+            obs = _receive(worker)
+            if isinstance(obs, str):
+                self._replace(number, obs)
         no = np.zeros(count, dtype=np.bool_)
         return EnvStep(obs, np.zeros(count, dtype=np.float32), no, ~no, final_obs=obs, valid=no)
 
