@@ -1,6 +1,7 @@
 """Simulators that are extras: each gives what a policy can read, where it is installed."""
 
 import importlib
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ FETCH = EnvOptions("gymnasium_robotics:FetchReach-v4", 1, max_episode_steps=10)
 PICTURE = EnvOptions(
     "minigrid:MiniGrid-Empty-5x5-v0", 2, max_episode_steps=10, wrappers=("minigrid.wrappers:ImgObsWrapper",)
 )
-REACH = EnvOptions("metaworld:Meta-World/MT1", 1, max_episode_steps=10, init_params={"env_name": "reach-v3"})
+REACH = EnvOptions("metaworld:Meta-World/MT1", 2, max_episode_steps=10, init_params={"env_name": "reach-v3", "seed": 1})
 CASES = {  # 7 x 7 cells of a partial view, three numbers each; position, goal and state of the arm
     "minigrid": (PICTURE, 147, DiscreteActions((7,))),
     "gymnasium_robotics": (FETCH, 16, ContinuousActions(4)),
@@ -26,11 +27,14 @@ CASES = {  # 7 x 7 cells of a partial view, three numbers each; position, goal a
 @pytest.mark.parametrize("module", CASES)
 def test_a_simulator_is_stepped_and_learned_from(module, tmp_path):
     pytest.importorskip(module)
+    if module == "gymnasium_robotics" and version("mujoco") >= "4":
+        pytest.skip("gymnasium-robotics 1.4 does not know the joints of mujoco 4")
     options, obs_dim, actions = CASES[module]
     env = make_vector_env(options)
     assert (env.obs_dim, env.actions) == (obs_dim, actions)
     obs = env.reset(0).copy()
-    assert np.array_equal(obs, env.reset(0))
+    assert np.array_equal(obs, env.reset(0))  # equal seeds, equal starts
+    assert options.num_envs == 1 or module == "minigrid" or not np.array_equal(obs[0], obs[1])
     whole = isinstance(actions, DiscreteActions)
     chosen = np.full((options.num_envs, actions.width), 2 if whole else 0.5, dtype=np.int64 if whole else np.float32)
     steps = [env.step(chosen) for _ in range(10)]

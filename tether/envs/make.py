@@ -55,6 +55,17 @@ class EnvOptions:
     """Section of the configuration, for messages."""
 
 
+class SeedsByMethod(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Hands the seed of a reset to ``seed()``, the older way, where environments (MetaWorld's) ignore it otherwise."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        if seed is not None:
+            unwrapped: Any = self.unwrapped
+            unwrapped.seed(seed)
+        return self.env.reset(seed=seed, options=options)
+
+
 def make_vector_env(options: EnvOptions) -> VectorEnv:
     """Make `num_envs` environments of an id.
 
@@ -113,7 +124,7 @@ def _make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
         if wrapper is None:
             raise ValueError(f"{options.role}.wrappers: {name} is no module:Class. Correct the name.")
         env = wrapper(env)
-    return env
+    return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
 
 
 def _arguments(options: EnvOptions) -> dict[str, Any]:
