@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from torch import Tensor, nn
 
 from tether.config import LoadedConfig
 from tether.config.schema.section import Section
-from tether.trainer.build import Run
 
 Plan = dict[str, str]
 LEAVES = (type(None), bool, int, float, complex, str, bytes, Path, torch.dtype, torch.device, type, types.ModuleType)
 
 
-def plan_of(run: Run, loaded: LoadedConfig) -> Plan:
+def plan_of(run: Any, loaded: LoadedConfig) -> Plan:
     """Lay out a built run, and what building it set in this process."""
     copies = (run.trainer.persistence.run_yaml, loaded.tree())
     return dict(_entries("run", run, copies, {})) | {"threads": str(torch.get_num_threads())}
@@ -86,21 +84,25 @@ def _recomputes(model: nn.Module) -> Iterator[tuple[str, bool]]:
         yield f"{name}:recomputes", getattr(module, "gradient_checkpointing", False)
 
 
-class Remembered:
-    """A loader that is slow, and gives a copy of its first result where it is asked for the same again.
+class Loader:
+    """Stands in the place of a function that loads or makes something, and notes what it is asked for.
 
-    What it is asked for is part of the plan: it says, for example, whether a model's own code may run.
+    That is a part of the plan: it says, for example, whether a model's own code may run. What is slow to load is kept,
+    and a copy of it is given where the same is asked for again.
     """
 
-    def __init__(self, load: Callable[..., Any], copies: bool) -> None:
+    def __init__(self, load: Callable[..., Any], keep: Callable[[Any], Any] | None) -> None:
+        """With `keep`, what was loaded once is given again, each time as `keep` gives it."""
         self.load = load
-        self.copies = copies
-        self.results: dict[str, Any] = {}
+        self.keep = keep
+        self.kept: dict[str, Any] = {}
         self.asked: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         question = f"{self.load.__name__}{args} {kwargs}"
         self.asked.append(question)
-        if question not in self.results:
-            self.results[question] = self.load(*args, **kwargs)
-        return deepcopy(self.results[question]) if self.copies else self.results[question]
+        if self.keep is None:
+            return self.load(*args, **kwargs)
+        if question not in self.kept:
+            self.kept[question] = self.load(*args, **kwargs)
+        return self.keep(self.kept[question])

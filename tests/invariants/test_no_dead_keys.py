@@ -4,169 +4,46 @@ What a user can see of a key: the plan (`tests.invariants.plan`: all that a buil
 loaders), a metric of a training step, what `tether train` prints and writes, an error, or a note of "no effect".
 """
 
+import importlib
+import importlib.util
+import math
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from copy import deepcopy
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.invariants.plan import Plan, Remembered, plan_of
-from tests.tiny import save_tiny
-from tests.trainer.tiny_run import base_overrides, measured, rows, train, write_inputs, write_jsonl
-from tether.config import ConfigError, LoadedConfig, live_keys, load_config
+from tests.invariants import situations
+from tests.invariants.plan import Loader, Plan, plan_of
+from tests.invariants.situations import Situation
+from tether.config import ConfigError, LoadedConfig, embodied, live_keys, load_config
 from tether.config.elsewhere import ELSEWHERE
 from tether.config.keys import Key, keys, show, values_of
 from tether.config.patterns import look_up
 from tether.config.refused import REFUSED, allowed_choices
 from tether.config.switches import SWITCHED
 from tether.config.type_errors import expected
+from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.pool import RewardPool
-from tether.trainer.build import Run, build_run, inputs, learners
-from tether.trainer.commands import train as train_command
+from tether.trainer import commands, control_commands
+from tether.trainer.build import build_run, inputs, learners
+from tether.trainer.build.control import build_control_run
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
-
-LOADERS = (
-    (learners, "load_causal_lm"),
-    (learners, "load_critic"),
-    (inputs, "load_tokenizer"),
-    (inputs, "RewardPool"),
-)
-CLOCKS = ("timing_", "perf/", "reward/call_s/")
-MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-REWARDS = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
-    letters = sum(c.isalpha() for c in solution_str)
-    return {"score": weight * letters / 8, "acc": float(letters > 2)}
-
-other_score = compute_score
-"""
-DATASETS = """
-import json
-
-class First:
-    def __init__(self, *, data_files, tokenizer, config):
-        self.rows = [json.loads(line) for line in open(data_files[0])]
-    def __len__(self):
-        return len(self.rows)
-    def __getitem__(self, index):
-        return self.rows[index]
-
-class Second(First):
-    def __getitem__(self, index):
-        return self.rows[-1 - index]
-"""
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Files to name, and the command line that every key is changed on."""
-
-    folder: Path
-
-    @property
-    def base(self) -> list[str]:
-        return [
-            *base_overrides(self.folder, self.folder / "run"),
-            "algorithm.adv_estimator=gae",
-            "algorithm.use_kl_in_reward=True",
-            f"{ROLLOUT}.n=2",
-            "trainer.total_training_steps=2",
-        ]
-
-    def context(self, path: str) -> list[str]:
-        """What must stand beside a key for it to act, beyond what its switch says."""
-        folder, overlong = (
-            self.folder,
-            [f"data.train_files={self.folder / 'ragged.jsonl'}", "data.max_prompt_length=50"],
-        )
-        tagged = "{{ flag }}{% for m in messages %}{{ m.content }}{% endfor %}"
-        return {
-            "data.truncation": [*overlong, "data.truncation=left"],
-            "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
-            "data.apply_chat_template_kwargs": [f'data.chat_template="{tagged}"'],
-            "data.custom_cls.path": ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"],
-            "data.custom_cls.name": ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"],
-            f"{ROLLOUT}.val_kwargs.temperature": [
-                f"{ROLLOUT}.val_kwargs.do_sample=True",
-                f"{ROLLOUT}.val_kwargs.temperature=1",
-            ],
-            f"{ROLLOUT}.val_kwargs.n": [f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1"],
-            "critic.enable": ["algorithm.adv_estimator=grpo"],
-            "algorithm.gdpo_reward_keys": [
-                "algorithm.use_kl_in_reward=False",
-                "algorithm.gdpo_reward_keys=[score,acc]",
-            ],
-            "algorithm.gdpo_reward_weights": ["algorithm.use_kl_in_reward=False", "algorithm.gdpo_reward_keys=[score]"],
-            "reward_model.overlong_buffer.enable": ["reward_model.overlong_buffer.len=2"],
-            "reward_model.overlong_buffer.len": ["reward_model.overlong_buffer.len=2"],
-            "reward_model.overlong_buffer.penalty_factor": ["reward_model.overlong_buffer.len=2"],
-            "trainer.total_epochs": ["trainer.total_training_steps=null"],
-            "trainer.project_name": ["~trainer.default_local_dir"],
-            "trainer.experiment_name": ["~trainer.default_local_dir"],
-            "trainer.resume_mode": [f"trainer.default_local_dir={folder / 'before'}"],
-            "trainer.resume_from_path": [
-                "trainer.resume_mode=resume_path",
-                f"trainer.resume_from_path={folder / 'before' / 'global_step_1'}",
-            ],
-        }.get(path, [])
-
-    def others(self, path: str) -> list[str]:
-        """Values for keys whose type does not say enough to make one up."""
-        folder = self.folder
-        return {
-            "data.train_files": [f"{folder / 'ragged.jsonl'}"],
-            "data.val_files": [f"{folder / 'train.jsonl'}"],
-            "data.chat_template": ['"{% for m in messages %}{{ m.content }}{% endfor %}"'],
-            "data.apply_chat_template_kwargs": ["{flag: 7}"],
-            "data.custom_cls.path": [f"{folder / 'datasets2.py'}"],
-            "data.custom_cls.name": ["Second"],
-            f"{MODEL}.path": [f"{folder / 'model2'}"],
-            f"{MODEL}.tokenizer_path": [f"{folder / 'model2'}"],
-            f"{MODEL}.target_modules": ["[q_proj]"],
-            f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
-            "critic.model.path": [f"{folder / 'model2'}"],
-            "critic.model.override_config": ["{rms_norm_eps: 0.1}"],
-            "algorithm.gdpo_reward_keys": ["[score]"],
-            "algorithm.gdpo_reward_weights": ["[0.5]"],
-            "custom_reward_function.path": [f"{folder / 'reward2.py'}"],
-            "custom_reward_function.name": ["other_score"],
-            "custom_reward_function.reward_kwargs": ["{weight: 2.0}"],
-            "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
-            "trainer.logger": ["console"],
-            "trainer.resume_mode": ["disable"],
-            "trainer.resume_from_path": [f"{folder / 'before' / 'global_step_2'}"],
-        }.get(path, [])
-
-
-@pytest.fixture(scope="module")
-def situation(tmp_path_factory: pytest.TempPathFactory) -> Situation:
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    save_tiny(folder / "model2", seed=5)
-    for name in ("reward.py", "reward2.py"):
-        (folder / name).write_text(REWARDS)
-    for name in ("datasets.py", "datasets2.py"):
-        (folder / name).write_text(DATASETS)
-    ragged = rows(count=8)
-    ragged[3]["prompt"][0]["content"] += " Think about it for a while."
-    write_jsonl(folder / "ragged.jsonl", ragged)
-    situation = Situation(folder)
-    train([*situation.base, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
-    return situation
-
 
 # --- one key in one situation -------------------------------------------------------------------------------------
 
 
 def candidates(key: Key, now: object, situation: Situation) -> list[str]:
     """Other legal values of a key, as they are written in an override."""
-    named = situation.others(key.path)
-    if named:
-        return named
+    if key.path in situation.others:
+        return situation.others[key.path]
     if isinstance(now, bool):
         return [str(not now)]
     if key.choices:
@@ -208,7 +85,7 @@ def effect(path: str, situation: Situation, observe: Callable[[LoadedConfig], ob
 
     Where some values are taken silently and without effect, and no value has one, it is None.
     """
-    context = (*situation.base, *switched_on(path, situation), *situation.context(path))
+    context = (*situation.base, *switched_on(path, situation), *situation.context.get(path, []))
     before, before_seen = load(*context), sight(observe, context)
     silent, said = False, None
     for value in candidates(keys()[path], values_of(before.config)[path], situation):
@@ -255,42 +132,86 @@ class Bench:
     """Builds runs quickly, one after the other."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.loaders = []
-        for module, name in LOADERS:
-            loader = Remembered(KeptPool if name == "RewardPool" else getattr(module, name), name != "RewardPool")
+        self.pools = Loader(KeptPool, keep=lambda pool: pool)
+        self.loaders = [self.pools]
+        patch.setattr(inputs, "RewardPool", self.pools)
+        for module, name, keep in (
+            (learners, "load_causal_lm", deepcopy),
+            (learners, "load_critic", deepcopy),
+            (inputs, "load_tokenizer", deepcopy),
+            *([(importlib.import_module("tether.envs.make"), "make_vector_env", None)] if HAS_ENVS else []),
+        ):
+            loader = Loader(getattr(module, name), keep)
             patch.setattr(module, name, loader)
             self.loaders.append(loader)
 
-    def build(self, loaded: LoadedConfig) -> Run:
+    def build(self, loaded: LoadedConfig) -> Any:
         for loader in self.loaders:
             loader.asked.clear()
-        return build_run(loaded)
+        return (build_run if loaded.config.env.train.id is None else build_control_run)(loaded)
 
     def plan(self, loaded: LoadedConfig) -> Plan:
         run = self.build(loaded)
-        run.trainer.loggers.close()
+        run.close()
         return plan_of(run, loaded) | {loader.load.__name__: str(loader.asked) for loader in self.loaders}
 
-    def step(self, loaded: LoadedConfig) -> dict[str, float]:
-        trainer = self.build(loaded).trainer
-        metrics = trainer.step([trainer.dataset[row] for row in trainer.sampler.next_batch()])
-        trainer.loggers.close()
-        return {key: value for key, value in metrics.items() if not key.startswith(CLOCKS)}
+    def step(self, loaded: LoadedConfig) -> dict[str, float | str]:
+        """The metrics of one training step."""
+        run = self.build(loaded)
+        trainer = run.trainer
+        if loaded.config.env.train.id is None:
+            metrics = trainer.step([trainer.dataset[row] for row in trainer.sampler.next_batch()])
+        else:
+            trainer.collector.restart(trainer.env_seed)
+            metrics = trainer.step()
+        run.close()
+        return untimed(metrics)
 
     def close(self) -> None:
-        for pool in self.loaders[-1].results.values():
+        for pool in self.pools.kept.values():
             RewardPool.close(pool)
 
 
 def command(loaded: LoadedConfig) -> tuple[object, ...]:
-    """What `tether train` prints, measures and writes."""
+    """The words that `tether train` prints, what it measures, and the files that it writes."""
     folder = Path(loaded.config.trainer.default_local_dir)
-    shutil.rmtree(folder, ignore_errors=True)
     printed = StringIO()
+    shutil.rmtree(folder, ignore_errors=True)
     with redirect_stdout(printed):
-        train_command(loaded, "tether train")
+        (commands if loaded.config.env.train.id is None else control_commands).train(loaded, "tether train")
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return printed.getvalue(), measured(folder), files
+    metrics = {step: untimed(values) for step, values in read_metrics(folder).items()}
+    shutil.rmtree(folder)
+    return set(re.findall(r"[a-z_/]{3,}", printed.getvalue())), metrics, files
+
+
+def untimed(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Without what depends on the clock; NaN, which differs from itself, as text."""
+    return {
+        key: "nan" if math.isnan(value) else value
+        for key, value in metrics.items()
+        if not key.startswith(("timing_", "perf/", "reward/call_s/"))
+    }
+
+
+HAS_ENVS = importlib.util.find_spec("gymnasium") is not None
+needs_envs = pytest.mark.skipif(not HAS_ENVS, reason="embodied runs need gymnasium")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def situation(folder: Path) -> Situation:
+    return situations.text(folder)
+
+
+@pytest.fixture(scope="module")
+def control(folder: Path) -> Situation:
+    importlib.import_module("tests.envs.toys").register()
+    return situations.control(folder)
 
 
 @pytest.fixture(scope="module")
@@ -302,14 +223,32 @@ def bench() -> Iterator[Bench]:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+def _in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
 
 
-@pytest.mark.parametrize("path", live_keys())
+def is_dead(path: str, situation: Situation, bench: Bench) -> bool:
+    return not any(effect(path, situation, look) for look in (bench.plan, bench.step, command))
+
+
+def is_read_by_text_runs(path: str) -> bool:
+    switch = look_up(SWITCHED, path)
+    while switch is not None and switch.key != path:
+        path, switch = switch.key, look_up(SWITCHED, switch.key)
+    return path != embodied.SWITCH
+
+
+@pytest.mark.parametrize("path", filter(is_read_by_text_runs, live_keys()))
 def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench) -> None:
-    sight = effect(path, situation, bench.plan) or effect(path, situation, bench.step)
-    assert sight or effect(path, situation, command), f"{path}: a dead key: nothing that a user can see depends on it"
+    assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
+
+
+@needs_envs
+@pytest.mark.parametrize("path", filter(embodied.reads, live_keys()))
+def test_a_live_key_has_an_effect_on_embodied_runs(path: str, control: Situation, bench: Bench) -> None:
+    if path.endswith(".num_workers"):
+        pytest.importorskip("envpool")
+    assert not is_dead(path, control, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 
 
 def test_looking_twice_shows_the_same(situation: Situation, bench: Bench) -> None:
@@ -319,11 +258,18 @@ def test_looking_twice_shows_the_same(situation: Situation, bench: Bench) -> Non
         assert look(loaded) == look(loaded)
 
 
+@needs_envs
+def test_looking_twice_at_an_embodied_run_shows_the_same(control: Situation, bench: Bench) -> None:
+    test_looking_twice_shows_the_same(control, bench)
+
+
 @pytest.mark.parametrize("inherits", [False, True])  # apart, so that no key is changed to what it inherits
 def test_every_other_key_is_refused_or_said_to_have_no_effect(inherits: bool, situation: Situation) -> None:
     base = values_of(load(*situation.base).config)
     others = [path for path in keys() if path not in live_keys() and not keys()[path].alias_of]
-    rest = [path for path in others if (keys()[path].inherits is not None) == inherits]
+    rest = [
+        path for path in others if (keys()[path].inherits is not None) == inherits and len(keys()[path].choices) != 1
+    ]
     settings = {path: f"{path}={candidates(keys()[path], base[path], situation)[-1]}" for path in rest}
     with pytest.raises(ConfigError) as error:
         load(*situation.base, *settings.values())

@@ -51,7 +51,7 @@ class Recorded:
         )
         failed = sum(map(math.isnan, scores))
         report = RewardReport(scores, len(scores) - failed, failed, 0, (), {"reward/error_rate": 0.0})
-        return Experience(prompts, rollout, [str(s) for s in scores], outcomes, report)
+        return Experience(prompts, rollout, [str(s) for s in scores], outcomes, report, reward_seconds=0.0)
 
 
 def sample(scores: dict[int, tuple[float, float]], **options) -> tuple[Experience, Recorded]:

@@ -1,20 +1,39 @@
 """The table of metrics and what runs log are one: no key is logged undescribed, none is described and never logged."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, train
+from tether.config import load_config
 from tether.metrics.keys import METRICS, MetricInfo, describe
 from tether.metrics.loggers.jsonl import read_metrics
 
+CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss"
 RUNS = {
     "gae": [*GAE, "algorithm.bootstrap_truncated=True", "algorithm.normalize_rewards=running"],
     "grpo": [*GRPO, f"{LOSS}.loss_mode=decoupled", f"{LOSS}.behave_weight_threshold=2"],
     "remax": ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", f"{LOSS}.loss_mode=kl_cov"],
-    "gdpo": ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[score,acc]"],
+    "gdpo": [
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[score,acc]",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.top_k=20",
+    ],
+    "corrected": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_rs=[token_k1,seq_mean_k3]",
+        f"{CORRECTION}.rollout_rs_threshold='2,2'",
+        f"{CORRECTION}.rollout_token_veto_threshold=0.01",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.use_pf_ppo=True",
+    ],
+    "bypassed": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", f"{CORRECTION}.bypass_mode=True"],
     "baseline": [
         "algorithm.adv_estimator=optimal_token_baseline",
         "actor_rollout_ref.rollout.n=2",
@@ -49,10 +68,37 @@ def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
                 "trainer.total_training_steps=1",
                 "trainer.test_freq=1",
                 "trainer.save_freq=1",
+                f"trainer.rollout_data_dir={folder / 'samples'}",
             ]
         )
         found |= {key for metrics in read_metrics(run).values() for key in metrics}
+    found |= {key for metrics in read_metrics(train_control(folder / "control")).values() for key in metrics}
     return found
+
+
+def train_control(directory: Path) -> Path:
+    """An embodied run; its episodes tell of success."""
+    toys = pytest.importorskip("tests.envs.toys", reason="needs gymnasium")
+    toys.register()
+    control = importlib.import_module("tether.trainer.build.control")
+    overrides = [
+        "env.train.id=tether/Countdown-v0",
+        "env.train.init_params={ends: 4}",
+        "env.train.total_num_envs=2",
+        "env.train.max_steps_per_rollout_epoch=16",
+        "env.eval.num_episodes=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "policy.normalize_rewards=True",
+        f"trainer.default_local_dir={directory}",
+        "trainer.logger=file",
+        *("trainer.total_training_steps=1", "trainer.test_freq=1", "trainer.save_freq=1"),
+    ]
+    run = control.build_control_run(load_config(None, overrides))
+    try:
+        run.trainer.fit()
+    finally:
+        run.close()
+    return directory
 
 
 def test_what_is_logged_is_described(logged: set[str]) -> None:
@@ -61,7 +107,7 @@ def test_what_is_logged_is_described(logged: set[str]) -> None:
 
 def test_what_is_described_is_logged(logged: set[str]) -> None:
     described = {id(describe(key)) for key in logged}
-    assert {key for key, info in METRICS.items() if id(info) not in described and info.when is None} == set()
+    assert sorted(key for key, info in METRICS.items() if id(info) not in described and info.when is None) == []
 
 
 def test_a_rare_metric_says_where_it_is_logged() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tether.config.interpolation import interpolates
 from tether.config.keys import keys, sections, show
 from tether.config.overrides import Override, parse_overrides
 from tether.config.problems import Problem
@@ -103,6 +104,8 @@ def _not_a_value(section: str, value: Any) -> Problem:
 
 
 def _grammar_problem(path: str, value: Any) -> Problem | None:
+    if not interpolates(value):
+        return None
     try:
         OmegaConf.create([value])
     except OmegaConfBaseException as error:

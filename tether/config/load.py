@@ -11,12 +11,13 @@ from pydantic import ValidationError
 
 from tether.config.embodied import with_defaults
 from tether.config.given import COMMAND_LINE, Given, Setting, read_given
+from tether.config.interpolation import nest
 from tether.config.keys import keys, values_of
 from tether.config.notes import notes
 from tether.config.problems import ConfigError, Problem
 from tether.config.refused import refusals
 from tether.config.render import to_yaml
-from tether.config.resolve import nest, resolve
+from tether.config.resolve import resolve
 from tether.config.rules import contradictions
 from tether.config.schema.root import RunConfig
 from tether.config.type_errors import type_problems

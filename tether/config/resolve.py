@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.given import Given, Setting
+from tether.config.interpolation import Values
 from tether.config.keys import Key, keys
 from tether.config.problems import Problem
 
@@ -38,30 +37,18 @@ def resolve(given: Given) -> Resolved:
     then each unset key inherits or takes its default.
     """
     out = Resolved(given=dict(given))
-    tree = OmegaConf.create(nest({key.path: _start_value(key, given) for key in keys().values()}))
+    values = Values({key.path: _start_value(key, given) for key in keys().values()})
     for path in given:
-        _drop_if_void(path, tree, out)
+        _drop_if_void(path, values, out)
     for key in keys().values():
         if key.alias_of and key.path in out.given:
-            _settle(key.path, key.alias_of, tree, out)
+            _settle(key.path, key.alias_of, values, out)
     for key in keys().values():
-        value = _value(key, out.given, tree)
+        value = _value(key, out.given, values)
         if value is not None or not key.required:
             out.values[key.path] = value
         out.sources[key.path] = _source(key, out.given)
     return out
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn `{"a.b": 1}` into `{"a": {"b": 1}}`."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        inner = tree
-        for name in parents:
-            inner = inner.setdefault(name, {})
-        inner[leaf] = value
-    return tree
 
 
 def _start_value(key: Key, given: Given) -> Any:
@@ -71,12 +58,12 @@ def _start_value(key: Key, given: Given) -> Any:
     return f"${{{key.inherits.key}}}" if key.inherits else deepcopy(key.default)
 
 
-def _value(key: Key, given: Given, tree: DictConfig) -> Any:
+def _value(key: Key, given: Given, values: Values) -> Any:
     if key.path in given or _is_built(key):
-        return _select(tree, key.path)
+        return values[key.path]
     if key.inherits is None:
         return deepcopy(key.default)
-    value = _value(keys()[key.inherits.key], given, tree)
+    value = _value(keys()[key.inherits.key], given, values)
     return value if key.inherits.equals is None else value == key.inherits.equals
 
 
@@ -93,31 +80,26 @@ def _is_built(key: Key) -> bool:
     return isinstance(key.default, str) and "${" in key.default
 
 
-def _select(tree: DictConfig, path: str) -> Any:
-    value = OmegaConf.select(tree, path)
-    return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-
-
-def _drop_if_void(path: str, tree: DictConfig, out: Resolved) -> None:
+def _drop_if_void(path: str, values: Values, out: Resolved) -> None:
     """Take out a null that means "as if it were not there", and a `${...}` that leads nowhere, which is a problem."""
     key = keys()[path]
     try:
-        void = _select(tree, path) is None and key.null_is_unset
+        void = values[path] is None and key.null_is_unset
     except OmegaConfBaseException as error:
         void = True
         what = f"{out.given[path].value!r} does not resolve ({str(error).splitlines()[0]})"
         out.problems.append(Problem(path, what, "name an existing key, or set the environment variable"))
     if void:
         del out.given[path]
-        OmegaConf.update(tree, path, _start_value(key, {}), merge=False)
+        values[path] = _start_value(key, {})
 
 
-def _settle(alias: str, key: str, tree: DictConfig, out: Resolved) -> None:
+def _settle(alias: str, key: str, values: Values, out: Resolved) -> None:
     """Move the value of a second name to the key that it names, unless that key was given later."""
-    value, own = _select(tree, alias), out.given.pop(alias)
+    value, own = values[alias], out.given.pop(alias)
     rival = out.given.get(key)
-    rival_value = _select(tree, key) if rival else None
-    OmegaConf.update(tree, alias, None)
+    rival_value = values[key] if rival else None
+    values[alias] = None
     if value is None or value == rival_value:
         return
     if rival is not None and rival_value is not None:
@@ -129,6 +111,6 @@ def _settle(alias: str, key: str, tree: DictConfig, out: Resolved) -> None:
             out.notes.append(f"{key}={rival_value} counts, being later than its other name {alias}={value}")
             return
         out.notes.append(f"{alias}={value} counts, being later than its other name {key}={rival_value}")
-    OmegaConf.update(tree, key, value)
+    values[key] = value
     out.moved[key] = alias
     out.given[key] = Setting(value, f"{own.source}, as {alias}", own.position)

@@ -1,0 +1,1 @@
+"""Does every algorithm learn? A table of small tasks: see `benchmarks.algorithms.__main__`."""

@@ -1,0 +1,153 @@
+"""Two command lines, of a text run and of an embodied one, on which every key that a run reads can be changed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tiny import save_tiny
+from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
+REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
+    letters = sum(c.isalpha() for c in solution_str)
+    return {"score": weight * letters / 8, "acc": float(letters > 2)}
+
+other_score = compute_score
+"""
+DATASETS = """
+import json
+
+class First:
+    def __init__(self, *, data_files, tokenizer, config):
+        self.rows = [json.loads(line) for line in open(data_files[0])]
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return self.rows[index]
+
+class Second(First):
+    def __getitem__(self, index):
+        return self.rows[-1 - index]
+"""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A command line, and what it takes for single keys to act on it."""
+
+    base: list[str]
+    context: dict[str, list[str]]
+    """Key -> what must stand beside it for it to act, beyond what its switch says."""
+    others: dict[str, list[str]]
+    """Key -> other values of it, where its type does not say enough to make one up."""
+
+
+def text(folder: Path) -> Situation:
+    """A run on prompts, with a critic and a reference."""
+    write_files(folder)
+    base = [
+        *base_overrides(folder, folder / "run"),
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        f"{ROLLOUT}.n=2",
+        "trainer.total_training_steps=2",
+    ]
+    train([*base, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
+    return Situation(base, text_context(folder), text_others(folder))
+
+
+def write_files(folder: Path) -> None:
+    """Everything that a key may name, twice."""
+    write_inputs(folder)
+    save_tiny(folder / "model2", seed=5)
+    for name in ("reward.py", "reward2.py"):
+        (folder / name).write_text(REWARDS)
+    for name in ("datasets.py", "datasets2.py"):
+        (folder / name).write_text(DATASETS)
+    ragged = rows(count=8)
+    ragged[3]["prompt"][0]["content"] += " Think about it for a while."
+    write_jsonl(folder / "ragged.jsonl", ragged)
+
+
+def text_context(folder: Path) -> dict[str, list[str]]:
+    """See `Situation.context`."""
+    overlong = [f"data.train_files={folder / 'ragged.jsonl'}", "data.max_prompt_length=50"]
+    own_class = ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"]
+    sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
+    return {
+        "data.truncation": [*overlong, "data.truncation=left"],
+        "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
+        "data.apply_chat_template_kwargs": ['data.chat_template="{{ flag }}{{ messages[0].content }}"'],
+        "data.custom_cls.path": own_class,
+        "data.custom_cls.name": own_class,
+        f"{VALIDATION}.temperature": sampled,
+        f"{VALIDATION}.n": sampled,
+        "critic.enable": ["algorithm.adv_estimator=grpo"],
+        "algorithm.gdpo_reward_keys": ["algorithm.use_kl_in_reward=False", "algorithm.gdpo_reward_keys=[score,acc]"],
+        "algorithm.gdpo_reward_weights": ["algorithm.use_kl_in_reward=False", "algorithm.gdpo_reward_keys=[score]"],
+        **{f"{BUFFER}.{name}": [f"{BUFFER}.len=2"] for name in ("enable", "len", "penalty_factor")},
+        f"{CORRECTION}.rollout_rs": [f"{CORRECTION}.rollout_rs_threshold=2"],
+        f"{CORRECTION}.rollout_rs_threshold": [f"{CORRECTION}.rollout_rs_threshold=2"],
+        f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
+        "trainer.total_epochs": ["trainer.total_training_steps=null"],
+        "trainer.project_name": ["~trainer.default_local_dir"],
+        "trainer.experiment_name": ["~trainer.default_local_dir"],
+        "trainer.resume_mode": [f"trainer.default_local_dir={folder / 'before'}"],
+        "trainer.resume_from_path": [
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={folder / 'before' / 'global_step_1'}",
+        ],
+    }
+
+
+def text_others(folder: Path) -> dict[str, list[str]]:
+    """See `Situation.others`."""
+    return {
+        "data.train_files": [f"{folder / 'ragged.jsonl'}"],
+        "data.val_files": [f"{folder / 'train.jsonl'}"],
+        "data.chat_template": ['"{{ messages[0].content }}"'],
+        "data.apply_chat_template_kwargs": ["{flag: 7}"],
+        "data.custom_cls.path": [f"{folder / 'datasets2.py'}"],
+        "data.custom_cls.name": ["Second"],
+        f"{MODEL}.path": [f"{folder / 'model2'}"],
+        f"{MODEL}.tokenizer_path": [f"{folder / 'model2'}"],
+        f"{MODEL}.target_modules": ["[q_proj]"],
+        f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
+        "critic.model.path": [f"{folder / 'model2'}"],
+        "critic.model.override_config": ["{rms_norm_eps: 0.1}"],
+        "algorithm.gdpo_reward_keys": ["[score]"],
+        "algorithm.filter_groups.metric": ["acc"],
+        f"{CORRECTION}.rollout_rs_threshold": ["3"],
+        f"{CORRECTION}.rollout_rs_threshold_lower": ["0.3"],
+        "algorithm.gdpo_reward_weights": ["[0.5]"],
+        "custom_reward_function.path": [f"{folder / 'reward2.py'}"],
+        "custom_reward_function.name": ["other_score"],
+        "custom_reward_function.reward_kwargs": ["{weight: 2.0}"],
+        "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
+        "trainer.logger": ["console"],
+        "trainer.resume_mode": ["disable"],
+        "trainer.resume_from_path": [f"{folder / 'before' / 'global_step_2'}"],
+    }
+
+
+def control(folder: Path) -> Situation:
+    """A run in toy environments with continuous actions."""
+    base = [
+        "env.train.id=tether/Identity-box-v0", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16",
+        "env.eval.num_episodes=3", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "policy.normalize_observations=True", "policy.normalize_rewards=True", "trainer.logger=file",
+        "trainer.log_freq=1", "trainer.total_training_steps=2", "trainer.test_freq=1",
+        f"trainer.default_local_dir={folder / 'control'}",
+    ]  # fmt: skip
+    in_envpool = ["env.train.id=CartPole-v1"]
+    context = {
+        "env.train.num_workers": in_envpool,
+        "env.eval.num_workers": in_envpool,
+        "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
+        "trainer.project_name": ["~trainer.default_local_dir"],
+        "trainer.experiment_name": ["~trainer.default_local_dir"],
+    }
+    others = {"actor_rollout_ref.actor.clip_ratio_c": ["2.5"], "trainer.device": ["cuda"]}
+    return Situation(base, context, others)
