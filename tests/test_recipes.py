@@ -52,7 +52,8 @@ def test_gsm8k_may_begin_with_the_format() -> None:
 
     assert scored("3 + 4 = 7\n#### 7") == (1, 1, 1)
     assert scored("3 + 4 = 8\n#### 8 ") == (0.1, 0, 1)
-    assert scored("#### 7 pens") == (1, 1, 0)  # right by the strict rule, which does not ask for the end
+    assert scored("#### 7 pens") == (1, 1, 0.5)  # right by the strict rule, which does not ask for the end
+    assert scored("#### 8, which is the answer") == (0.05, 0, 0.5)
     assert scored("the answer is 7") == (0, 0, 0)
 
 
