@@ -244,6 +244,9 @@ EMBODIED: Mapping[str, MetricInfo] = {
     "eval/<metric>_low": MetricInfo("Lower end of its confidence interval (env.eval.confidence)."),
     "eval/<metric>_high": MetricInfo("Upper end of its confidence interval."),
     "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
+    "group/kept_fraction": MetricInfo(
+        "Embodied runs: share of episodes whose group is within the bounds of algorithm.filter_rewards.", "above 0"
+    ),
     "perf/env_steps": MetricInfo("Steps of all environments so far."),
     "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),
 }

@@ -1,9 +1,13 @@
-"""Experience from simulators: T steps of N environments, in buffers that are allocated once."""
+"""Experience from simulators: T steps of N environments, in buffers that are allocated once.
+
+A policy decides on the actions of K steps at once, an action chunk; T = C K. M = E N columns hold E rollouts of N
+environments, one after the other.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +20,7 @@ from tether.envs.protocol import DiscreteActions, EnvStep, Floats, VectorEnv
 from tether.rollout.episodes import Episode, EpisodeTracker
 
 Act = Callable[[Floats, Floats | None], NDArray[Any]]
-"""(observations [N, O], noise [N, ...] or None for the likeliest) -> actions [N, width]."""
+"""(observations [N, O], noise [N, ...] or None for the likeliest) -> actions of a chunk [N, K * width]."""
 
 Finals = list[tuple[int, int, Floats]]
 """(step, environment, last observation of its episode)."""
@@ -24,26 +28,36 @@ Finals = list[tuple[int, int, Floats]]
 
 @dataclass(frozen=True)
 class EnvRollout:
-    """What T steps of N environments gave. The buffers are filled anew by the next rollout."""
+    """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
 
     obs: Tensor
-    """[T + 1, N, O]: before each step, and after the last."""
+    """[C + 1, M, O]: before each decision, and after the last step."""
     actions: Tensor
-    """[T, N, width]"""
+    """[C, M, K * width]: the actions of a chunk one after the other."""
     rewards: Tensor
-    """[T, N]: as the environment gave them."""
+    """[T, M]: as the environment gave them."""
     terminated: Tensor
-    """[T, N]"""
+    """[T, M]"""
     truncated: Tensor
-    """[T, N]"""
+    """[T, M]"""
     valid: Tensor
-    """[T, N]: False where the step only began an episode."""
+    """[T, M]: False where no action was carried out."""
     final_obs: Tensor
-    """[M, O]: last observations of the episodes whose end is bootstrapped."""
+    """[F, O]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
-    """[M], [M]: step and environment of each."""
+    """[F], [F]: step and column of each."""
     episodes: tuple[Episode, ...]
     """Those that ended, in the order in which they did."""
+
+    @property
+    def chunk(self) -> int:
+        """K: actions that are decided on at once."""
+        return len(self.rewards) // len(self.actions)
+
+    @property
+    def decided(self) -> Tensor:
+        """[C, M]: decisions of which at least the first action was carried out."""
+        return self.valid[:: self.chunk]
 
 
 class EnvCollector:
@@ -52,51 +66,96 @@ class EnvCollector:
     Args:
         env: the environments.
         steps: T.
+        chunk: K.
+        epochs: E.
         bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
     """
 
-    def __init__(self, env: VectorEnv, steps: int, *, bootstrap_terminations: bool = False) -> None:
+    def __init__(
+        self, env: VectorEnv, steps: int, *, chunk: int = 1, epochs: int = 1, bootstrap_terminations: bool = False
+    ) -> None:
+        assert steps % chunk == 0, (steps, chunk)
         self.env = env
         self.steps = steps
+        self.chunk = chunk
+        self.epochs = epochs
         self._bootstrap_terminations = bootstrap_terminations
-        shape = (steps, env.num_envs)
+        shape = (steps, epochs * env.num_envs)
+        decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = torch.zeros(steps + 1, env.num_envs, env.obs_dim)
-        self._actions = torch.zeros(*shape, env.actions.width, dtype=torch.int64 if whole else torch.float32)
+        self._obs = torch.zeros(steps + 1, epochs * env.num_envs, env.obs_dim)
+        self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
+        self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
         """Time in the environments' own code, of all rollouts so far."""
 
+    @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """E, C, N: of the noise that a rollout takes, before the dimensions of an action."""
+        return self.epochs, self.steps // self.chunk, self.env.num_envs
+
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped."""
-        self._obs[-1] = torch.from_numpy(self.env.reset(seed))
+        self._now = self.env.reset(seed).copy()
         self._tracker = EpisodeTracker(self.env.num_envs)
 
-    def collect(self, act: Act, noise: Tensor) -> EnvRollout:
-        """Step every environment T times.
+    def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
+        """Step every environment T times, E times over.
 
         Args:
             act: the policy.
-            noise: [T, N, ...], what `act` samples with.
+            noise: [E, C, N, ...], what `act` samples with.
+            seeds: for each of the E times, begin new episodes with this seed; empty: go on.
 
         Raises:
             ValueError: an observation or a reward is not finite; names environment and step.
         """
-        obs, actions, rewards = self._obs.numpy(), self._actions.numpy(), self._rewards.numpy()
-        terminated, truncated, valid = self._terminated.numpy(), self._truncated.numpy(), self._valid.numpy()
+        episodes: list[Episode] = []
+        finals: Finals = []
+        for epoch in range(self.epochs):
+            if seeds:
+                self.restart(seeds[epoch])
+            found, ended = self._collect_epoch(act, noise[epoch], epoch)
+            finals += found
+            episodes += ended
+        rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
+        return EnvRollout(
+            self._obs[:: self.chunk],
+            self._actions,
+            self._rewards,
+            self._terminated,
+            self._truncated,
+            self._valid,
+            torch.from_numpy(rows),
+            (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
+            tuple(episodes),
+        )
+
+    def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
+        """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
+        envs, width = self.env.num_envs, self.env.actions.width
+        columns = slice(epoch * envs, (epoch + 1) * envs)
+        obs, actions, rewards, terminated, truncated, valid = (
+            buffer.numpy()[:, columns]
+            for buffer in (self._obs, self._actions, self._rewards, self._terminated, self._truncated, self._valid)
+        )
         success = np.zeros(valid.shape, dtype=np.bool_)
         finals: Finals = []
         tells_success = False
-        obs[0] = obs[-1]
+        obs[0] = self._now
         valid.fill(True)
-        for t, row_noise in enumerate(noise.numpy()):
-            actions[t] = act(obs[t], row_noise)
-            step = self._step(actions[t], t)
+        rows = noise.numpy()
+        for t in range(self.steps):
+            decision, k = divmod(t, self.chunk)
+            if k == 0:
+                actions[decision] = act(obs[t], rows[decision])
+            step = self._step(actions[decision][:, k * width : (k + 1) * width], t)
             obs[t + 1], rewards[t] = step.obs, step.reward
             terminated[t], truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
@@ -105,21 +164,11 @@ class EnvCollector:
                 finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
                 tells_success, success[t] = True, step.success
+        self._now = obs[-1].copy()
         self._check(obs, rewards, finals)
         self._done += self.steps
-        ended = terminated | truncated
-        rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
-        return EnvRollout(
-            self._obs,
-            self._actions,
-            self._rewards,
-            self._terminated,
-            self._truncated,
-            self._valid,
-            torch.from_numpy(rows),
-            (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
-            self._tracker.add(rewards, ended, valid, success if tells_success else None),
-        )
+        episodes = self._tracker.add(rewards, terminated | truncated, valid, success if tells_success else None)
+        return [(t, columns.start + n, row) for t, n, row in finals], episodes
 
     def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
         start = time.perf_counter()
@@ -136,6 +185,8 @@ class EnvCollector:
         cut = step.truncated & ~step.terminated
         if self._bootstrap_terminations:
             cut = step.truncated | step.terminated
+        if step.valid is not None:
+            cut = cut & step.valid
         return np.flatnonzero(cut).tolist()
 
     def _check(self, obs: Floats, rewards: Floats, finals: Finals) -> None:

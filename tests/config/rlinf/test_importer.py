@@ -182,19 +182,40 @@ def test_values_of_embodied_runs(imported, overrides, native):
         (TEXT, "actor.model.tensor_model_parallel_size=2", "one device"),
         (TEXT, "runner.seq_length=[1]", "is not a whole number above 0"),
         (TEXT, "algorithm.sampling_params.top_k=many", "many is of the wrong type"),
-        (EMBODIED, "algorithm.loss_type=actor", "train a critic, too"),
-        (EMBODIED, "algorithm.loss_agg_func=seq-mean-token-sum", "weighs the same"),
+        (EMBODIED, "algorithm.loss_agg_func=mean", "no such aggregation"),
+        (EMBODIED, "algorithm.loss_type=actor", "use one of actor_critic, decoupled_actor_critic"),
         (EMBODIED, "algorithm.kl_beta=0.1", "no reference policy"),
         (EMBODIED, "actor.model.model_type=openvla", "not supported yet"),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
         (EMBODIED, "env.train.env_type=libero", "no adapter of this simulator"),
-        (EMBODIED, "env.eval.video_cfg.save_video=True", "not recorded yet"),
+        (EMBODIED, "env.train.video_cfg.save_video=True", "recorded of tests only"),
         (EMBODIED, "actor.optim.critic_warmup_steps=10", "set trainer.critic_warmup"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(imported, text, override, says):
     key = override.split("=")[0]
     assert says in refusals(imported(text, override))[key]
+
+
+def test_episodes_in_groups(imported):
+    groups = ["algorithm.adv_type=grpo", "algorithm.loss_type=actor", "algorithm.group_size=4"]
+    result = imported(EMBODIED, *groups, "env.train.auto_reset=False", "algorithm.loss_agg_func=token-mean")
+    assert refusals(result) == {}
+    assert result.native["algorithm.adv_estimator"] == "grpo"
+    assert result.native["env.train.group_size"] == 4
+    assert f"{ACTOR}.loss_agg_mode" not in result.native  # RLinf weighs episodes alike, whatever it says
+    assert (
+        "use one of actor"
+        in refusals(imported(EMBODIED, groups[0], "algorithm.loss_type=actor_critic"))["algorithm.loss_type"]
+    )
+
+
+def test_videos_are_those_of_tests(imported):
+    folder = "env.eval.video_cfg.video_base_dir=videos"
+    assert "env.eval.video_cfg.video_base_dir" not in imported(EMBODIED, folder).native
+    native = imported(EMBODIED, folder, "env.eval.video_cfg.save_video=True").native
+    assert native["env.eval.video_cfg.save_video"] is True
+    assert native["env.eval.video_cfg.video_base_dir"] == "videos"
 
 
 def test_a_value_head_on_a_language_model_is_refused(imported):
