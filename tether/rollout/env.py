@@ -114,8 +114,15 @@ class EnvCollector:
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
-        buffers = (self._obs, self._actions, self._rewards, self._terminated, self._truncated, self._valid)
-        self._rows = _Rows(*(buffer.numpy() for buffer in buffers), success=np.zeros(shape, dtype=np.bool_))
+        self._rows = _Rows(
+            self._obs.numpy(),
+            self._actions.numpy(),
+            self._rewards.numpy(),
+            self._terminated.numpy(),
+            self._truncated.numpy(),
+            self._valid.numpy(),
+            np.zeros(shape, dtype=np.bool_),
+        )
         self._tells_success = False
         self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
         self._tracker = EpisodeTracker(env.num_envs)
