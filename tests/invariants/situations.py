@@ -69,6 +69,8 @@ def write_files(folder: Path) -> None:
     ragged = rows(count=8)
     ragged[3]["prompt"][0]["content"] += " Think about it for a while."
     write_jsonl(folder / "ragged.jsonl", ragged)
+    unnamed = [{key: value for key, value in row.items() if key != "data_source"} for row in rows(count=8)]
+    write_jsonl(folder / "unnamed.jsonl", unnamed)
 
 
 def text_context(folder: Path) -> dict[str, list[str]]:
@@ -80,6 +82,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         "data.truncation": [*overlong, "data.truncation=left"],
         "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
         "data.apply_chat_template_kwargs": ['data.chat_template="{{ flag }}{{ messages[0].content }}"'],
+        "data.data_source": [f"data.train_files={folder / 'unnamed.jsonl'}", "data.data_source=toy"],
         "data.custom_cls.path": own_class,
         "data.custom_cls.name": own_class,
         f"{VALIDATION}.temperature": sampled,

@@ -7,7 +7,7 @@ environments, one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.envs.protocol import DiscreteActions, EnvStep, Floats, VectorEnv
+from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.envs.staged import OneStage, StagedEnv
 from tether.rollout.episodes import Episode, EpisodeTracker
 
 Act = Callable[[Floats, Floats | None], NDArray[Any]]
@@ -60,11 +61,28 @@ class EnvRollout:
         return self.valid[:: self.chunk]
 
 
+@dataclass
+class _Rows:
+    """Columns of the buffers."""
+
+    obs: Floats
+    actions: NDArray[Any]
+    rewards: Floats
+    terminated: Flags
+    truncated: Flags
+    valid: Flags
+    success: Flags
+
+    def part(self, columns: slice) -> _Rows:
+        """Some of the columns."""
+        return _Rows(**{name: column[:, columns] for name, column in vars(self).items()})
+
+
 class EnvCollector:
     """Steps environments with a policy; the next rollout goes on where the last one ended.
 
     Args:
-        env: the environments.
+        env: the environments; of a `StagedEnv` one stage steps while the policy decides for the next.
         steps: T.
         chunk: K.
         epochs: E.
@@ -72,10 +90,17 @@ class EnvCollector:
     """
 
     def __init__(
-        self, env: VectorEnv, steps: int, *, chunk: int = 1, epochs: int = 1, bootstrap_terminations: bool = False
+        self,
+        env: VectorEnv | StagedEnv,
+        steps: int,
+        *,
+        chunk: int = 1,
+        epochs: int = 1,
+        bootstrap_terminations: bool = False,
     ) -> None:
         assert steps % chunk == 0, (steps, chunk)
         self.env = env
+        self._stages = env if isinstance(env, StagedEnv) else OneStage(env)
         self.steps = steps
         self.chunk = chunk
         self.epochs = epochs
@@ -89,11 +114,21 @@ class EnvCollector:
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
+        self._rows = _Rows(
+            self._obs.numpy(),
+            self._actions.numpy(),
+            self._rewards.numpy(),
+            self._terminated.numpy(),
+            self._truncated.numpy(),
+            self._valid.numpy(),
+            np.zeros(shape, dtype=np.bool_),
+        )
+        self._tells_success = False
         self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
-        """Time in the environments' own code, of all rollouts so far."""
+        """Time that the policy waited for environments, of all rollouts so far."""
 
     @property
     def noise_shape(self) -> tuple[int, int, int]:
@@ -139,41 +174,53 @@ class EnvCollector:
 
     def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
         """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
-        envs, width = self.env.num_envs, self.env.actions.width
+        envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
-        obs, actions, rewards, terminated, truncated, valid = (
-            buffer.numpy()[:, columns]
-            for buffer in (self._obs, self._actions, self._rewards, self._terminated, self._truncated, self._valid)
-        )
-        success = np.zeros(valid.shape, dtype=np.bool_)
+        rows = self._rows.part(columns)
+        rows.obs[0] = self._now
+        rows.valid.fill(True)
+        rows.success.fill(False)
+        self._tells_success = False
         finals: Finals = []
-        tells_success = False
-        obs[0] = self._now
-        valid.fill(True)
-        rows = noise.numpy()
+        plays = [self._play(act, noise.numpy(), rows, part, finals) for part in self._stages.parts]
+        for stage, play in enumerate(plays):
+            self._stages.send(stage, next(play))
+        for t in range(self.steps):
+            for stage, play in enumerate(plays):
+                actions = play.send(self._receive(stage, t))
+                if t + 1 < self.steps:
+                    self._stages.send(stage, actions)
+        self._now = rows.obs[-1].copy()
+        self._check(rows.obs, rows.rewards, finals)
+        self._done += self.steps
+        success = rows.success if self._tells_success else None
+        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
+        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+
+    def _play(
+        self, act: Act, noise: Floats, all_rows: _Rows, part: slice, finals: Finals
+    ) -> Generator[NDArray[Any], EnvStep, None]:
+        """Fill the columns of one stage: gives the actions of each step, takes what came of them."""
+        width, rows, noise = self.env.actions.width, all_rows.part(part), noise[:, part]
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
-                actions[decision] = act(obs[t], rows[decision])
-            step = self._step(actions[decision][:, k * width : (k + 1) * width], t)
-            obs[t + 1], rewards[t] = step.obs, step.reward
-            terminated[t], truncated[t] = step.terminated, step.truncated
+                rows.actions[decision] = act(rows.obs[t], noise[decision])
+            step = yield rows.actions[decision][:, k * width : (k + 1) * width]
+            rows.obs[t + 1], rows.rewards[t] = step.obs, step.reward
+            rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
-                valid[t] = step.valid
+                rows.valid[t] = step.valid
             if step.final_obs is not None:
-                finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+                finals += [(t, part.start + n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
-                tells_success, success[t] = True, step.success
-        self._now = obs[-1].copy()
-        self._check(obs, rewards, finals)
-        self._done += self.steps
-        episodes = self._tracker.add(rewards, terminated | truncated, valid, success if tells_success else None)
-        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+                self._tells_success, rows.success[t] = True, step.success
+        yield rows.actions[-1]  # not carried out
 
-    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
+    def _receive(self, stage: int, t: int) -> EnvStep:
         start = time.perf_counter()
         try:
-            step = self.env.step(actions)
+            step = self._stages.receive(stage)
         except Exception as error:
             error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
             raise

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tether.algorithms import REQUIRED_AGGREGATION
@@ -15,6 +16,7 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.execution.machine import set_threads, usable_cores
 from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
 from tether.rollout.env import EnvCollector
@@ -66,7 +68,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
-        env = make_env(config.env.train, "env.train", _pacing(config))
+        env = make_training_env(config)
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
         schedule = _schedule(config)
@@ -77,7 +79,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
             rewards=_rewards(config),
             options=_sample_options(config),
             critic_warmup=build_critic_warmup(trainer_config),
-            evaluation=build_evaluation(config, envs) if trainer_config.test_freq > 0 else None,
+            evaluation=build_evaluation(config, policy.spec, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
@@ -92,17 +94,30 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         return ControlRun(trainer, envs.pop_all(), directory, checkpoint)
 
 
-def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
-    """The test of an embodied configuration; `envs` closes its environments.
+def build_evaluation(config: RunConfig, spec: PolicySpec, envs: ExitStack) -> ControlEvaluation:
+    """The test of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Raises:
-        ValueError: see `make_env`; or what writes videos is not installed.
+        ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
     env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks}, render=video.save_video)
     envs.callback(env.close)
+    _check_fit(env, spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
     return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def _check_fit(env: VectorEnv, spec: PolicySpec) -> None:
+    """Refuse to test a policy where it cannot act."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {env.obs_dim} numbers and takes {env.actions}; the policy reads {spec.obs_dim} "
+        f"and {acts}. Name an environment like the one that it was trained in."
+    )
 
 
 def video_folder(config: RunConfig) -> Path:
@@ -135,14 +150,44 @@ def make_env(
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
+    envs = _envs(role)
+    made: VectorEnv = envs.make_vector_env(_env_options(envs, section, role, pacing, render=render))
+    return made
+
+
+def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
+    """The environments of ``env.train``.
+
+    Raises:
+        ValueError: see `make_env`.
+    """
+    train, role = config.env.train, "env.train"
+    if train.pipeline_stage_num == 1:
+        return make_env(train, role, _pacing(config))
+    envs = _envs(role)
+    made: StagedEnv = envs.make_stages(_env_options(envs, train, role, _pacing(config)), train.pipeline_stage_num)
+    return made
+
+
+def _envs(role: str) -> ModuleType:
     try:
-        envs = importlib.import_module("tether.envs.make")
+        return importlib.import_module("tether.envs.make")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{role}.id: environments need the package {error.name}, which is not installed. "
             "Run: pip install 'tether[gymnasium]'"
         ) from error
-    options = envs.EnvOptions(
+
+
+def _env_options(
+    envs: ModuleType,
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    *,
+    render: bool = False,
+) -> Any:
+    return envs.EnvOptions(
         id=section.id,
         num_envs=section.total_num_envs,
         env_type=section.env_type,
@@ -155,11 +200,9 @@ def make_env(
         pacing=envs.Pacing(**pacing),
         role=role,
     )
-    made: VectorEnv = envs.make_vector_env(options)
-    return made
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
+def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> ControlPolicy:
     policy, actions = config.policy, env.actions
     spec = PolicySpec(
         obs_dim=env.obs_dim,
@@ -241,7 +284,7 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv | StagedEnv) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
