@@ -102,7 +102,7 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> dict[str, Any]
         trainer.fit()
         seconds = time.perf_counter() - start
         assert evaluation is not None
-        tested = evaluation.run(trainer.policy)
+        tested = evaluation.run(trainer.policy, "test")
         run.close()
         steps = list(read_metrics(Path(scratch)).values())
     parts = {key: fmean(metrics[f"timing_s/{key}"] for metrics in steps) for key in ("step", "gen", "env", "adv")}

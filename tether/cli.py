@@ -81,6 +81,19 @@ def evaluate(
 
 
 @app.command()
+def play(
+    checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="For example env.eval.seed=3")] = None,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many, one after the other.")] = 3,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the video; default: the run's.")] = None,
+) -> None:
+    """Record episodes of a control policy to an mp4."""
+    from tether.trainer.commands import play as run
+
+    run(checkpoint, overrides or [], episodes, out)
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
     prompts: Annotated[list[str], typer.Argument(help="One reply is printed for each.")],

@@ -60,13 +60,56 @@ def test_text_keys_are_said_to_do_nothing():
         ("env.train.total_num_envs=1", "actor_rollout_ref.actor.ppo_mini_batch_size", "set it to at most 128"),
         ("env.train.ignore_terminations=True", "env.train.ignore_terminations", "set env.train.max_episode_steps"),
         ("trainer.device=cuda", "trainer.device", "leave it out"),
-        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "leave it out: gae"),
-        (f"{LOSS}=gspo", LOSS, "use one of vanilla, cispo, gpg, sapo"),
+        ("algorithm.adv_estimator=grpo", "env.train.auto_reset", "set env.train.auto_reset=False"),
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator", "reinforce_plus_plus_baseline, opo, gpg, raw"),
+        (f"{LOSS}=bypass_mode", LOSS, "use vanilla, which is the same here"),
+        ("algorithm.filter_rewards=True", "algorithm.filter_rewards", "set env.train.auto_reset=False"),
+        ("env.train.num_workers=2", "env.train.num_workers", "set env.train.vectorization=subprocess, or leave it out"),
+        (
+            "actor_rollout_ref.actor.loss_agg_mode=masked_mean_ratio",
+            "actor_rollout_ref.actor.loss_agg_mode",
+            "set env.train.auto_reset=False, or use token-mean",
+        ),
+        ("env.train.group_size=3", "env.train.total_num_envs", "set it to a multiple of 3"),
+        ("policy.num_action_chunks=3", "env.train.max_steps_per_rollout_epoch", "set it to 126"),
         ("policy.hidden_dims=3", "policy.hidden_dims", "did you mean policy.hidden_dim?"),
     ],
 )
 def test_contradictions(override, path, fix):
     assert problems_of(CARTPOLE, override, base=[])[path].endswith(fix)
+
+
+WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.train.group_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "fix"),
+    [
+        ([*WAITS, "env.train.env_type=envpool"], "env.train.env_type", "use gymnasium"),
+        ([*WAITS, "env.train.vectorization=vector"], "env.train.vectorization", "use auto, sync or subprocess"),
+        ([*WAITS, "policy.share_critic=True"], "policy.share_critic", "leave it out"),
+        ([*WAITS, "env.train.group_size=1"], "env.train.group_size", "set it to 2 or more, or use gae"),
+        (
+            ["policy.num_action_chunks=2", "algorithm.logprob_type=chunk_level"],
+            "algorithm.logprob_type",
+            "set algorithm.reward_type=chunk_level, or use action_level",
+        ),
+        (["env.eval.video_cfg.save_video=True", "env.eval.env_type=envpool"], "env.eval.env_type", "use gymnasium"),
+        (["env.train.pipeline_stage_num=3"], "env.train.total_num_envs", "set it to a multiple of 3"),
+        (
+            ["env.train.pipeline_stage_num=2", "env.train.vectorization=sync"],
+            "env.train.vectorization",
+            "use auto or subprocess",
+        ),
+        (
+            [*WAITS, "algorithm.filter_rewards=True", "algorithm.rewards_lower_bound=2"],
+            "algorithm.rewards_lower_bound",
+            "set it to at most 1.0",
+        ),
+    ],
+)
+def test_contradictions_of_two_keys(overrides, path, fix):
+    assert problems_of(CARTPOLE, *overrides, base=[])[path].endswith(fix)
 
 
 def test_without_an_id_the_text_keys_are_required():

@@ -62,6 +62,23 @@ class Identity(gymnasium.Env):
         return self._draw(), reward, True, False, {}
 
 
+class Recite(gymnasium.Env):
+    """Shows three bits once; the next three actions should be these bits, and nothing is seen meanwhile."""
+
+    observation_space = spaces.Box(-1, 1, (3,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._bits, self._t = self.np_random.integers(2, size=3), 0
+        return (2 * self._bits - 1).astype(np.float32), {}
+
+    def step(self, action):
+        reward = float(action == self._bits[self._t])
+        self._t += 1
+        return np.zeros(3, dtype=np.float32), reward, self._t == 3, False, {}
+
+
 SPACES = {
     "discrete": spaces.Discrete(4, start=2),
     "multi-discrete": spaces.MultiDiscrete([3, 2]),
@@ -75,5 +92,6 @@ def register():
     if "tether/Countdown-v0" in gymnasium.registry:
         return
     gymnasium.register("tether/Countdown-v0", entry_point=Countdown, max_episode_steps=5)
+    gymnasium.register("tether/Recite-v0", entry_point=Recite)
     for name, space in SPACES.items():
         gymnasium.register(f"tether/Identity-{name}-v0", entry_point=Identity, kwargs={"space": space})

@@ -36,7 +36,7 @@ def test_returns_are_the_true_discounted_sums(name, lam):
     collector = EnvCollector(MAKERS[name](), steps=17)
     collector.restart(seed=0)
     for _ in range(2):  # the second rollout begins in the middle of an episode
-        rollout = collector.collect(act, torch.zeros(17, ENVS, 1))
+        rollout = collector.collect(act, torch.zeros(1, 17, ENVS, 1))
         values = value(rollout.obs[..., 0].double())
         after = values[1:].clone()
         after[rollout.terminated] = 0
@@ -55,7 +55,7 @@ def test_returns_are_the_true_discounted_sums(name, lam):
 def test_termination_is_worth_nothing(name):
     collector = EnvCollector(MAKERS[name](3), steps=9)
     collector.restart(seed=0)
-    rollout = collector.collect(act, torch.zeros(9, ENVS, 1))
+    rollout = collector.collect(act, torch.zeros(1, 9, ENVS, 1))
     assert len(rollout.final_obs) == 0
     assert {(episode.reward, episode.length) for episode in rollout.episodes} == {(6.0, 3)}
     assert all(episode.success_once and not episode.success_at_end for episode in rollout.episodes)
@@ -64,7 +64,7 @@ def test_termination_is_worth_nothing(name):
 def test_the_end_of_every_episode_can_be_kept():
     collector = EnvCollector(MAKERS["loop"](3), steps=6, bootstrap_terminations=True)
     collector.restart(seed=0)
-    rollout = collector.collect(act, torch.zeros(6, ENVS, 1))
+    rollout = collector.collect(act, torch.zeros(1, 6, ENVS, 1))
     assert rollout.final_obs[:, 0].tolist() == [3.0] * 2 * ENVS
     assert rollout.final_at[0].tolist() == [2] * ENVS + [5] * ENVS
 
@@ -78,9 +78,9 @@ def test_what_is_not_finite_is_named(poison, what):
     collector = EnvCollector(make_vector_env(options), steps=2)
     collector.restart(seed=0)
     collector.env._envs[1].unwrapped._poison_at = 4
-    collector.collect(act, torch.zeros(2, 2, 1))
+    collector.collect(act, torch.zeros(1, 2, 2, 1))
     with pytest.raises(ValueError, match=f"tether/Countdown-v0: {what} in environment 1 at step 4"):
-        collector.collect(act, torch.zeros(2, 2, 1))
+        collector.collect(act, torch.zeros(1, 2, 2, 1))
 
 
 def test_episodes_reach_over_rollouts():
@@ -122,7 +122,7 @@ def test_metrics_by_hand():
 def test_what_an_environment_raises_says_where():
     collector = EnvCollector(MAKERS["loop"](), steps=2)
     collector.restart(seed=0)
-    collector.collect(act, torch.zeros(2, ENVS, 1))
+    collector.collect(act, torch.zeros(1, 2, ENVS, 1))
     with pytest.raises(AssertionError) as error:
-        collector.collect(lambda obs, noise: act(obs, noise) + 7, torch.zeros(2, ENVS, 1))
+        collector.collect(lambda obs, noise: act(obs, noise) + 7, torch.zeros(1, 2, ENVS, 1))
     assert error.value.__notes__ == ["raised by tether/Countdown-v0 at step 3 of its environments"]

@@ -16,7 +16,7 @@ from tether.algorithms import discounted_sums  # noqa: E402
 from tether.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.trainer.build.control import build_control_run  # noqa: E402
-from tether.trainer.control_samples import RewardScaler  # noqa: E402
+from tether.trainer.control_rewards import RewardScaler  # noqa: E402
 from tether.training.checkpoint import load_state  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
@@ -69,6 +69,41 @@ def test_identity_is_learned(space, tmp_path):
     assert metrics[steps]["eval/return"] > 0.93
 
 
+def learned(folder, name, steps, *more):
+    """The mean return of episodes without noise after some training steps."""
+    run = train(
+        [
+            f"env.train.id=tether/{name}-v0", "env.train.total_num_envs=16", "env.eval.num_episodes=200",
+            f"{ACTOR}.ppo_mini_batch_size=48", f"{ACTOR}.optim.lr=5e-3", f"{ACTOR}.entropy_coeff=0",
+            f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", f"trainer.test_freq={steps}",
+            "trainer.logger=file", f"trainer.default_local_dir={folder}", *more,
+        ]
+    )  # fmt: skip
+    return measured(run.directory)[steps]["eval/return"]
+
+
+CHUNKS = ["policy.num_action_chunks=3", "env.train.max_steps_per_rollout_epoch=12", "algorithm.gamma=0.5"]
+
+
+@pytest.mark.parametrize("level", ["action_level", "chunk_level"])
+def test_a_chunk_is_learned(level, tmp_path):
+    # Without chunks nobody could do better than one bit and two guesses.
+    levels = [f"algorithm.{kind}_type={level}" for kind in ("reward", "logprob", "entropy")]
+    assert learned(tmp_path, "Recite", 50, *CHUNKS, *levels) > 2.9
+
+
+def test_groups_teach_without_a_critic(tmp_path):
+    groups = [
+        "algorithm.adv_estimator=grpo", "env.train.auto_reset=False", "env.train.group_size=8",
+        "env.train.max_steps_per_rollout_epoch=3", "env.train.rollout_epoch=4", "policy.num_action_chunks=3",
+    ]  # fmt: skip
+    assert learned(tmp_path, "Recite", 60, *groups) > 2.9
+
+
+def test_a_shared_critic_learns(tmp_path):
+    assert learned(tmp_path, "Recite", 50, *CHUNKS, "policy.share_critic=True") > 2.9
+
+
 def overrides(folder, *more):
     return [
         "env.train.id=CartPole-v1", *SMALL, "trainer.total_training_steps=6", "trainer.save_freq=2",
@@ -104,6 +139,31 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
     again = train(overrides(tmp_path / "killed"))
     assert again.resumed_from == tmp_path / "killed" / "global_step_2"
     assert same(contents(whole.directory / "global_step_6"), contents(again.directory / "global_step_6"))
+    assert without_clocks(whole.directory) == without_clocks(again.directory)
+
+
+OPTIONS = {
+    "chunks": ["policy.num_action_chunks=2", "env.train.use_rel_reward=True", "policy.share_critic=True"],
+    "episodes that begin with the rollout": [
+        "env.train.auto_reset=False", "env.train.rollout_epoch=2", "env.train.group_size=2",
+        "algorithm.filter_rewards=True", "algorithm.rewards_upper_bound=12",
+    ],
+    "groups": [
+        "algorithm.adv_estimator=grpo", "env.train.auto_reset=False", "env.train.group_size=2",
+        "env.train.use_fixed_reset_state_ids=True",
+    ],
+    "a rate that the KL leads": [f"{ACTOR}.target_kl=1e-3", f"{ACTOR}.target_kl_control=lr"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_resuming_is_exact_with_every_option(options, tmp_path):
+    short = ["trainer.total_training_steps=4", "trainer.test_freq=-1", *options]
+    whole = train(overrides(tmp_path / "whole", *short))
+    train(overrides(tmp_path / "parts", *short), until=2)
+    again = train(overrides(tmp_path / "parts", *short))
+    assert again.resumed_from == tmp_path / "parts" / "global_step_2"
+    assert same(contents(whole.directory / "global_step_4"), contents(again.directory / "global_step_4"))
     assert without_clocks(whole.directory) == without_clocks(again.directory)
 
 
@@ -148,10 +208,51 @@ def test_command_line(tmp_path):
     assert saved["metrics"]["eval/num_trajectories"] == 5
 
 
+def test_episodes_are_recorded(tmp_path):
+    imageio = pytest.importorskip("imageio.v2")
+    pytest.importorskip("imageio_ffmpeg")
+    pytest.importorskip("pygame")
+    record = "env.eval.video_cfg.save_video=True"
+    run = train(overrides(tmp_path, "trainer.total_training_steps=1", "trainer.test_freq=1", record), until=1)
+    run.trainer.loggers.close()
+    shown = CliRunner().invoke(app, ["play", str(tmp_path), "-n", "2", "-o", str(tmp_path / "here")])
+    assert shown.exit_code == 0, shown.output
+    assert "global_step_1.mp4" in shown.output.replace("\n", "")
+    played = imageio.get_reader(tmp_path / "here" / "global_step_1.mp4")
+    assert played.get_meta_data()["codec"] == "h264"
+    steps = float(shown.output.split("eval/episode_len")[1].split()[0])
+    assert played.count_frames() == 2 * steps + 1
+    assert (tmp_path / "video" / "step_0.mp4").stat().st_size > 1000
+    assert CliRunner().invoke(app, ["play", str(tmp_path), "-n", "1"]).exit_code == 0
+    assert (tmp_path / "video" / "global_step_1.mp4").exists()
+
+
+def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
+    run = build_control_run(load_config(None, overrides(tmp_path, "env.train.vectorization=subprocess")))
+    run.trainer.collector.restart(0)
+    run.trainer.step()
+    env = run.trainer.collector.env
+    env._workers[0].process.kill()
+    with pytest.warns(RuntimeWarning, match="is replaced"):
+        metrics = run.trainer.step()
+    lost = env._workers[0].rows.stop
+    assert run.trainer.env_steps == 2 * 4 * 16 - lost
+    assert metrics["actor/skipped_updates"] == 0
+    run.close()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["env.train.id=CartPol-v1"], r"env\.train\.id: no .* registered as CartPol-v1\. Did you mean CartPole"),
+        (
+            ["env.eval.id=tether/Recite-v0", "env.eval.video_cfg.save_video=True", "trainer.test_freq=1"],
+            r"env\.eval\.init_params: .*Recite-v0 does not take its arguments .*turn env\.eval\.video_cfg",
+        ),
+        (
+            ["env.eval.id=tether/Recite-v0", "trainer.test_freq=1"],
+            r"env\.eval\.id: tether/Recite-v0 shows 3 numbers .*the policy reads 4 and chooses among \(2,\)",
+        ),
         (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),
     ],

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tether.algorithms import POLICY_LOSSES, value_loss
+from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
 from tether.models.control.policy import ControlPolicy, PolicySpec
-from tether.training.control import ControlLearner, ControlLoss, ControlPlan, Samples
+from tether.training.control import ControlLearner, ControlLoss, ControlPlan
 from tether.training.flat import FlatAdamW, FlatParameters
 from tether.training.optimizer import OptimizerOptions
+from tether.training.samples import Samples
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SPECS = {
@@ -53,9 +54,18 @@ def test_gradients_are_those_of_autograd(kind, level):
     policy = make_policy(SPECS[kind])
     samples = make_samples(policy, level)
     clips = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
-    loss = ControlLoss("vanilla", clips, 0.05, 0.5, 0.4, 0.8, logprob_level=level, entropy_level=level)
+    loss = ControlLoss(
+        "vanilla",
+        clips,
+        entropy_coeff=0.05,
+        value_coeff=0.5,
+        cliprange_value=0.4,
+        huber_delta=0.8,
+        logprob_level=level,
+        entropy_level=level,
+    )
     learner = ControlLearner(policy, loss, ControlPlan(32, 1), OPTIONS, critic_lr=1e-2)
-    learner.gradients(samples)
+    learner.gradients(samples, torch.Generator())
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
     columns = policy.head.evaluate(policy.actor(samples.obs), samples.actions)
@@ -152,3 +162,140 @@ def test_flat_adamw_is_that_of_torch(weight_decay):
         torch.testing.assert_close(a.weight, b.weight, rtol=1e-10, atol=1e-12)
     assert [piece.stop - piece.start for piece in flat.slices] == [15, 8]
     assert all(left.stop == right.start for left, right in pairwise(flat.slices))
+
+
+CHUNKED = {
+    "gaussian": PolicySpec(5, None, 2, num_action_chunks=3, value_width=3, hidden_dim=8, num_layers=2),
+    "discrete": PolicySpec(5, (2, 3), 2, num_action_chunks=3, value_width=1, hidden_dim=8, num_layers=2),
+    "shared": PolicySpec(5, None, 2, 3, 3, share_critic=True, hidden_dim=8, num_layers=2, activation="elu"),
+}
+LEVELS = {"token_level": (3, 2), "action_level": (3,), "chunk_level": ()}
+
+
+def chunked_samples(policy, level, count=16):
+    """Three actions a row, of which the last ones were not carried out in some rows, and NaN stands there."""
+    generator = torch.Generator().manual_seed(2)
+    spec = policy.spec
+    obs = torch.randn(count, spec.obs_dim, dtype=torch.float64, generator=generator)
+    carried_out = torch.arange(3) < torch.randint(1, 4, (count, 1), generator=generator)
+    if spec.choices:
+        actions = torch.cat([torch.randint(0, n, (count, 1), generator=generator) for n in spec.choices * 3], dim=1)
+    else:
+        actions = torch.randn(count, 6, dtype=torch.float64, generator=generator)
+    shape = (count, *LEVELS[level])
+    with torch.no_grad():
+        columns = policy.head.evaluate(policy.actor(obs), actions).log_probs.view(count, 3, 2)
+        live = torch.where(carried_out[..., None], columns, 0)
+        old = {"token_level": live, "action_level": live.sum(-1), "chunk_level": live.sum((1, 2))}[level]
+    old = (old + 0.3 * torch.randn(shape, dtype=torch.float64, generator=generator)).reshape(count, -1)
+    advantages = torch.randn(shape, dtype=torch.float64, generator=generator).reshape(count, -1)
+    values, returns = torch.randn(2, count, spec.value_width, dtype=torch.float64, generator=generator)
+    if spec.value_width == 3:
+        returns = torch.where(carried_out, returns, torch.nan)
+    if level != "chunk_level":
+        dead = ~carried_out.repeat_interleave(old.shape[1] // 3, dim=1)
+        old, advantages = old.masked_fill(dead, torch.nan), advantages.masked_fill(dead, torch.nan)
+    weights = torch.rand(count, 1, dtype=torch.float64, generator=generator)
+    return Samples(obs, actions, old, advantages, values, returns, carried_out, weights)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "masked_mean_ratio"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_gradients_of_chunks_are_those_of_autograd(kind, level, aggregation):
+    policy = make_policy(CHUNKED[kind])
+    samples = chunked_samples(policy, level)
+    loss = ControlLoss(
+        "vanilla", {"clip_ratio_c": 2.0}, aggregation=aggregation, entropy_coeff=0.05, value_coeff=0.5,
+        cliprange_value=0.4, logprob_level=level, entropy_level=level,
+    )  # fmt: skip
+    learner = ControlLearner(policy, loss, ControlPlan(32, 1), OPTIONS, critic_lr=1e-2)
+    learner.gradients(samples, torch.Generator())
+    found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+    mask = samples.mask
+    hidden = policy.actor.activations(samples.obs)
+    done = policy.head.evaluate(hidden[-1], samples.actions)
+    live = mask[..., None].expand(-1, 3, 2)
+
+    def reduce(columns):
+        columns = torch.where(live, columns.view(-1, 3, 2), 0)
+        kept = {"token_level": columns, "action_level": columns.sum(-1), "chunk_level": columns.sum((1, 2))}[level]
+        return kept.reshape(len(samples), -1)
+
+    counted = {"token_level": live.reshape(-1, 6), "action_level": mask, "chunk_level": mask[:, :1]}[level]
+    values = policy.critic(hidden[-2] if policy.spec.share_critic else samples.obs)
+    value_mask = mask if policy.spec.value_width == 3 else mask[:, :1]
+    actor = POLICY_LOSSES["vanilla"](
+        reduce(done.log_probs), samples.old_log_probs, samples.advantages, counted, clip_ratio_c=2.0
+    )
+    critic = value_loss(values, samples.values, samples.returns, value_mask, cliprange_value=0.4)
+
+    def mean(loss, mask):
+        if aggregation == "token-mean":
+            return loss[mask].mean()
+        return (samples.weights * loss)[mask].sum() / loss.numel()
+
+    entropy = reduce(done.entropy)[counted].mean()
+    total = mean(actor.loss, counted) - 0.05 * entropy + 0.5 * mean(critic.loss, value_mask)
+    expected = torch.autograd.grad(total, list(policy.parameters()))
+    for (name, gradient), other in zip(found.items(), expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12, msg=name)
+    metrics = learner.update(samples, 0, torch.Generator())
+    assert all(value == value for value in metrics.values())
+    assert metrics["actor/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "bypass_mode"])
+def test_every_policy_loss_trains(name):
+    policy = make_policy(CHUNKED["gaussian"])
+    selection = {"clip_cov_lb": -10.0, "clip_cov_ub": 10.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2}
+    loss = ControlLoss(name, selection=selection if name in TOKEN_SELECTIONS else {})
+    before = policy.actor.linear[0][0].clone()
+    learner = ControlLearner(policy, loss, ControlPlan(8, 2), OPTIONS, 1e-2)
+    metrics = learner.update(chunked_samples(policy, "action_level"), 0, torch.Generator())
+    assert metrics["actor/skipped_updates"] == 0
+    assert metrics["actor/pg_loss"] == metrics["actor/pg_loss"]
+    assert not torch.equal(policy.actor.linear[0][0], before)
+
+
+def test_decoupled_on_what_was_just_sampled_is_vanilla():
+    moved = []
+    for name in ("vanilla", "decoupled"):
+        policy = make_policy(SPECS["gaussian"])
+        loss = ControlLoss(name, {"clip_ratio_c": 3.0})
+        learner = ControlLearner(policy, loss, ControlPlan(8, 2), OPTIONS, 1e-2)
+        learner.update(make_samples(policy), 0, torch.Generator().manual_seed(0))
+        moved.append([parameter.detach().clone() for parameter in policy.parameters()])
+    for left, right in zip(*moved, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10)
+
+
+def test_warmup_of_a_shared_critic_moves_only_its_layer():
+    policy = make_policy(CHUNKED["shared"])
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, critic_lr=1e-2)
+    learner.update(chunked_samples(policy, "action_level"), 0, torch.Generator(), train_policy=False)
+    moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"critic.layers.0.weight", "critic.layers.0.bias"}
+
+
+def test_the_kl_leads_the_learning_rate():
+    policy = make_policy(SPECS["discrete"])
+    plan = ControlPlan(8, 4, target_kl=1e-6, lead_rate=True)
+    learner = ControlLearner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
+    metrics = learner.update(make_samples(policy), 0, torch.Generator())
+    assert metrics["actor/epochs"] == 4
+    assert metrics["actor/lr"] == pytest.approx(1e-2 / 1.5**4)
+    again = ControlLearner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
+    again.load_state_dict(learner.state_dict())
+    assert again._rates(0) == learner._rates(0)
+    far = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1, target_kl=1e6, lead_rate=True), OPTIONS, 1e-2)
+    assert far.update(make_samples(policy), 0, torch.Generator())["actor/lr"] == pytest.approx(1.5e-2)
+
+
+def test_nothing_to_learn_from_is_no_update():
+    policy = make_policy(SPECS["discrete"])
+    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, 1e-2)
+    nothing = next(make_samples(policy).split(1))._each(lambda column: column[:0])
+    assert learner.update(nothing, 0, torch.Generator())["actor/epochs"] == 0

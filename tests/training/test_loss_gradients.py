@@ -25,13 +25,14 @@ def test_vanilla(seed, dual_clip, high):
     leaf = log_probs.clone().requires_grad_()
     mask = torch.ones_like(leaf, dtype=torch.bool)
     (expected,) = torch.autograd.grad(POLICY_LOSSES["vanilla"](leaf, old, advantages, mask, **options).loss.sum(), leaf)
-    found = policy_gradient("vanilla", options)(log_probs, old, advantages)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found = policy_gradient("vanilla", options, {})(log_probs, old, advantages, None, torch.Generator())
+    torch.testing.assert_close(found.by_log_probs, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_another_loss_goes_through_autograd():
     log_probs, old, advantages, _ = numbers(0)
-    found = policy_gradient("cispo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2})(log_probs, old, advantages)
+    gradient = policy_gradient("cispo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, {})
+    found = gradient(log_probs, old, advantages, None, torch.Generator()).by_log_probs
     clipped = (log_probs - old).clamp(-20, 20).exp().clamp(0.8, 1.2)
     torch.testing.assert_close(found, -clipped * advantages)
 
@@ -53,5 +54,6 @@ def test_by_hand(ratio, advantage):
     binds = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
     log_prob = torch.tensor([[ratio]], dtype=torch.float64).log()
     options = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}
-    found = policy_gradient("vanilla", options)(log_prob, torch.zeros_like(log_prob), torch.tensor([[advantage]]))
-    assert found.item() == pytest.approx(0.0 if binds else -advantage * ratio)
+    gradient = policy_gradient("vanilla", options, {})
+    found = gradient(log_prob, torch.zeros_like(log_prob), torch.tensor([[advantage]]), None, torch.Generator())
+    assert found.by_log_probs.item() == pytest.approx(0.0 if binds else -advantage * ratio)

@@ -1,4 +1,4 @@
-"""Embodied runs (`env.train.id` is set): their defaults, the keys that they read, and the rules between them.
+"""Embodied runs (`env.train.id` is set): their defaults, the the keys that they read.
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
 default than verl's for a language model, it stands here, by task, once.
@@ -11,8 +11,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tether.config.given import Given, Setting
-from tether.config.problems import Problem
-from tether.config.schema.root import RunConfig
 
 SWITCH = "env.train.id"
 SOURCE = "default of embodied runs"
@@ -78,10 +76,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 READS = (
     "env.*", "policy.*",
     "algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.normalize_advantages",
-    "algorithm.bootstrap_type", "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",
+    "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_rewards", "algorithm.rewards_*", "algorithm.bootstrap_type",
+    "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",
     f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio*",
-    f"{ACTOR}.entropy_coeff", f"{ACTOR}.target_kl", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.*",
-    f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.tau_*",
+    f"{ACTOR}.entropy_coeff", f"{ACTOR}.target_kl*", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.*",
+    f"{ACTOR}.policy_loss.*", f"{ACTOR}.tau_*", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor",
     "critic.cliprange_value", "critic.huber_delta", "critic.loss_coef", "critic.optim.lr",
     "trainer.total_training_steps", "trainer.total_env_steps", "trainer.seed", "trainer.project_name",
     "trainer.experiment_name", "trainer.logger", "trainer.log_freq", "trainer.default_local_dir", "trainer.save_freq",
@@ -89,9 +88,6 @@ READS = (
     "trainer.device", "trainer.num_threads", "trainer.critic_warmup*",
 )  # fmt: skip
 """Keys, or patterns of keys, that an embodied run reads."""
-
-
-STEP_LOSSES = ("vanilla", "cispo", "gpg", "sapo")
 
 
 def is_embodied(given: Given) -> bool:
@@ -111,77 +107,3 @@ def with_defaults(given: Given) -> Given:
 def reads(path: str) -> bool:
     """Whether an embodied run reads this key."""
     return any(fnmatchcase(path, pattern) for pattern in READS)
-
-
-def rollout_fits_chunks(cfg: RunConfig) -> Problem | None:
-    """A rollout is a whole number of action chunks."""
-    steps, chunk = cfg.env.train.max_steps_per_rollout_epoch, cfg.policy.num_action_chunks
-    if steps % chunk == 0:
-        return None
-    what = f"{steps} steps are no whole number of chunks (policy.num_action_chunks={chunk})"
-    return Problem("env.train.max_steps_per_rollout_epoch", what, f"set it to {steps // chunk * chunk or chunk}")
-
-
-def groups_fit_envs(cfg: RunConfig) -> Problem | None:
-    """Environments are dealt to groups evenly."""
-    count, size = cfg.env.train.total_num_envs, cfg.env.train.group_size
-    if count % size == 0:
-        return None
-    what = f"{count} environments cannot be dealt to groups of env.train.group_size={size}"
-    return Problem("env.train.total_num_envs", what, f"set it to a multiple of {size}")
-
-
-def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
-    """A mini-batch is a part of the rollout."""
-    train, size = cfg.env.train, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-    steps = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
-    samples = steps // cfg.policy.num_action_chunks
-    if size <= samples:
-        return None
-    what = f"{size} samples are more than the {samples} of a rollout (environments x steps, env.train)"
-    return Problem(f"{ACTOR}.ppo_mini_batch_size", what, f"set it to at most {samples}")
-
-
-def ignored_terminations_end(cfg: RunConfig) -> Problem | None:
-    """Without terminations only a time limit ends an episode."""
-    for role, env in (("train", cfg.env.train), ("eval", cfg.env.eval)):
-        if env.ignore_terminations and env.max_episode_steps is None:
-            what = f"True leaves episodes without an end, since env.{role}.max_episode_steps is null"
-            return Problem(f"env.{role}.ignore_terminations", what, f"set env.{role}.max_episode_steps")
-    return None
-
-
-def loss_looks_at_one_step(cfg: RunConfig) -> Problem | None:
-    """The other losses compare the tokens of a response, or need a second sampler."""
-    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-    if mode in STEP_LOSSES:
-        return None
-    what = f"{mode} is not for embodied runs, whose samples are single steps"
-    return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use one of " + ", ".join(STEP_LOSSES))
-
-
-def device_is_a_cpu(cfg: RunConfig) -> Problem | None:
-    """Environments and networks of a control policy share the host's memory."""
-    if cfg.trainer.device in ("auto", "cpu"):
-        return None
-    what = f"{cfg.trainer.device} is not for embodied runs so far: networks this small are faster on the CPU"
-    return Problem("trainer.device", what, "leave it out")
-
-
-def advantages_come_from_gae(cfg: RunConfig) -> Problem | None:
-    """Groups of responses do not exist here."""
-    estimator = cfg.algorithm.adv_estimator
-    if estimator == "gae":
-        return None
-    return Problem("algorithm.adv_estimator", f"{estimator} is not for embodied runs so far", "leave it out: gae")
-
-
-RULES = (
-    device_is_a_cpu,
-    loss_looks_at_one_step,
-    advantages_come_from_gae,
-    rollout_fits_chunks,
-    groups_fit_envs,
-    mini_batch_fits_rollout,
-    ignored_terminations_end,
-)

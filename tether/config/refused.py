@@ -47,8 +47,6 @@ REWARD_MANAGER = Refused(
 )
 SANDBOX = Refused("running code in a remote sandbox is not supported yet")
 TRACE = Refused("traces of conversations are not supported yet")
-CHUNKS = Refused("action chunks are not supported yet")
-START_STATES = Refused("choosing start states is not supported yet")
 CLOUD = Refused("tether keeps checkpoints on local disk and does not watch cloud instances")
 
 REFUSED: Mapping[str, Refused] = {
@@ -80,13 +78,6 @@ REFUSED: Mapping[str, Refused] = {
     "*.fsdp_config.seed": ONE_SEED,
     "*.fsdp_config.model_dtype": Refused("the weights that the optimizer updates are fp32", values=("bf16",)),
     "*.data_loader_seed": ONE_SEED,
-    "policy.num_action_chunks": CHUNKS,
-    "policy.share_critic": Refused("the critic has a network of its own so far"),
-    "env.train.auto_reset": Refused("an episode that ends is always followed by a new one so far"),
-    "env.train.rollout_epoch": Refused("one rollout a training step so far", fine=(1,)),
-    "env.train.group_size": START_STATES,
-    "env.train.use_fixed_reset_state_ids": START_STATES,
-    "env.train.use_rel_reward": Refused("rewards are taken as they are so far"),
     "*.checkpoint.load_contents": Refused("a resumed run loads all of its state"),
     "*.profiler.enable": PROFILER,
     "global_profiler.tool": PROFILER,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tether.config import embodied
 from tether.config.advantage_rules import ADVANTAGE_RULES
+from tether.config.embodied_rules import RULES as TASK_RULES
 from tether.config.off_policy_rules import OFF_POLICY_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
@@ -261,7 +261,9 @@ EMBODIED_RULES: tuple[Rule, ...] = (
     critic_warmup_ends,
     resume_path_is_given,
     checkpoints_are_kept_together,
-    *embodied.RULES,
+    policy_loss_is_aggregated_as_defined,
+    clip_cov_bounds_enclose_something,
+    *TASK_RULES,
 )
 
 

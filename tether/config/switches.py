@@ -43,6 +43,8 @@ class Switch:
 EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
+VIDEO = Switch("env.eval.video_cfg.save_video", on=(True,))
+FILTER = Switch("algorithm.filter_rewards", on=(True,))
 GAE = Switch("algorithm.adv_estimator", on=("gae",))
 GDPO = Switch("algorithm.adv_estimator", on=("gdpo",))
 KL_LOSS = Switch("actor_rollout_ref.actor.use_kl_loss", on=(True,))
@@ -71,10 +73,13 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.lam_*": GAE,
     "algorithm.bootstrap_truncated": GAE,
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
-    "algorithm.normalize_advantages": EMBODIED,
+    "algorithm.normalize_advantages": GAE,
     "algorithm.bootstrap_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,
+    "algorithm.reward_type": EMBODIED,
+    "algorithm.filter_rewards": EMBODIED,
+    "algorithm.rewards_*": FILTER,
     "algorithm.norm_adv_by_std_in_grpo": Switch(
         "algorithm.adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")
     ),
@@ -133,12 +138,12 @@ SWITCHED: Mapping[str, Switch | None] = {
     "critic.*_max_token_len_per_gpu": Switch("critic.use_dynamic_bsz", on=(True,)),
     "critic.loss_coef": EMBODIED,
     "actor_rollout_ref.actor.target_kl": EMBODIED,
+    "actor_rollout_ref.actor.target_kl_control": Switch("actor_rollout_ref.actor.target_kl", off=(None,)),
     "trainer.total_env_steps": EMBODIED,
     "trainer.log_freq": EMBODIED,
     "env.train.id": None,
-    "env.train.autoreset_mode": Switch("env.train.vectorization", on=("subprocess",)),
-    "env.train.num_workers": Switch("env.train.env_type", on=("envpool",)),
-    "env.eval.num_workers": Switch("env.eval.env_type", on=("envpool",)),
+    "env.eval.video_cfg.video_base_dir": VIDEO,
+    "env.eval.video_cfg.fps": VIDEO,
     "env.*": EMBODIED,
     "policy.clip_observations": OBS_NORM,
     "policy.clip_rewards": REWARD_NORM,

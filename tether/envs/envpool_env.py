@@ -56,6 +56,8 @@ def make_envpool(options: EnvOptions) -> EnvPool:
         raise ValueError(f"{options.role}.id: envpool has no {options.id}. {fix} Or set {options.role}.env_type.")
     if options.ignore_terminations:
         raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
+    if options.wrappers:
+        raise ValueError(f"{options.role}.wrappers: envpool steps in C++, which wraps nothing. Use env_type=gymnasium.")
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make(seed: int) -> GymnasiumVectorEnv:
@@ -63,7 +65,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
             options.id,
             num_envs=options.num_envs,
             num_threads=options.num_workers,
-            seed=seed % 2**31,
+            seed=(seed + options.first) % 2**31,
             **limit,
             **options.init_params,
         )

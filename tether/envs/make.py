@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 
+from tether.envs.paced import PacedEnv
 from tether.envs.protocol import VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.envs.sync import SyncVectorEnv
 from tether.envs.vector import GymnasiumVectorEnv
+from tether.envs.workers import WorkerVectorEnv
 
-EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool"}
+EXTRAS = {
+    "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
+    "gymnasium_robotics": "robotics", "metaworld": "metaworld",
+}  # fmt: skip
 """Module that an environment could not import -> extra of tether that brings it."""
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """When episodes begin, and in which states; see `tether.envs.paced`."""
+
+    chunk: int = 1
+    auto_reset: bool = True
+    group_size: int = 1
+    fixed_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,13 +46,28 @@ class EnvOptions:
     num_envs: int
     env_type: str = "gymnasium"
     vectorization: str = "auto"
-    autoreset_mode: str = "same_step"
     num_workers: int = 1
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
     init_params: Mapping[str, Any] = field(default_factory=dict)
+    wrappers: tuple[str, ...] = ()
+    """``module:Class`` of wrappers around each environment, the first innermost."""
+    pacing: Pacing = field(default_factory=Pacing)
+    first: int = 0
+    """Number of the first environment, where these are a part of more."""
     role: str = "env.train"
     """Section of the configuration, for messages."""
+
+
+class SeedsByMethod(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Hands the seed of a reset to ``seed()``, the older way, where environments (MetaWorld's) ignore it otherwise."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        if seed is not None:
+            unwrapped: Any = self.unwrapped
+            unwrapped.seed(seed)
+        return self.env.reset(seed=seed, options=options)
 
 
 def make_vector_env(options: EnvOptions) -> VectorEnv:
@@ -54,32 +86,92 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         raise ValueError(_missing(options, error)) from error
 
 
+def make_stages(options: EnvOptions, stages: int) -> StagedEnv:
+    """Make the `num_envs` environments of an id in stages of equal size, with the seeds that they have without stages.
+
+    Raises:
+        ValueError: see `make_vector_env`.
+    """
+    count, workers = options.num_envs // stages, max(1, options.num_workers // stages)
+    how = "subprocess" if options.vectorization == "auto" else options.vectorization
+    part = replace(options, num_envs=count, num_workers=workers, vectorization=how)
+    with ExitStack() as made:
+        envs = []
+        for stage in range(stages):
+            envs.append(make_vector_env(replace(part, first=stage * count)))
+            made.callback(envs[-1].close)
+        made.pop_all()
+    return StagedEnv(envs)
+
+
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     spec = _find(options)
+    paced = options.pacing != Pacing()
+    needs_loop = paced or options.ignore_terminations or bool(options.wrappers)
+    own_code = spec.vector_entry_point is not None and not needs_loop
+    if options.vectorization == "vector" or (options.vectorization == "auto" and own_code and options.num_envs >= 8):
+        if not own_code:
+            has_none = spec.vector_entry_point is None
+            what = "has no vector code of its own" if has_none else f"cannot do what {options.role} asks for"
+            raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
+        arguments = _arguments(options)
+        vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
+        return GymnasiumVectorEnv(options.id, vector)
+    env: SyncVectorEnv | WorkerVectorEnv
+    loop = partial(_loop, options, paced)
+    if options.vectorization == "subprocess":
+        env = WorkerVectorEnv(options.id, loop, options.num_envs, options.num_workers, holds=paced, first=options.first)
+    else:
+        env = loop(options.num_envs)
+    return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
+
+
+def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
+    """Some environments in a loop; a module's function, so that it can be sent to a process."""
+    make = partial(_make_one, options)
+    ignore = options.ignore_terminations
+    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds, first=options.first)
+
+
+def _make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
+    try:
+        env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
+    except TypeError as error:
+        fix = f"Correct the names in {options.role}.init_params={dict(options.init_params)}."
+        if "render_mode" in str(error):
+            fix = "It shows no pictures: turn env.eval.video_cfg.save_video off."
+        raise ValueError(
+            f"{options.role}.init_params: {options.id} does not take its arguments ({error}). {fix}"
+        ) from error
+    for name in options.wrappers:
+        env = _wrapped(env, name, options.role)
+    return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
+
+
+def _wrapped(env: gymnasium.Env[Any, Any], name: str, role: str) -> gymnasium.Env[Any, Any]:
+    """Put the wrapper ``module:Class`` around an environment."""
+    module, _, kind = name.partition(":")
+    try:
+        wrapper = getattr(importlib.import_module(module or "builtins"), kind, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{role}.wrappers: {name} needs {error.name}, which is no installed module.") from error
+    if wrapper is None:
+        raise ValueError(f"{role}.wrappers: {name} is no module:Class. Correct the name.")
+    try:
+        wrapped: gymnasium.Env[Any, Any] = wrapper(env)
+    except TypeError as error:
+        raise ValueError(
+            f"{role}.wrappers: {name} does not wrap an environment by itself ({error}). Give a class that needs "
+            "nothing else; one of your own can pass the other arguments on."
+        ) from error
+    return wrapped
+
+
+def _arguments(options: EnvOptions) -> dict[str, Any]:
     arguments = dict(options.init_params)
     if options.max_episode_steps is not None:
         arguments["max_episode_steps"] = options.max_episode_steps
-
-    def make() -> gymnasium.Env[Any, Any]:
-        try:
-            return gymnasium.make(spec, disable_env_checker=True, **arguments)
-        except TypeError as error:
-            raise ValueError(
-                f"{options.role}.init_params: {options.id} does not take its arguments ({error}). Correct the names in "
-                f"{options.role}.init_params={dict(options.init_params)}."
-            ) from error
-
-    own_code = spec.vector_entry_point is not None and not options.ignore_terminations
-    if options.vectorization == "subprocess":
-        mode = AutoresetMode[options.autoreset_mode.upper()]
-        return GymnasiumVectorEnv(options.id, AsyncVectorEnv([make] * options.num_envs, autoreset_mode=mode))
-    if options.vectorization == "vector" or (options.vectorization == "auto" and own_code and options.num_envs >= 8):
-        if not own_code:
-            what = "has no vector code of its own" if spec.vector_entry_point is None else "cannot ignore terminations"
-            raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
-        env = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
-        return GymnasiumVectorEnv(options.id, env)
-    return SyncVectorEnv(options.id, make, options.num_envs, ignore_terminations=options.ignore_terminations)
+    return arguments
 
 
 def _find(options: EnvOptions) -> EnvSpec:

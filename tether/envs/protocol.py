@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +52,8 @@ class EnvStep:
     """[N, O]: the last observation of the episodes that ended in this step, before any reset; the rows of the others
     mean nothing. None where no episode ended."""
     valid: Flags | None = None
-    """[N]: False where this step only began a new episode and the action was ignored. None: all are valid."""
+    """[N]: False where no action was carried out: the step only began a new episode; or the environment waits for one
+    (`HeldEnv`); or its process died, and the episode with it, which is then truncated, too. None: all are valid."""
     success: Flags | None = None
     """[N]: the task is solved in this step, where the environment tells."""
 
@@ -75,4 +77,41 @@ class VectorEnv(Protocol):
 
     def close(self) -> None:
         """End subprocesses and free what the simulators hold."""
+        ...
+
+
+class Renders(Protocol):
+    """Environments that show the first of them."""
+
+    def render(self) -> NDArray[np.uint8]:
+        """Picture [H, W, 3] of the first environment as it is now."""
+        ...
+
+
+class HeldEnv(Protocol):
+    """N environments with flat observations that wait after an end until they are told to begin anew."""
+
+    id: str
+    num_envs: int
+    obs_dim: int
+    actions: ActionSpec
+
+    def begin(self, seeds: Mapping[int, int | None]) -> Floats:
+        """Begin new episodes in these environments, whatever they were at; returns the observations of all, [N, O].
+
+        Args:
+            seeds: environment -> seed of its episode; None: its generator goes on.
+        """
+        ...
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """Carry out one action in each environment that is not waiting; the others have no valid step."""
+        ...
+
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders.render`."""
+        ...
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class ActionCodec:
 
     spec: ActionSpec
     space: Space[Any]
+    env_id: str
 
     @classmethod
     def of(cls, space: Space[Any], env_id: str) -> ActionCodec:
@@ -66,20 +68,24 @@ class ActionCodec:
         """
         match space:
             case spaces.Discrete():
-                return cls(DiscreteActions((int(space.n),)), space)
+                return cls(DiscreteActions((int(space.n),)), space, env_id)
             case spaces.MultiDiscrete():
-                return cls(DiscreteActions(tuple(int(n) for n in space.nvec.reshape(-1))), space)
+                return cls(DiscreteActions(tuple(int(n) for n in space.nvec.reshape(-1))), space, env_id)
             case spaces.MultiBinary():
-                return cls(DiscreteActions((2,) * int(np.prod(space.shape))), space)
+                return cls(DiscreteActions((2,) * int(np.prod(space.shape))), space, env_id)
             case spaces.Box() if np.issubdtype(space.dtype, np.floating):
-                return cls(ContinuousActions(int(np.prod(space.shape))), space)
+                return cls(ContinuousActions(int(np.prod(space.shape))), space, env_id)
         raise ValueError(
             f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, or a Box "
             "of floats."
         )
 
     def decode(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """[N, width] -> [N, *shape of the space], clipped to the bounds of a Box."""
+        """[N, width] -> [N, *shape of the space], clipped to the bounds of a Box.
+
+        Raises:
+            ValueError: a number is not finite, so that it never reaches a simulator.
+        """
         rows = len(actions)
         match self.space:
             case spaces.Discrete():
@@ -87,11 +93,28 @@ class ActionCodec:
             case spaces.MultiDiscrete():
                 return actions.reshape(rows, *self.space.shape) + self.space.start
             case spaces.Box():
+                check_finite(actions, self.env_id)
                 shaped = actions.reshape(rows, *self.space.shape)
                 # The two calls cost a third of np.clip, and this runs once a step.
                 bounded = np.minimum(np.maximum(shaped, self.space.low), self.space.high)
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
+
+
+def check_finite(actions: NDArray[Any], env_id: str) -> None:
+    """Refuse actions [N, width] that hold a number that is not finite.
+
+    Raises:
+        ValueError: names environment and entry.
+    """
+    if math.isfinite(actions.sum()):  # several times as fast as looking at each
+        return
+    for n, entry in np.argwhere(~np.isfinite(actions)):
+        raise ValueError(
+            f"{env_id}: entry {entry} of the action for environment {n} is {actions[n, entry]}, and was not carried "
+            "out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
+            "actor_rollout_ref.actor.target_kl."
+        )
 
 
 def _one_hot(numbers: NDArray[Any], choices: list[int]) -> Floats:

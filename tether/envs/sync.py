@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -14,7 +14,7 @@ from tether.envs.spaces import ActionCodec, flat_size, flatten
 
 
 class SyncVectorEnv:
-    """Steps N environments in a loop; the step that ends an episode begins the next one.
+    """Steps N environments in a loop; the step that ends an episode begins the next one, unless they are held.
 
     What Gymnasium's own loop adds to each step (copies, dictionaries of infos) costs as much as a cheap environment
     itself, so this one writes straight into its arrays.
@@ -24,19 +24,31 @@ class SyncVectorEnv:
         make: makes one environment.
         num_envs: how many.
         ignore_terminations: only truncation ends an episode.
+        holds: after an end wait for `begin` (`HeldEnv`).
+        first: number of the first environment, where these are a part of more; seeds are counted from it.
     """
 
     def __init__(
-        self, id: str, make: Callable[[], gymnasium.Env[Any, Any]], num_envs: int, *, ignore_terminations: bool = False
+        self,
+        id: str,
+        make: Callable[[], gymnasium.Env[Any, Any]],
+        num_envs: int,
+        *,
+        ignore_terminations: bool = False,
+        holds: bool = False,
+        first: int = 0,
     ) -> None:
         self.id = id
         self.num_envs = num_envs
+        self._first = first
         self._envs: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(num_envs)]
         self._space = self._envs[0].observation_space
         self._codec = ActionCodec.of(self._envs[0].action_space, id)
         self._is_plain = isinstance(self._space, gymnasium.spaces.Box) and len(self._space.shape) == 1
         self._is_choice = isinstance(self._envs[0].action_space, gymnasium.spaces.Discrete)
         self._ignore_terminations = ignore_terminations
+        self._holds = holds
+        self._waiting = np.full(num_envs, holds)
         self.actions = self._codec.spec
         self.obs_dim = flat_size(self._space, id)
         self._obs = np.zeros((num_envs, self.obs_dim), dtype=np.float32)
@@ -48,15 +60,27 @@ class SyncVectorEnv:
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""
-        for i, env in enumerate(self._envs):
-            self._write(self._obs, i, env.reset(seed=seed + i)[0])
+        return self.begin({i: seed + self._first + i for i in range(self.num_envs)})
+
+    def begin(self, seeds: Mapping[int, int | None]) -> Floats:
+        """See `HeldEnv.begin`."""
+        for i, seed in seeds.items():
+            self._write(self._obs, i, self._envs[i].reset(seed=seed)[0])
+            self._waiting[i] = False
         return self._obs
 
     def step(self, actions: NDArray[Any]) -> EnvStep:
         """See `VectorEnv.step`."""
         decoded = self._codec.decode(actions)
         ended = tells_success = False
+        valid = None
+        if self._holds and self._waiting.any():
+            valid = ~self._waiting
+            for row in (self._reward, self._terminated, self._truncated, self._success):
+                row[self._waiting] = 0
         for i, action in enumerate(decoded.tolist() if self._is_choice else decoded):
+            if valid is not None and not valid[i]:
+                continue
             env = self._envs[i]
             obs, self._reward[i], terminated, truncated, info = env.step(action)
             if self._ignore_terminations:
@@ -68,7 +92,10 @@ class SyncVectorEnv:
             if terminated or truncated:
                 ended = True
                 self._write(self._final_obs, i, obs)
-                obs, _ = env.reset()
+                if self._holds:
+                    self._waiting[i] = True
+                else:
+                    obs, _ = env.reset()
             self._write(self._obs, i, obs)
         return EnvStep(
             self._obs,
@@ -76,8 +103,20 @@ class SyncVectorEnv:
             self._terminated,
             self._truncated,
             final_obs=self._final_obs if ended else None,
+            valid=valid,
             success=self._success if tells_success else None,
         )
+
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders.render`.
+
+        Raises:
+            ValueError: the environment shows nothing.
+        """
+        picture = self._envs[0].render()
+        if isinstance(picture, np.ndarray) and picture.ndim == 3:
+            return picture
+        raise ValueError(f"{self.id}: it shows no picture (render_mode=rgb_array). Turn env.eval.video_cfg off.")
 
     def close(self) -> None:
         """See `VectorEnv.close`."""

@@ -139,6 +139,7 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/first_update/pg_clipfrac": MetricInfo("Share of tokens clipped at the first optimizer step.", "0"),
     "actor/first_update/pg_clipfrac_lower": MetricInfo("Share that the dual clip bounded there.", "0"),
     "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
+    "actor/early_stops": MetricInfo("Optimizer steps left out for a mean ratio above early_stop_imp_ratio.", "0"),
 }
 
 LENGTHS: Mapping[str, MetricInfo] = {
@@ -244,6 +245,9 @@ EMBODIED: Mapping[str, MetricInfo] = {
     "eval/<metric>_low": MetricInfo("Lower end of its confidence interval (env.eval.confidence)."),
     "eval/<metric>_high": MetricInfo("Upper end of its confidence interval."),
     "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
+    "group/kept_fraction": MetricInfo(
+        "Embodied runs: share of episodes whose group is within the bounds of algorithm.filter_rewards.", "above 0"
+    ),
     "perf/env_steps": MetricInfo("Steps of all environments so far."),
     "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),
 }

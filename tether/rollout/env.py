@@ -1,9 +1,13 @@
-"""Experience from simulators: T steps of N environments, in buffers that are allocated once."""
+"""Experience from simulators: T steps of N environments, in buffers that are allocated once.
+
+A policy decides on the actions of K steps at once, an action chunk; T = C K. M = E N columns hold E rollouts of N
+environments, one after the other.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.envs.protocol import DiscreteActions, EnvStep, Floats, VectorEnv
+from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.envs.staged import OneStage, StagedEnv
 from tether.rollout.episodes import Episode, EpisodeTracker
 
 Act = Callable[[Floats, Floats | None], NDArray[Any]]
-"""(observations [N, O], noise [N, ...] or None for the likeliest) -> actions [N, width]."""
+"""(observations [N, O], noise [N, ...] or None for the likeliest) -> actions of a chunk [N, K * width]."""
 
 Finals = list[tuple[int, int, Floats]]
 """(step, environment, last observation of its episode)."""
@@ -24,93 +29,139 @@ Finals = list[tuple[int, int, Floats]]
 
 @dataclass(frozen=True)
 class EnvRollout:
-    """What T steps of N environments gave. The buffers are filled anew by the next rollout."""
+    """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
 
     obs: Tensor
-    """[T + 1, N, O]: before each step, and after the last."""
+    """[C + 1, M, O]: before each decision, and after the last step."""
     actions: Tensor
-    """[T, N, width]"""
+    """[C, M, K * width]: the actions of a chunk one after the other."""
     rewards: Tensor
-    """[T, N]: as the environment gave them."""
+    """[T, M]: as the environment gave them."""
     terminated: Tensor
-    """[T, N]"""
+    """[T, M]"""
     truncated: Tensor
-    """[T, N]"""
+    """[T, M]"""
     valid: Tensor
-    """[T, N]: False where the step only began an episode."""
+    """[T, M]: False where no action was carried out."""
     final_obs: Tensor
-    """[M, O]: last observations of the episodes whose end is bootstrapped."""
+    """[F, O]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
-    """[M], [M]: step and environment of each."""
+    """[F], [F]: step and column of each."""
     episodes: tuple[Episode, ...]
     """Those that ended, in the order in which they did."""
+
+    @property
+    def chunk(self) -> int:
+        """K: actions that are decided on at once."""
+        return len(self.rewards) // len(self.actions)
+
+    @property
+    def decided(self) -> Tensor:
+        """[C, M]: decisions of which at least the first action was carried out."""
+        return self.valid[:: self.chunk]
+
+
+@dataclass
+class _Rows:
+    """Columns of the buffers."""
+
+    obs: Floats
+    actions: NDArray[Any]
+    rewards: Floats
+    terminated: Flags
+    truncated: Flags
+    valid: Flags
+    success: Flags
+
+    def part(self, columns: slice) -> _Rows:
+        """Some of the columns."""
+        return _Rows(**{name: column[:, columns] for name, column in vars(self).items()})
 
 
 class EnvCollector:
     """Steps environments with a policy; the next rollout goes on where the last one ended.
 
     Args:
-        env: the environments.
+        env: the environments; of a `StagedEnv` one stage steps while the policy decides for the next.
         steps: T.
+        chunk: K.
+        epochs: E.
         bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
     """
 
-    def __init__(self, env: VectorEnv, steps: int, *, bootstrap_terminations: bool = False) -> None:
+    def __init__(
+        self,
+        env: VectorEnv | StagedEnv,
+        steps: int,
+        *,
+        chunk: int = 1,
+        epochs: int = 1,
+        bootstrap_terminations: bool = False,
+    ) -> None:
+        assert steps % chunk == 0, (steps, chunk)
         self.env = env
+        self._stages = env if isinstance(env, StagedEnv) else OneStage(env)
         self.steps = steps
+        self.chunk = chunk
+        self.epochs = epochs
         self._bootstrap_terminations = bootstrap_terminations
-        shape = (steps, env.num_envs)
+        shape = (steps, epochs * env.num_envs)
+        decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = torch.zeros(steps + 1, env.num_envs, env.obs_dim)
-        self._actions = torch.zeros(*shape, env.actions.width, dtype=torch.int64 if whole else torch.float32)
+        self._obs = torch.zeros(steps + 1, epochs * env.num_envs, env.obs_dim)
+        self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
+        self._rows = _Rows(
+            self._obs.numpy(),
+            self._actions.numpy(),
+            self._rewards.numpy(),
+            self._terminated.numpy(),
+            self._truncated.numpy(),
+            self._valid.numpy(),
+            np.zeros(shape, dtype=np.bool_),
+        )
+        self._tells_success = False
+        self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
-        """Time in the environments' own code, of all rollouts so far."""
+        """Time that the policy waited for environments, of all rollouts so far."""
+
+    @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """E, C, N: of the noise that a rollout takes, before the dimensions of an action."""
+        return self.epochs, self.steps // self.chunk, self.env.num_envs
 
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped."""
-        self._obs[-1] = torch.from_numpy(self.env.reset(seed))
+        self._now = self.env.reset(seed).copy()
         self._tracker = EpisodeTracker(self.env.num_envs)
 
-    def collect(self, act: Act, noise: Tensor) -> EnvRollout:
-        """Step every environment T times.
+    def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
+        """Step every environment T times, E times over.
 
         Args:
             act: the policy.
-            noise: [T, N, ...], what `act` samples with.
+            noise: [E, C, N, ...], what `act` samples with.
+            seeds: for each of the E times, begin new episodes with this seed; empty: go on.
 
         Raises:
             ValueError: an observation or a reward is not finite; names environment and step.
         """
-        obs, actions, rewards = self._obs.numpy(), self._actions.numpy(), self._rewards.numpy()
-        terminated, truncated, valid = self._terminated.numpy(), self._truncated.numpy(), self._valid.numpy()
-        success = np.zeros(valid.shape, dtype=np.bool_)
+        episodes: list[Episode] = []
         finals: Finals = []
-        tells_success = False
-        obs[0] = obs[-1]
-        valid.fill(True)
-        for t, row_noise in enumerate(noise.numpy()):
-            actions[t] = act(obs[t], row_noise)
-            step = self._step(actions[t], t)
-            obs[t + 1], rewards[t] = step.obs, step.reward
-            terminated[t], truncated[t] = step.terminated, step.truncated
-            if step.valid is not None:
-                valid[t] = step.valid
-            if step.final_obs is not None:
-                finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
-            if step.success is not None:
-                tells_success, success[t] = True, step.success
-        self._check(obs, rewards, finals)
-        self._done += self.steps
-        ended = terminated | truncated
+        for epoch in range(self.epochs):
+            if seeds:
+                self.restart(seeds[epoch])
+            found, ended = self._collect_epoch(act, noise[epoch], epoch)
+            finals += found
+            episodes += ended
         rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
         return EnvRollout(
-            self._obs,
+            self._obs[:: self.chunk],
             self._actions,
             self._rewards,
             self._terminated,
@@ -118,13 +169,58 @@ class EnvCollector:
             self._valid,
             torch.from_numpy(rows),
             (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
-            self._tracker.add(rewards, ended, valid, success if tells_success else None),
+            tuple(episodes),
         )
 
-    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
+    def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
+        """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
+        envs = self.env.num_envs
+        columns = slice(epoch * envs, (epoch + 1) * envs)
+        rows = self._rows.part(columns)
+        rows.obs[0] = self._now
+        rows.valid.fill(True)
+        rows.success.fill(False)
+        self._tells_success = False
+        finals: Finals = []
+        plays = [self._play(act, noise.numpy(), rows, part, finals) for part in self._stages.parts]
+        for stage, play in enumerate(plays):
+            self._stages.send(stage, next(play))
+        for t in range(self.steps):
+            for stage, play in enumerate(plays):
+                actions = play.send(self._receive(stage, t))
+                if t + 1 < self.steps:
+                    self._stages.send(stage, actions)
+        self._now = rows.obs[-1].copy()
+        self._check(rows.obs, rows.rewards, finals)
+        self._done += self.steps
+        success = rows.success if self._tells_success else None
+        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
+        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+
+    def _play(
+        self, act: Act, noise: Floats, all_rows: _Rows, part: slice, finals: Finals
+    ) -> Generator[NDArray[Any], EnvStep, None]:
+        """Fill the columns of one stage: gives the actions of each step, takes what came of them."""
+        width, rows, noise = self.env.actions.width, all_rows.part(part), noise[:, part]
+        for t in range(self.steps):
+            decision, k = divmod(t, self.chunk)
+            if k == 0:
+                rows.actions[decision] = act(rows.obs[t], noise[decision])
+            step = yield rows.actions[decision][:, k * width : (k + 1) * width]
+            rows.obs[t + 1], rows.rewards[t] = step.obs, step.reward
+            rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
+            if step.valid is not None:
+                rows.valid[t] = step.valid
+            if step.final_obs is not None:
+                finals += [(t, part.start + n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+            if step.success is not None:
+                self._tells_success, rows.success[t] = True, step.success
+        yield rows.actions[-1]  # not carried out
+
+    def _receive(self, stage: int, t: int) -> EnvStep:
         start = time.perf_counter()
         try:
-            step = self.env.step(actions)
+            step = self._stages.receive(stage)
         except Exception as error:
             error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
             raise
@@ -136,6 +232,8 @@ class EnvCollector:
         cut = step.truncated & ~step.terminated
         if self._bootstrap_terminations:
             cut = step.truncated | step.terminated
+        if step.valid is not None:
+            cut = cut & step.valid
         return np.flatnonzero(cut).tolist()
 
     def _check(self, obs: Floats, rewards: Floats, finals: Finals) -> None:

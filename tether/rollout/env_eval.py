@@ -12,7 +12,14 @@ from tether.rollout.episodes import Episode, EpisodeTracker
 
 
 def evaluate(
-    env: VectorEnv, act: Act, num_episodes: int, seed: int, progress: Callable[[int, int], None] | None = None
+    env: VectorEnv,
+    act: Act,
+    num_episodes: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    chunk: int = 1,
+    watch: Callable[[], None] | None = None,
 ) -> list[Episode]:
     """Play `num_episodes` episodes with the likeliest actions.
 
@@ -25,22 +32,29 @@ def evaluate(
         num_episodes: how many.
         seed: of the start states.
         progress: called with (episodes done, episodes in all).
+        chunk: actions that the policy decides on at once.
+        watch: called at the start and after each step.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
     wanted[: num_episodes % env.num_envs] += 1
     tracker = EpisodeTracker(env.num_envs)
     obs, episodes = env.reset(seed), list[Episode]()
+    if watch is not None:
+        watch()
     while wanted.any():
-        step = env.step(act(obs, None))
-        ended = step.terminated | step.truncated
-        valid = np.ones_like(ended) if step.valid is None else step.valid
-        success = None if step.success is None else step.success[None]
-        finished = tracker.add(step.reward[None], ended[None], valid[None], success)
-        for n, episode in zip(np.flatnonzero(ended), finished, strict=True):
-            if wanted[n]:
-                wanted[n] -= 1
-                episodes.append(episode)
-        if progress is not None and finished:
-            progress(len(episodes), num_episodes)
+        for actions in np.split(act(obs, None), chunk, axis=1):
+            step = env.step(actions)
+            ended = step.terminated | step.truncated
+            valid = np.ones_like(ended) if step.valid is None else step.valid
+            success = None if step.success is None else step.success[None]
+            finished = tracker.add(step.reward[None], ended[None], valid[None], success)
+            for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
+                if wanted[n]:
+                    wanted[n] -= 1
+                    episodes.append(episode)
+            if progress is not None and finished:
+                progress(len(episodes), num_episodes)
+            if watch is not None:
+                watch()
         obs = step.obs
     return episodes

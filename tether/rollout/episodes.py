@@ -44,7 +44,10 @@ class EpisodeTracker:
         valid: NDArray[np.bool_],
         success: NDArray[np.bool_] | None,
     ) -> tuple[Episode, ...]:
-        """Take T steps of each environment in, [T, N] each; returns the episodes that ended in them."""
+        """Take T steps of each environment in, [T, N] each; returns the episodes that ended in them.
+
+        An episode whose last step is not valid was lost, and is not among them.
+        """
         reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=0, dtype=np.float64) + self._reward
         length_so_far = np.cumsum(valid, axis=0) + self._length
         reward_before, length_before = np.zeros_like(self._reward), np.zeros_like(self._length)
@@ -56,7 +59,8 @@ class EpisodeTracker:
                 once = bool(success[first[n] : t + 1, n].any() or self._success[n])
                 at_end = bool(success[t, n])
             reward = float(reward_so_far[t, n] - reward_before[n])
-            episodes.append(Episode(reward, int(length_so_far[t, n] - length_before[n]), once, at_end))
+            if valid[t, n]:
+                episodes.append(Episode(reward, int(length_so_far[t, n] - length_before[n]), once, at_end))
             reward_before[n], length_before[n] = reward_so_far[t, n], length_so_far[t, n]
             first[n], self._success[n] = t + 1, False
         self._reward = reward_so_far[-1] - reward_before

@@ -1,4 +1,4 @@
-"""What the command line does: train, evaluate, generate, pull."""
+"""What the command line does: train, evaluate, play, generate, pull."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tether.models.resolve import KNOWN_MODELS
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.trainer.build import build_critic_pretraining, build_evaluator, build_generator, build_run
 from tether.trainer.control_commands import evaluate as evaluate_control
+from tether.trainer.control_commands import play as play_control
 from tether.trainer.critic_pretraining import EXPLAINED
 from tether.trainer.evaluate import EvaluationResult
 from tether.trainer.preflight import preflight
@@ -134,6 +135,32 @@ def pretrain_critic(
     tokenizer.save_pretrained(out)
     console.print(f"held-out explained variance: {explained[0]:.3f} before, {explained[-1]:.3f} after", soft_wrap=True)
     console.print(f"start the run with critic.model.path={out}", soft_wrap=True)
+
+
+def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path | None) -> None:
+    """Record episodes of a control policy.
+
+    Args:
+        checkpoint: a global_step_N folder, or the folder of a run (its last one).
+        overrides: of the run's configuration.
+        episodes: how many.
+        folder: where the video goes; None: as the configuration says.
+
+    Raises:
+        ValueError: it is no checkpoint of a control policy.
+    """
+    checkpoint = _checkpoint(checkpoint)
+    asked = [
+        f"env.eval.num_episodes={episodes}",
+        "env.eval.total_num_envs=1",
+        "env.eval.video_cfg.save_video=True",
+        *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
+    ]
+    loaded = load_config(checkpoint / "run.yaml", [*asked, *overrides])
+    if loaded.config.env.train.id is None:
+        raise ValueError(f"{checkpoint}: a language model; ask it with `tether generate {checkpoint}`")
+    console = Console(highlight=False, markup=False)
+    console.print(f"written to {play_control(checkpoint, loaded, console)}", soft_wrap=True)
 
 
 def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:

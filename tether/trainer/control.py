@@ -7,6 +7,7 @@ actor and critic learn from them. `ControlTrainer.step` is exactly that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,14 @@ from tether.rollout.env import EnvCollector
 from tether.rollout.env_eval import evaluate
 from tether.rollout.episodes import Episode, episode_metrics
 from tether.trainer.control_persistence import ControlPersistence
-from tether.trainer.control_samples import RewardScaler, SampleOptions, make_samples
+from tether.trainer.control_rewards import RewardShaping
+from tether.trainer.control_samples import SampleOptions, make_samples
 from tether.trainer.critic_warmup import CriticWarmup
 from tether.trainer.trainer import Schedule
 from tether.training.control import ControlLearner
+
+OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]
+"""Name of a video -> what to call at the start of it and after each step, until it is closed."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,24 @@ class ControlEvaluation:
     num_episodes: int
     seed: int
     confidence: float
+    open_video: OpenVideo | None = None
+    """Records the first environment; None: nothing is recorded."""
 
-    def run(self, policy: ControlPolicy, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
-        """Metrics of episodes without noise."""
-        episodes = evaluate(self.env, Actor(policy), self.num_episodes, self.seed, progress)
+    def run(
+        self, policy: ControlPolicy, name: str, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, float]:
+        """Metrics of episodes without noise.
+
+        Args:
+            policy: that plays.
+            name: of the video.
+            progress: called with (episodes done, episodes in all).
+        """
+        chunk = policy.spec.num_action_chunks
+        with self.open_video(name) if self.open_video else nullcontext() as watch:
+            episodes = evaluate(
+                self.env, Actor(policy), self.num_episodes, self.seed, progress, chunk=chunk, watch=watch
+            )
         return episode_metrics(episodes, "eval", self.confidence)
 
 
@@ -50,7 +69,7 @@ class ControlTrainer:
     policy: ControlPolicy
     collector: EnvCollector
     learner: ControlLearner
-    scaler: RewardScaler | None
+    rewards: RewardShaping
     options: SampleOptions
     critic_warmup: CriticWarmup
     evaluation: ControlEvaluation | None
@@ -61,6 +80,8 @@ class ControlTrainer:
     """Of noise and of the order of samples."""
     env_seed: int
     """Of start states."""
+    auto_reset: bool = True
+    """Episodes go on over rollouts; False: each rollout begins new ones."""
     log_freq: int = 1
     step_number: int = 0
     """Training steps done."""
@@ -75,21 +96,21 @@ class ControlTrainer:
         env_seconds = self.collector.env_seconds
         with time("step"):
             with time("gen"):
-                shape = (self.collector.steps, self.collector.env.num_envs)
-                noise = self.policy.head.noise(shape, generator(self.seed, number, "noise"))
-                rollout = self.collector.collect(Actor(self.policy), noise)
+                noise = self.policy.head.noise(self.collector.noise_shape, generator(self.seed, number, "noise"))
+                rollout = self.collector.collect(Actor(self.policy), noise, self._start_seeds(number))
             with time("adv"):
-                samples, metrics = make_samples(rollout, self.policy, self.options, self.scaler)
+                samples, metrics = make_samples(rollout, self.rewards(rollout), self.policy, self.options)
             with time("update_actor"):
                 order = generator(self.seed, number, "order")
-                train_policy = self.critic_warmup.is_over(number, metrics["critic/vf_explained_var"])
+                train_policy = self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", 0.0))
                 metrics |= self.learner.update(samples, number - 1, order, train_policy=train_policy)
             if self.policy.normalizer:  # for the next rollout: this one was sampled, and learned from, without
-                self.policy.normalizer.update(rollout.obs[:-1].flatten(0, 1)[rollout.valid.flatten()])
+                self.policy.normalizer.update(rollout.obs[:-1].flatten(0, 1)[rollout.decided.flatten()])
         self.step_number = number
-        self.env_steps += len(samples)
+        taken = int(rollout.valid.sum())
+        self.env_steps += taken
         self.finished += rollout.episodes
-        speed = {"perf/env_steps": float(self.env_steps), "perf/sps": len(samples) / time.seconds["step"]}
+        speed = {"perf/env_steps": float(self.env_steps), "perf/sps": taken / time.seconds["step"]}
         time.seconds["env"] = self.collector.env_seconds - env_seconds
         return metrics | speed | time.metrics() | {"training/global_step": float(number)}
 
@@ -118,7 +139,11 @@ class ControlTrainer:
         assert self.evaluation
         time = Timer(on_phase=self.loggers.phase)
         with time("testing"):
-            metrics = self.evaluation.run(self.policy, lambda done, total: self.loggers.phase("testing", done, total))
+            metrics = self.evaluation.run(
+                self.policy,
+                f"step_{self.step_number}",
+                lambda done, total: self.loggers.phase("testing", done, total),
+            )
         return metrics | time.metrics()
 
     def save(self) -> None:
@@ -138,7 +163,7 @@ class ControlTrainer:
         return {
             "step": self.step_number,
             "env_steps": self.env_steps,
-            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "rewards": self.rewards.state_dict(),
             "critic_warmup": self.critic_warmup.state_dict(),
             "finished": [vars(episode) for episode in self.finished],
         }
@@ -147,15 +172,19 @@ class ControlTrainer:
         """Take over what `state` gave, and begin new episodes everywhere."""
         self.step_number, self.env_steps = state["step"], state["env_steps"]
         self.finished = [Episode(**episode) for episode in state["finished"]]
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+        self.rewards.load_state_dict(state["rewards"])
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self._restart()
 
     def _restart(self) -> None:
         self.collector.restart(seed_of(self.env_seed, self.step_number, "start"))
-        if self.scaler:
-            self.scaler.restart(self.collector.env.num_envs)
+        self.rewards.restart()
+
+    def _start_seeds(self, number: int) -> list[int]:
+        """Seeds of the rollouts of a training step, where each begins new episodes."""
+        if self.auto_reset:
+            return []
+        return [seed_of(self.env_seed, number, f"start {epoch}") for epoch in range(self.collector.epochs)]
 
 
 def seed_of(seed: int, step: int, purpose: str) -> int:

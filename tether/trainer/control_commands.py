@@ -1,4 +1,4 @@
-"""What the command line does with embodied runs: train, evaluate."""
+"""What the command line does with embodied runs: train, evaluate, play."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tether.execution.interrupt import graceful_interrupt
 from tether.execution.machine import set_threads
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics
 from tether.models.control.policy import load_policy
-from tether.trainer.build.control import build_control_run, build_evaluation
+from tether.trainer.build.control import build_control_run, build_evaluation, video_folder
 from tether.trainer.control_persistence import POLICY
 from tether.training.checkpoint import CheckpointStore
 
@@ -66,8 +66,23 @@ def evaluate(checkpoint: Path, loaded: LoadedConfig, console: Console) -> dict[s
     set_threads(loaded.config.trainer.num_threads)
     policy = load_policy(checkpoint / POLICY)
     with ExitStack() as envs, console.status("playing") as status:
-        evaluation = build_evaluation(loaded.config, envs)
-        return evaluation.run(policy, lambda done, total: status.update(f"playing: {done} of {total} episodes"))
+        evaluation = build_evaluation(loaded.config, policy.spec, envs)
+        return evaluation.run(
+            policy, checkpoint.name, lambda done, total: status.update(f"playing: {done} of {total} episodes")
+        )
+
+
+def play(checkpoint: Path, loaded: LoadedConfig, console: Console) -> Path:
+    """Evaluate a checkpoint, with ``env.eval.video_cfg.save_video`` on; prints the metrics, returns the video.
+
+    Raises:
+        ValueError: the environments show nothing, or what writes videos is not installed.
+    """
+    metrics = evaluate(checkpoint, loaded, console)
+    for name in SHOWN:
+        if name in metrics:
+            console.print(f"{name:20} {metrics[name]:.2f}")
+    return video_folder(loaded.config) / f"{checkpoint.name}.mp4"
 
 
 def _report(directory: Path, console: Console, command: str) -> None:
@@ -90,6 +105,7 @@ def _report(directory: Path, console: Console, command: str) -> None:
     if checkpoint:
         console.print(f"checkpoint  {checkpoint}", soft_wrap=True)
         console.print(f"test it     tether eval {checkpoint} env.eval.num_episodes=100", soft_wrap=True)
+        console.print(f"watch it    tether play {checkpoint}", soft_wrap=True)
         console.print(f"go on       {command}", soft_wrap=True)
     else:
         console.print("checkpoint  none saved; set trainer.save_freq")

@@ -1,59 +1,34 @@
-"""From a rollout to samples to learn from: values, rewards on their scale, advantages, log-probabilities."""
+"""From a rollout to samples to learn from: values, advantages, log-probabilities.
+
+M columns of T steps; at ``chunk_level`` the K steps of a chunk are one, with the sum of their rewards, so that R = C
+instead of R = T rewards of a column are estimated from.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tether.algorithms import RunningRewardNormalizer, discounted_sums, episodic_gae, explained_variance, masked_whiten
+from tether.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    Advantages,
+    episodic_gae,
+    explained_variance,
+    masked_sum,
+    masked_whiten,
+)
+from tether.metrics.data import group_metrics
 from tether.models.control.policy import ControlPolicy
 from tether.rollout.env import EnvRollout
-from tether.training.control import Level, Samples, at_level
+from tether.training.levels import Level, at_level, per_column
+from tether.training.samples import Samples
 
-
-class RewardScaler:
-    """Divides rewards by the running standard deviation of the discounted return of an episode so far.
-
-    Args:
-        num_envs: N.
-        gamma: discount of a step.
-        clip: bound of the result, both ways.
-    """
-
-    def __init__(self, num_envs: int, gamma: float, clip: float) -> None:
-        self._gamma, self._clip = gamma, clip
-        self._statistics = RunningRewardNormalizer()
-        self.restart(num_envs)
-
-    def restart(self, num_envs: int) -> None:
-        """Begin new episodes everywhere; the statistics stay."""
-        self._before = torch.zeros(num_envs)
-        self._ended = torch.ones(num_envs, dtype=torch.bool)
-
-    def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
-        """Take the next rewards [N, T] into the statistics and scale them.
-
-        Args:
-            rewards: of each step.
-            ended: the last step of each episode.
-            valid: steps that happened.
-        """
-        starts = torch.cat([self._ended[:, None], ended[:, :-1]], dim=1)
-        sums = discounted_sums(rewards * valid, starts, self._before, self._gamma)
-        self._before, self._ended = sums[:, -1].clone(), ended[:, -1].clone()
-        self._statistics.update(sums.flatten(), valid.flatten())
-        return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The statistics."""
-        return self._statistics.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved statistics."""
-        self._statistics.load_state_dict(state)
+CRITIC = "gae"
+"""The estimator that has a critic."""
 
 
 @dataclass(frozen=True)
@@ -62,48 +37,148 @@ class SampleOptions:
 
     gamma: float
     lam: float
-    reward_coef: float = 1.0
+    estimator: str = CRITIC
+    """In ``ADVANTAGE_ESTIMATORS``. All but gae take a column as one answer: an episode that begins with the rollout."""
+    estimator_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of the others."""
     normalize_advantages: bool = True
+    """gae: bring them to mean 0 and variance 1."""
+    group_size: int = 1
+    """Columns in a row that began in the same state."""
+    reward_bounds: tuple[float, float] | None = None
+    """Groups whose mean reward of an episode is outside teach nothing."""
+    reward_level: Literal["action_level", "chunk_level"] = "action_level"
     logprob_level: Level = "action_level"
+    episode_length: float | None = None
+    """Length at which an episode has weight 1; None: steps weigh alike, and episodes by their length."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What is estimated from, [M, R] each."""
+
+    rewards: Tensor
+    terminated: Tensor
+    ended: Tensor
+    valid: Tensor
+    final_at: tuple[Tensor, Tensor]
+    """Step and column of what is bootstrapped."""
 
 
 @torch.no_grad()
 def make_samples(
-    rollout: EnvRollout, policy: ControlPolicy, options: SampleOptions, scaler: RewardScaler | None
+    rollout: EnvRollout, rewards: Tensor, policy: ControlPolicy, options: SampleOptions
 ) -> tuple[Samples, dict[str, float]]:
-    """Value what the policy saw, estimate advantages, and lay the valid steps out as rows.
+    """Value what the policy saw, estimate advantages, and lay the decisions that were carried out as rows.
 
     Log-probabilities and values come from one pass over the whole rollout: acting needs neither.
+
+    Args:
+        rollout: what was seen and done.
+        rewards: [M, T], as they are learned from.
+        policy: that sampled.
+        options: the rest.
 
     Returns:
         The samples, and metrics of the rollout.
     """
+    chunk, decisions = rollout.chunk, len(rollout.actions)
+    valid, metrics = _valid(rollout, options)
     obs = policy.normalized(rollout.obs)
-    values = policy.critic(obs.flatten(0, 1)).view(obs.shape[:2])
-    next_values = values[1:].clone()
-    next_values[rollout.terminated] = 0.0
-    next_values[rollout.final_at] = policy.values(rollout.final_obs)
-    ended, valid = (rollout.terminated | rollout.truncated).T, rollout.valid.T
-    rewards = rollout.rewards.T * options.reward_coef
-    if scaler:
-        rewards = scaler(rewards, ended, valid)
-    estimate = episodic_gae(rewards, values[:-1].T, next_values.T, ended, valid, gamma=options.gamma, lam=options.lam)
-    advantages = masked_whiten(estimate.advantages, valid) if options.normalize_advantages else estimate.advantages
-    rows = rollout.valid.flatten()
-    flat_obs, actions = obs[:-1].flatten(0, 1)[rows], rollout.actions.flatten(0, 1)[rows]
-    log_probs = at_level(policy.head.evaluate(policy.actor(flat_obs), actions).log_probs, options.logprob_level)
+    steps = _steps(rollout, rewards, valid, options.reward_level)
+    values, estimate = _estimate(steps, obs, policy, policy.normalized(rollout.final_obs), options)
+    rows = valid.T[::chunk].flatten()
+
+    def of_decisions(columns: Tensor) -> Tensor:
+        """[M, R] -> [S, R / C]."""
+        return columns.T.unflatten(0, (decisions, -1)).transpose(1, 2).flatten(0, 1)[rows]
+
+    seen, actions = obs[:-1].flatten(0, 1)[rows], rollout.actions.flatten(0, 1)[rows]
+    mask = of_decisions(valid) if chunk > 1 else None
+    columns = policy.head.evaluate(policy.actor(seen), actions).log_probs
+    log_probs = at_level(columns, options.logprob_level, chunk, mask)
     samples = Samples(
-        obs=flat_obs,
+        obs=seen,
         actions=actions,
         old_log_probs=log_probs,
-        advantages=advantages.T.flatten()[rows, None].expand_as(log_probs),
-        values=values[:-1].flatten()[rows, None],
-        returns=estimate.returns.T.flatten()[rows, None],
+        advantages=per_column(of_decisions(estimate.advantages), log_probs.shape[1]),
+        values=None if values is None else of_decisions(values),
+        returns=None if values is None else of_decisions(estimate.returns),
+        mask=mask,
+        weights=None if options.episode_length is None else _episode_weights(valid, rows, options.episode_length),
     )
-    metrics = {
-        "critic/rewards/mean": float(rewards[valid].mean()),
-        "critic/returns/mean": float(samples.returns.mean()),
-        "critic/values/mean": float(samples.values.mean()),
-        "critic/vf_explained_var": float(explained_variance(values[:-1].T, estimate.returns, valid)),
-    }
+    if len(samples):
+        metrics["critic/rewards/mean"] = float(steps.rewards[steps.valid].mean())
+    if len(samples) and values is not None:
+        metrics |= {
+            "critic/returns/mean": float(estimate.returns[steps.valid].mean()),
+            "critic/values/mean": float(values[steps.valid].mean()),
+            "critic/vf_explained_var": float(explained_variance(values, estimate.returns, steps.valid)),
+        }
     return samples, metrics
+
+
+def _valid(rollout: EnvRollout, options: SampleOptions) -> tuple[Tensor, dict[str, float]]:
+    """Steps [M, T] that teach something, and metrics of the groups of columns that began alike."""
+    valid, lost = rollout.valid.T, (rollout.truncated & ~rollout.valid).T
+    if options.estimator != CRITIC:  # an episode that was lost with its process has no score
+        valid = valid & ~lost.any(dim=1, keepdim=True)
+    elif rollout.chunk > 1:  # a part of a chunk leads to no state that could be valued
+        valid = valid & ~per_column(lost.unflatten(1, (-1, rollout.chunk)).any(dim=-1), lost.shape[1])
+    if options.group_size == 1 and options.reward_bounds is None:
+        return valid, {}
+    scores = masked_sum(rollout.rewards.T, valid, dim=-1)
+    uid = torch.arange(len(scores)) // options.group_size
+    metrics = group_metrics(scores, uid, valid.any(dim=1)) if options.estimator != CRITIC else {}
+    if options.reward_bounds is None:
+        return valid, metrics
+    low, high = options.reward_bounds
+    mean = scores.unflatten(0, (-1, options.group_size)).mean(dim=1).repeat_interleave(options.group_size)
+    kept = (mean >= low) & (mean <= high)
+    return valid & kept[:, None], metrics | {"group/kept_fraction": float(kept.float().mean())}
+
+
+def _steps(rollout: EnvRollout, rewards: Tensor, valid: Tensor, level: str) -> _Steps:
+    terminated, ended = rollout.terminated.T, (rollout.terminated | rollout.truncated).T
+    steps = _Steps(rewards, terminated, ended, valid, rollout.final_at)
+    if level == "action_level" or rollout.chunk == 1:
+        return steps
+    flags = {
+        name: getattr(steps, name).unflatten(1, (-1, rollout.chunk)).any(dim=-1)
+        for name in ("terminated", "ended", "valid")
+    }
+    sums = masked_sum(rewards.unflatten(1, (-1, rollout.chunk)), valid.unflatten(1, (-1, rollout.chunk)), dim=-1)
+    return replace(steps, rewards=sums, **flags, final_at=(rollout.final_at[0] // rollout.chunk, rollout.final_at[1]))
+
+
+def _estimate(
+    steps: _Steps, obs: Tensor, policy: ControlPolicy, final_obs: Tensor, options: SampleOptions
+) -> tuple[Tensor | None, Advantages]:
+    """Values [M, R], where there is a critic, and advantages."""
+    count = steps.rewards.shape[1]
+    if options.estimator != CRITIC:
+        uid = torch.arange(len(steps.rewards)) // options.group_size
+        estimator = ADVANTAGE_ESTIMATORS[options.estimator]
+        return None, estimator(steps.rewards, steps.valid, uid=uid, gamma=options.gamma, **options.estimator_options)
+    # Of a chunk's observation come the values before each of its actions: in the order of time, one after the other.
+    values = policy.values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2]).transpose(1, 2).flatten(0, 1)[: count + 1]
+    next_values = values[1:].clone()
+    next_values[steps.terminated.T] = 0.0
+    next_values[steps.final_at] = policy.values(final_obs)[:, 0]
+    estimate = episodic_gae(
+        steps.rewards, values[:-1].T, next_values.T, steps.ended, steps.valid, gamma=options.gamma, lam=options.lam
+    )
+    if options.normalize_advantages:
+        estimate = replace(estimate, advantages=masked_whiten(estimate.advantages, steps.valid))
+    return values[:-1].T, estimate
+
+
+def _episode_weights(valid: Tensor, rows: Tensor, episode_length: float) -> Tensor:
+    """Weight [S, 1] of each row: episode_length over the steps of its episode, the column.
+
+    RLinf's mean runs over all rows, of which only those that were carried out are here; so the weight has their share
+    in it.
+    """
+    steps = valid.sum(dim=1).clamp(min=1)
+    weights = (episode_length / steps).expand(len(rows) // len(steps), -1).flatten()[rows]
+    return weights[:, None] * rows.float().mean()

@@ -8,60 +8,38 @@ such an update is bookkeeping, so gradients are taken by hand (`tether.models.co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.algorithms import POLICY_LOSSES, kl_penalty, value_loss
+from tether.algorithms import POLICY_LOSSES, TokenLoss, kl_penalty, masked_mean, merge_metrics, value_loss
 from tether.models.control.policy import ControlPolicy
 from tether.training.flat import FlatAdamW, FlatParameters
+from tether.training.levels import Level, at_level, mask_at, per_column, to_columns
 from tether.training.loss_gradients import policy_gradient, value_gradient
 from tether.training.optimizer import OptimizerOptions, learning_rate
+from tether.training.samples import EPISODES_ALIKE, Samples, loss_weights
 
-Level = Literal["token_level", "action_level", "chunk_level"]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Steps to learn from. L is 1, or the width of an action at token level."""
-
-    obs: Tensor
-    """[S, O]: as the networks see them."""
-    actions: Tensor
-    """[S, width]"""
-    old_log_probs: Tensor
-    """[S, L]: under the policy that sampled."""
-    advantages: Tensor
-    """[S, L]"""
-    values: Tensor
-    """[S, 1]: of the critic at sampling."""
-    returns: Tensor
-    """[S, 1]"""
-
-    def __len__(self) -> int:
-        return len(self.obs)
-
-    def shuffled(self, generator: torch.Generator) -> Samples:
-        """The same rows in a random order."""
-        order = torch.randperm(len(self), generator=generator)
-        return Samples(*(getattr(self, field.name).index_select(0, order) for field in fields(self)))
-
-    def split(self, size: int) -> Iterator[Samples]:
-        """Pieces of `size` rows, the last one of what is left."""
-        pieces = (getattr(self, field.name).split(size) for field in fields(self))
-        return (Samples(*piece) for piece in zip(*pieces, strict=True))
+RATE_FACTOR, RATE_BOUND = 1.5, 100.0
+"""A rate that is led by the KL changes by this factor at a time, and stays within this one of the schedule's."""
 
 
 @dataclass(frozen=True)
 class ControlLoss:
-    """L = mean policy loss - entropy_coeff x mean entropy + value_coeff x mean value loss."""
+    """L = policy loss - entropy_coeff x mean entropy + value_coeff x value loss."""
 
     name: str = "vanilla"
     options: Mapping[str, float | None] = field(default_factory=dict)
     """Keywords of the policy loss: clip ratios and the like."""
+    selection: Mapping[str, float] = field(default_factory=dict)
+    """Keywords of the choice of the elements that some losses treat apart."""
+    aggregation: str = "token-mean"
+    """How the policy's losses become one number; the critic's are weighed alike under ``masked_mean_ratio``."""
+    max_length: float | None = None
+    """Divisor of ``seq-mean-token-sum-norm``; None: the elements of a row."""
     entropy_coeff: float = 0.0
     value_coeff: float = 1.0
     cliprange_value: float | None = None
@@ -81,7 +59,10 @@ class ControlPlan:
     grad_clip: float = 0.5
     """Norm over all gradients, actor and critic together, down to which they are scaled."""
     target_kl: float | None = None
-    """No further pass once the KL from the policy that sampled is above it."""
+    """KL from the policy that sampled that is aimed at, or not to be passed."""
+    lead_rate: bool = False
+    """With target_kl: after each pass lower the learning rate where the KL is above twice the target, raise it where
+    it is below half; else no further pass once the KL is above it."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +72,11 @@ class Outputs:
     log_probs: Tensor
     """[B, L]"""
     entropy: Tensor
-    """[B, width]"""
-    values: Tensor
-    """[B, 1]"""
-
-
-def at_level(columns: Tensor, level: Level) -> Tensor:
-    """[B, width] -> [B, width] at token level, their sum [B, 1] otherwise."""
-    return columns if level == "token_level" or columns.shape[1] == 1 else columns.sum(dim=-1, keepdim=True)
+    """[B, K * D]"""
+    values: Tensor | None
+    """[B, V]"""
+    loss: TokenLoss | None
+    """Of the policy, where its gradient needed it."""
 
 
 class ControlLearner:
@@ -120,9 +98,11 @@ class ControlLearner:
         self.plan = plan
         self._options = options
         self._critic_lr = critic_lr
-        self._policy_gradient = policy_gradient(loss.name, loss.options)
-        groups = [[*policy.actor.parameters(), *policy.head.parameters()], list(policy.critic.parameters())]
-        self._flat = FlatParameters(groups)
+        self._chunk = policy.spec.num_action_chunks
+        self._rate_factor = 1.0
+        self._policy_gradient = policy_gradient(loss.name, loss.options, loss.selection)
+        critic = [] if policy.critic is None else list(policy.critic.parameters())
+        self._flat = FlatParameters([[*policy.actor.parameters(), *policy.head.parameters()], critic])
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
     @torch.no_grad()
@@ -132,97 +112,177 @@ class ControlLearner:
         """Learn from a rollout; returns the metrics of the last pass.
 
         Args:
-            samples: the rollout.
+            samples: the rollout; of none of them nothing is learned.
             step: number of the training step, from 0, for the schedule.
             generator: of the order of the samples.
             train_policy: False trains the critic alone.
         """
-        rates = self._rates(step)
         norms: list[float] = []
         epochs = 0
-        while epochs < self.plan.epochs:
+        outputs: list[Outputs] = []
+        while epochs < self.plan.epochs and len(samples):
             epochs += 1
+            rates = self._rates(step)
             if self.plan.shuffle:
                 samples = samples.shuffled(generator)
             outputs = []
             for batch in samples.split(self.plan.mini_batch):
-                outputs.append(self.gradients(batch, train_policy=train_policy))
+                outputs.append(self.gradients(batch, generator, train_policy=train_policy))
                 norms.append(self._optimizer.clip_(self.plan.grad_clip))
                 if math.isfinite(norms[-1]):
                     self._optimizer.step(rates)
-            if self.plan.target_kl is not None and train_policy and self._kl(samples) > self.plan.target_kl:
+            if self.plan.target_kl is not None and train_policy and self._far(samples, self.plan.target_kl):
                 break
         finite = [norm for norm in norms if math.isfinite(norm)]
-        return self._metrics(samples, outputs) | {
+        actor_rate, critic_rate = self._rates(step)
+        return self._metrics(samples, outputs, with_policy=train_policy) | {
             "actor/grad_norm": sum(finite) / max(1, len(finite)),
             "actor/skipped_updates": float(len(norms) - len(finite)),
-            "actor/lr": rates[0],
-            "critic/lr": rates[1],
+            "actor/lr": actor_rate,
+            "critic/lr": critic_rate,
             "actor/epochs": float(epochs),
         }
 
     @torch.no_grad()
-    def gradients(self, batch: Samples, *, train_policy: bool = True) -> Outputs:
+    def gradients(self, batch: Samples, generator: torch.Generator, *, train_policy: bool = True) -> Outputs:
         """Put the gradient of the loss of a mini-batch into every parameter's ``grad``."""
-        policy, loss, rows = self.policy, self.loss, len(batch)
+        policy, loss, mask = self.policy, self.loss, batch.mask
         passed = policy.actor.activations(batch.obs)
         done = policy.head.evaluate(passed[-1], batch.actions)
-        log_probs = at_level(done.log_probs, loss.logprob_level)
-        if train_policy:
-            log_prob_grad = self._policy_gradient(log_probs, batch.old_log_probs, batch.advantages)
-            columns = policy.head.width if loss.entropy_level == "token_level" else 1
-            output_grad = policy.head.backward(
-                done, batch.actions, log_prob_grad / log_prob_grad.numel(), -loss.entropy_coeff / (rows * columns)
-            )
-            policy.actor.backward(passed, output_grad)
-        else:
-            self._flat.grads.zero_()
-        passed = policy.critic.activations(batch.obs)
-        value_grad = value_gradient(
+        log_probs = at_level(done.log_probs, loss.logprob_level, self._chunk, mask)
+        features = passed[-2] if policy.spec.share_critic else batch.obs
+        values, features_grad = self._critic_gradients(features, batch)
+        if not train_policy:
+            self._flat.grads[self._flat.slices[0]].zero_()
+            return Outputs(log_probs, done.entropy, values, None)
+        counted = mask_at(loss.logprob_level, mask, policy.head.width)
+        found = self._policy_gradient(log_probs, batch.old_log_probs, batch.advantages, counted, generator)
+        weights = loss_weights(loss.aggregation, log_probs, counted, batch.weights, loss.max_length)
+        output_grad = policy.head.backward(
+            done,
+            batch.actions,
+            to_columns(found.by_log_probs * weights, policy.head.width, mask),
+            self._entropy_gradient(done.entropy, mask),
+        )
+        policy.actor.backward(passed, output_grad, features_grad if policy.spec.share_critic else None)
+        return Outputs(log_probs, done.entropy, values, found.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer and the rate that is led by the KL; the weights are the policy's."""
+        return self._optimizer.state_dict() | {"rate_factor": self._rate_factor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._optimizer.load_state_dict(state)
+        self._rate_factor = state["rate_factor"]
+
+    def _critic_gradients(self, features: Tensor, batch: Samples) -> tuple[Tensor | None, Tensor | None]:
+        """Put the critic's gradient in place; returns its values, and the gradient of what it read where it is shared.
+
+        Args:
+            features: what the critic reads: observations, or the actor's last hidden layer.
+            batch: the mini-batch.
+        """
+        critic, loss = self.policy.critic, self.loss
+        if critic is None:
+            return None, None
+        assert batch.values is not None
+        assert batch.returns is not None
+        passed = critic.activations(features)
+        counted = _of_values(batch.mask, passed[-1])
+        mode = EPISODES_ALIKE if loss.aggregation == EPISODES_ALIKE else "token-mean"
+        weights = loss_weights(mode, passed[-1], counted, batch.weights, None)
+        grad = value_gradient(
             passed[-1],
             batch.values,
             batch.returns,
             cliprange_value=loss.cliprange_value,
             huber_delta=loss.huber_delta,
         )
-        policy.critic.backward(passed, value_grad * (loss.value_coeff / rows))
-        return Outputs(log_probs, done.entropy, passed[-1])
+        if counted is not None:
+            grad = torch.where(counted, grad, 0.0)
+        grad = grad * weights * loss.value_coeff
+        critic.backward(passed, grad)
+        return passed[-1], grad @ critic.linear[0][0] if self.policy.spec.share_critic else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer; the weights are the policy's."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
-        self._optimizer.load_state_dict(state)
+    def _entropy_gradient(self, entropy: Tensor, mask: Tensor | None) -> Tensor:
+        """Gradient of the loss by the entropy of each column [B, K * D], or [1, 1] where it is the same for all."""
+        level, (rows, width), coeff = self.loss.entropy_level, entropy.shape, self.loss.entropy_coeff
+        if mask is None:
+            columns = {"token_level": width, "action_level": self._chunk, "chunk_level": 1}[level]
+            return entropy.new_full((1, 1), -coeff / (rows * columns))
+        counted = mask_at(level, mask, width)
+        elements = rows if counted is None else int(counted.sum())
+        return per_column(mask, width).to(entropy.dtype) * (-coeff / elements)
 
     def _rates(self, step: int) -> list[float]:
-        actor = learning_rate(self._options, step)
+        actor = learning_rate(self._options, step) * self._rate_factor
         return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
 
-    def _metrics(self, samples: Samples, outputs: list[Outputs]) -> dict[str, float]:
+    def _metrics(self, samples: Samples, outputs: list[Outputs], *, with_policy: bool) -> dict[str, float]:
         """What the losses say of all samples, each as it was when its mini-batch came."""
-        log_probs = torch.cat([output.log_probs for output in outputs])
-        values = torch.cat([output.values for output in outputs])
-        entropy = torch.cat([at_level(output.entropy, self.loss.entropy_level) for output in outputs])
-        mask = torch.ones_like(log_probs, dtype=torch.bool)
-        actor = POLICY_LOSSES[self.loss.name](
-            log_probs, samples.old_log_probs, samples.advantages, mask, **self.loss.options
-        )
+        if not outputs:
+            return {}
+        loss = self.loss
+        columns = torch.cat([output.entropy for output in outputs])
+        entropy = at_level(columns, loss.entropy_level, self._chunk, samples.mask)
+        counted = mask_at(loss.entropy_level, samples.mask, self.policy.head.width)
+        found = {"actor/entropy": float(entropy.mean() if counted is None else masked_mean(entropy, counted))}
+        if with_policy:
+            found |= self._policy_metrics(samples, outputs)
+        if samples.values is None or samples.returns is None:
+            return found
+        values = torch.cat([output.values for output in outputs if output.values is not None])
+        counted = _of_values(samples.mask, values)
         critic = value_loss(
             values,
             samples.values,
             samples.returns,
-            torch.ones_like(values, dtype=torch.bool),
-            cliprange_value=self.loss.cliprange_value,
-            huber_delta=self.loss.huber_delta,
+            torch.ones_like(values, dtype=torch.bool) if counted is None else counted,
+            cliprange_value=loss.cliprange_value,
+            huber_delta=loss.huber_delta,
         )
-        found = {name: float(metric) for name, metric in (actor.metrics | critic.metrics).items()}
-        return found | {"actor/pg_loss": float(actor.loss.mean()), "actor/entropy": float(entropy.mean())}
+        return found | {name: float(metric) for name, metric in critic.metrics.items()}
+
+    def _policy_metrics(self, samples: Samples, outputs: list[Outputs]) -> dict[str, float]:
+        log_probs = torch.cat([output.log_probs for output in outputs])
+        counted = mask_at(self.loss.logprob_level, samples.mask, self.policy.head.width)
+        known = [output.loss for output in outputs if output.loss is not None]
+        if known:
+            loss = TokenLoss(
+                torch.cat([piece.loss for piece in known]), merge_metrics(piece.metrics for piece in known)
+            )
+        else:
+            mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+            loss = POLICY_LOSSES[self.loss.name](
+                log_probs, samples.old_log_probs, samples.advantages, mask, **self.loss.options
+            )
+        weights = loss_weights(self.loss.aggregation, log_probs, counted, samples.weights, self.loss.max_length)
+        found = {name: float(metric) for name, metric in loss.metrics.items()}
+        return found | {"actor/pg_loss": float((loss.loss * weights).sum())}
+
+    def _far(self, samples: Samples, target: float) -> bool:
+        """Measure the KL from the policy that sampled; says whether the passes end, or leads the learning rate."""
+        kl = self._kl(samples)
+        if not self.plan.lead_rate:
+            return kl > target
+        if kl > 2 * target:
+            self._rate_factor = max(self._rate_factor / RATE_FACTOR, 1 / RATE_BOUND)
+        elif kl < target / 2:
+            self._rate_factor = min(self._rate_factor * RATE_FACTOR, RATE_BOUND)
+        return False
 
     def _kl(self, samples: Samples) -> float:
-        """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a step."""
+        """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a decision."""
         outputs = self.policy.actor.activations(samples.obs)[-1]
-        log_probs = at_level(self.policy.head.evaluate(outputs, samples.actions).log_probs, self.loss.logprob_level)
-        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", torch.ones_like(log_probs))
+        columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
+        log_probs = at_level(columns, self.loss.logprob_level, self._chunk, samples.mask)
+        counted = mask_at(self.loss.logprob_level, samples.mask, self.policy.head.width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", mask)
         return float(estimate.sum(dim=-1).mean())
+
+
+def _of_values(mask: Tensor | None, values: Tensor) -> Tensor | None:
+    """The mask of values [B, V]: one before each action of a chunk, or one of the chunk, which always counts."""
+    return None if mask is None or values.shape[1] == 1 else mask

@@ -7,17 +7,31 @@ in float64. A loss without a closed form is differentiated by autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.algorithms import POLICY_LOSSES
+from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS
 from tether.algorithms.ratio import MAX_LOG_RATIO
+from tether.algorithms.token_loss import TokenLoss
 
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-PolicyGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(log_probs, old_log_probs, advantages), [B, L] each -> derivative of the sum of the losses by log_probs."""
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """Of the sum of the losses of all elements [B, L]."""
+
+    by_log_probs: Tensor
+    """[B, L]"""
+    loss: TokenLoss | None = None
+    """The losses, where they were needed for their gradient."""
+
+
+PolicyGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, torch.Generator], LossGradient]
+"""(log_probs, old_log_probs, advantages, mask or None, generator of draws), [B, L] each."""
 
 
 def vanilla_gradient(
@@ -59,23 +73,38 @@ def value_gradient(
     return gradient * (error.abs() >= (near_old - returns).abs())
 
 
-def policy_gradient(name: str, options: Mapping[str, float | None]) -> PolicyGradient:
+def policy_gradient(name: str, options: Mapping[str, float | None], selection: Mapping[str, float]) -> PolicyGradient:
     """The gradient of a policy loss: its closed form, or autograd.
 
     Args:
         name: in ``POLICY_LOSSES``.
         options: keywords of the loss.
+        selection: keywords of ``TOKEN_SELECTIONS[name]``, where the loss treats some tokens apart.
     """
     if name == "vanilla":
         clips: dict[str, Any] = {key: options[key] for key in CLIPS if key in options}
-        return lambda log_probs, old, advantages: vanilla_gradient(log_probs, old, advantages, **clips)
 
-    def differentiate(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+        def closed_form(
+            log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, generator: torch.Generator
+        ) -> LossGradient:
+            gradient = vanilla_gradient(log_probs, old, advantages, **clips)
+            return LossGradient(gradient if mask is None else torch.where(mask, gradient, 0.0))
+
+        return closed_form
+
+    select = TOKEN_SELECTIONS.get(name)
+
+    def differentiate(
+        log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, generator: torch.Generator
+    ) -> LossGradient:
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+        keywords: dict[str, Any] = {"rollout_log_probs": old, **options}
+        if select is not None:
+            keywords["selected"] = select(log_probs, old, advantages, mask, generator=generator, **selection)
         with torch.enable_grad():
             leaf = log_probs.detach().requires_grad_()
-            mask = torch.ones_like(leaf, dtype=torch.bool)
-            loss = POLICY_LOSSES[name](leaf, old_log_probs, advantages, mask, **options)
+            loss = POLICY_LOSSES[name](leaf, old, advantages, mask, **keywords)
             (gradient,) = torch.autograd.grad(loss.loss.sum(), [leaf])
-        return gradient
+        return LossGradient(gradient, TokenLoss(loss.loss.detach(), loss.metrics))
 
     return differentiate

@@ -169,20 +169,19 @@ CART_POLE: Tree = {
 
 CUBE = "maniskill_pick_cube"
 SIMULATOR = {"env.train.env_type", "env.eval.env_type"}
-VIDEOS = {"env.eval.video_cfg.save_video"}
 LEARNED = {"reward.use_reward_model"}
 
 RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
-    "maniskill_ppo_mlp": (CUBE, (PICK_CUBE,), SIMULATOR | VIDEOS),
+    "maniskill_ppo_mlp": (CUBE, (PICK_CUBE,), SIMULATOR),
     "maniskill_async_ppo_mlp": (
         CUBE,
         (PICK_CUBE, {"algorithm": {"loss_type": "decoupled_actor_critic"}}),
-        SIMULATOR | VIDEOS,
+        SIMULATOR,
     ),
     "maniskill_ppo_mlp_collect": (
         CUBE,
         (PICK_CUBE, {"env": {"train": {"wrap_obs_mode": "simple", "init_params": CAMERAS}, "eval": COLLECTION}}),
-        SIMULATOR | VIDEOS | {"env.eval.data_collection.enabled"},
+        SIMULATOR | {"env.eval.data_collection.enabled"},
     ),
     "maniskill_ppo_mlp_resnet_reward": (
         CUBE,
@@ -194,28 +193,28 @@ RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
                 "reward": {"use_reward_model": True, "mode": "replace", "resnet": {"image_size": [3, 224, 224]}},
             },
         ),
-        SIMULATOR | VIDEOS | LEARNED,
+        SIMULATOR | LEARNED,
     ),
-    "maniskill_ppo_mlp_vlm_trend_reward": (CUBE, (PICK_CUBE, VLM), SIMULATOR | VIDEOS | LEARNED),
+    "maniskill_ppo_mlp_vlm_trend_reward": (CUBE, (PICK_CUBE, VLM), SIMULATOR | LEARNED),
     "maniskill_ppo_mlp_vlm_trend_reward_collect": (
         CUBE,
         (PICK_CUBE, VLM, {"algorithm": {"gamma": 0.8, "update_epoch": 8}, "env": {"eval": COLLECTION}}),
-        SIMULATOR | VIDEOS | LEARNED | {"env.eval.data_collection.enabled"},
+        SIMULATOR | LEARNED | {"env.eval.data_collection.enabled"},
     ),
     "maniskill_ppo_mlp_vlm_trend_reward_sglang": (
         CUBE,
         (PICK_CUBE, VLM, {"reward": {"worker_type": "api"}}),
-        SIMULATOR | VIDEOS | LEARNED,
+        SIMULATOR | LEARNED,
     ),
     "frankasim_ppo_mlp": (
         "frankasim_pickcube_state",
         (LEGACY, ARM),
-        SIMULATOR | VIDEOS | {"env.train.video_cfg.save_video", "env.eval.use_rel_reward"},
+        SIMULATOR | {"env.train.video_cfg.save_video", "env.eval.use_rel_reward"},
     ),
     "genesis_cubepick_ppo_mlp": (
         "genesis_cubepick",
         (LEGACY, ARM, {"actor": {"fsdp_config": {"amp": {"enabled": False, "precision": "bf16"}}}}),
-        SIMULATOR | VIDEOS | {"env.train.video_cfg.save_video", "env.eval.use_rel_reward"},
+        SIMULATOR | {"env.train.video_cfg.save_video", "env.eval.use_rel_reward"},
     ),
     "embodichain_ppo_cart_pole": ("embodichain_cart_pole", (LEGACY, CART_POLE), SIMULATOR),
 }

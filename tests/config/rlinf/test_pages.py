@@ -109,14 +109,14 @@ def test_the_embodied_example_trains(tmp_path):
 
 
 def test_all_that_is_wrong_with_a_file_at_once():
-    overrides = ["algorithm.filter_rewards=True", "actor.optim.lrr=1", "cluster.num_nodes=0", "runner.max_steps=many"]
+    overrides = ["algorithm.kl_beta=0.1", "actor.optim.lrr=1", "cluster.num_nodes=0", "runner.max_steps=many"]
     with pytest.raises(ConfigError) as error:
         load_config(HERE / "page_embodied.yaml", [*overrides, "algorithm.gamma=2", "policy.hidden_dims=3"])
     said = {problem.path: str(problem) for problem in error.value.problems}
     not_a_number = "runner.max_steps='many' is not a whole number"
     assert said == {
-        "algorithm.filter_rewards": "algorithm.filter_rewards: True is refused: leaving out groups by their reward is "
-        "not supported yet. leave it out, or set False",
+        "algorithm.kl_beta": "algorithm.kl_beta: 0.1 is refused: embodied runs have no reference policy. leave it out, "
+        "or set 0",
         "runner.max_steps": f"runner.max_steps: many is refused: {not_a_number}. leave it out",
         "runner.max_epochs": f"runner.max_epochs: 2 is refused: {not_a_number}. leave it out",
         "actor.optim.lrr": "actor.optim.lrr: unknown key of RLinf. did you mean actor.optim.lr?",

@@ -32,7 +32,7 @@ ITS_OWN = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
 SPEED = NoEffect("changes speed, and no result")
-VIDEO = Refuses("videos of episodes are not recorded yet", fine=(False, None))
+VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 SCRATCH = Refuses("control policies start untrained", fine=("", None))
 NO_SIMULATOR = "tether has no adapter of this simulator yet; with gymnasium or envpool, give the task as env.train.id"
@@ -83,6 +83,27 @@ def critic_warmup(value: Any, values: Values) -> Any:
     return 0
 
 
+def loss(value: Any, values: Values) -> Any:
+    """The policy's loss; whether there is a critic, too, follows from the estimator."""
+    with_critic = values.get("algorithm.adv_type", "gae") == "gae"
+    if value not in LOSSES or with_critic == (value == "actor"):
+        fitting = [name for name in LOSSES if with_critic != (name == "actor")]
+        raise Unsupported(f"with this algorithm.adv_type use one of {', '.join(fitting)}")
+    return LOSSES[value]
+
+
+def aggregation(value: Any, values: Values) -> Any:
+    """RLinf gives up its aggregation where it weighs episodes alike, which the native default does there, too."""
+    if value not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        raise Unsupported("no such aggregation")
+    return UNSET if values.get("env.train.auto_reset") is False else value
+
+
+def where_recorded(value: Any, values: Values) -> Any:
+    """RLinf's presets describe videos that nobody asked for."""
+    return value if values.get("env.eval.video_cfg.save_video") else UNSET
+
+
 def _env(role: str) -> Table:
     """Rows of `env.train` or `env.eval`."""
     section = f"env.{role}"
@@ -103,14 +124,25 @@ def _env(role: str) -> Table:
             "rewards are taken as the simulator gives them", fine=("raw", "default", None)
         ),
         f"{section}.reward_render_mode": SIMULATOR,
-        f"{section}.video_cfg.save_video": VIDEO,
-        f"{section}.video_cfg.*": NoEffect("acts with save_video only"),
+        **_VIDEOS[role],
         f"{section}.data_collection.enabled": Refuses("episodes are not written to files yet", fine=(False, None)),
         f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),
         **{f"{section}.{name}": SIMULATOR for name in SIMULATOR_KEYS},
     }
 
 
+_VIDEOS: Mapping[str, Table] = {
+    "train": {
+        "env.train.video_cfg.save_video": VIDEO,
+        "env.train.video_cfg.*": NoEffect("acts with save_video only"),
+    },
+    "eval": {
+        "env.eval.video_cfg.save_video": to("env.eval.video_cfg.save_video"),
+        "env.eval.video_cfg.video_base_dir": to("env.eval.video_cfg.video_base_dir", by=where_recorded),
+        "env.eval.video_cfg.fps": to("env.eval.video_cfg.fps", by=where_recorded),
+        "env.eval.video_cfg.*": NoEffect("videos show what the simulator draws"),
+    },
+}
 SIMULATOR_KEYS = (
     "wrap_obs_mode", "use_full_state", "use_3rd_view_as_extra", "obs_mode", "obs_format", "state_key", "state_keys",
     "render", "headless", "enable_rt", "sim_device", "gym_config_path",
@@ -147,12 +179,14 @@ EMBODIED: Table = {
     "runner.max_prompt_length": TEXT_ONLY,
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
     "algorithm.group_size": to("env.train.group_size", default=1),
-    "algorithm.adv_type": to("algorithm.adv_estimator", by=only(("gae",), "embodied runs estimate advantages by gae")),
-    "algorithm.loss_type": to(
-        f"{ACTOR}.policy_loss.loss_mode",
-        by=choice({name: LOSSES[name] for name in LOSSES if name != "actor"}, "embodied runs train a critic, too"),
+    "algorithm.adv_type": to(
+        "algorithm.adv_estimator", by=only(("gae", "grpo", "raw"), "this estimator is not for embodied runs")
     ),
-    "algorithm.loss_agg_func": Refuses("every step of an embodied run weighs the same", fine=("token-mean",)),
+    "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
+    "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
+    "algorithm.filter_rewards": to("algorithm.filter_rewards", default=False),
+    "algorithm.rewards_lower_bound": to("algorithm.rewards_lower_bound"),
+    "algorithm.rewards_upper_bound": to("algorithm.rewards_upper_bound"),
     "algorithm.rollout_micro_batch_size": NoEffect("all environments are one forward pass, with the same result"),
     "algorithm.logprob_forward_micro_batch_size": NoEffect("the policy's log-probs are kept while it acts"),
     "algorithm.entropy_bonus": to(f"{ACTOR}.entropy_coeff", default=0.0),
@@ -184,7 +218,7 @@ EMBODIED: Table = {
     "actor.model.action_dim": ITS_OWN,
     "actor.model.policy_setup": SIMULATOR,
     "actor.model.precision": Refuses("control policies compute in fp32", fine=(*FP32, None)),
-    "actor.model.add_value_head": Refuses("embodied runs train a critic, too", fine=(True,)),
+    "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
     "actor.model.is_lora": Refuses("control policies are trained whole", fine=(False, None)),
     "actor.model.lora_rank": NoEffect("acts with is_lora only"),
     f"{OPTIM}.value_lr": to("critic.optim.lr"),
@@ -204,7 +238,7 @@ EMBODIED: Table = {
     f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
     "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
     "rollout.backend": NoEffect("the policy acts in this process"),
-    "rollout.pipeline_stage_num": SPEED,
+    "rollout.pipeline_stage_num": to("env.train.pipeline_stage_num"),
     "rollout.enable_torch_compile": SPEED,
     "rollout.torch_compile_mode": SPEED,
     "rollout.enable_cuda_graph": SPEED,

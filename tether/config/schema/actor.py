@@ -80,7 +80,7 @@ class ActorConfig(Section):
     clip_ratio_c: AboveOne | None = 3.0
     """Dual clip: with a negative advantage a token's loss is at most -clip_ratio_c x advantage; null: no such limit."""
     loss_agg_mode: LossAggMode | None = None
-    """How the losses of tokens become one number; null: as policy_loss.loss_mode demands, else token-mean."""
+    """How losses of tokens become one number; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
     loss_scale_factor: PositiveFloat | None = None
     """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
     entropy_coeff: float = 0.0
@@ -92,8 +92,12 @@ class ActorConfig(Section):
     kl_loss_type: KlKind = "low_var_kl"
     """Estimator of that KL term; full is exact, over the vocabulary, and runs the reference in each update."""
     policy_loss: PolicyLossConfig
+    early_stop_imp_ratio: PositiveFloat | None = None
+    """A mini-batch whose mean importance ratio is above it makes no optimizer step; null: each does. (RLinf's key.)"""
     target_kl: PositiveFloat | None = None
-    """Embodied runs: no more passes over a rollout once the policy is this far (KL) from the one that sampled."""
+    """Embodied runs: how far (KL) the passes over a rollout take the policy from the one that sampled it."""
+    target_kl_control: Literal["stop", "lr"] = "stop"
+    """target_kl: stop ends the passes above it; lr moves the learning rate towards it. (tether's own key.)"""
     optim: OptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""

@@ -103,7 +103,7 @@ class AlgorithmConfig(Section):
     lam: Fraction = 1.0
     """gae: lambda, between bias (0) and variance (1)."""
     normalize_advantages: bool = True
-    """Embodied runs: bring the advantages of a rollout to mean 0 and variance 1."""
+    """gae: bring the advantages of a rollout to mean 0 and variance 1, as verl always does. (RLinf's key.)"""
     bootstrap_type: Literal["standard", "always"] = "standard"
     """Embodied runs: which episode ends count the value of their last state: time limits, or every end."""
     reward_type: Literal["action_level", "chunk_level"] = "action_level"
@@ -112,6 +112,12 @@ class AlgorithmConfig(Section):
     """Embodied runs: one probability ratio a dimension of an action, an action, or an action chunk."""
     entropy_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
     """Embodied runs: the entropy of a dimension of an action, of an action, or of an action chunk."""
+    filter_rewards: bool = False
+    """Embodied runs: learn only from groups of start states whose mean return is within the two bounds. (RLinf's.)"""
+    rewards_lower_bound: float = 0.0
+    """filter_rewards: the lowest mean return. (RLinf's key.)"""
+    rewards_upper_bound: float = 1.0
+    """filter_rewards: the highest mean return. (RLinf's key.)"""
     lam_critic: Annotated[Fraction, Inherits(".lam")]
     """gae: lambda of the returns that the critic learns; unset: lam. VAPO takes 1. (tether's own key.)"""
     lam_actor_alpha: PositiveFloat | None = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from tether.config.schema.section import Fraction, Inherits, Options, Positive, Section
+from tether.config.schema.section import Fraction, Inherits, Options, Positive, Section, Strings
 
 EnvType = Literal["gymnasium", "envpool"]
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
-AutoresetMode = Literal["same_step", "next_step", "disabled"]
 
 
 class TrainEnvConfig(Section):
@@ -30,24 +29,37 @@ class TrainEnvConfig(Section):
     """Begin a new episode where one ends; false: all begin with the rollout, and what follows an end is masked."""
     ignore_terminations: bool = False
     """Go on after the environment says that the episode has ended, up to the time limit."""
-    autoreset_mode: AutoresetMode = "same_step"
-    """How environments in subprocesses begin anew (Gymnasium's modes); the same training in all."""
     vectorization: Vectorization = "auto"
     """Step in this process, in subprocesses, or with the environment's own vector code; auto prefers the last."""
     num_workers: Positive | None = None
-    """Threads of envpool; null: one a core."""
+    """Threads of envpool, or processes of vectorization=subprocess; null: one a core."""
+    pipeline_stage_num: Positive = 1
+    """Parts of the environments that take turns: the policy decides for one while another steps. (RLinf's key.)"""
     group_size: Positive = 1
-    """Environments that share each start state."""
+    """Environments in a row whose episodes begin in the same states: one group of the estimators that compare."""
     use_fixed_reset_state_ids: bool = False
-    """Begin every episode of an environment in the same state."""
+    """Begin every episode of a group in the same state, the whole run long."""
     reward_coef: float = 1.0
     """Factor of every reward."""
     use_rel_reward: bool = False
-    """Reward the change of the environment's reward since the last step instead of the reward."""
+    """Learn from the change of the environment's reward since the last step instead of the reward."""
     seed: Annotated[int, Inherits("trainer.seed")]
     """Seed of start states."""
     init_params: Options
     """Arguments of the environment's constructor."""
+    wrappers: Strings = ()
+    """Gymnasium's wrappers around each environment, as module:Class, the first innermost. (tether's own key.)"""
+
+
+class VideoConfig(Section):
+    """`env.eval.video_cfg`: videos of test episodes, those of the first environment."""
+
+    save_video: bool = False
+    """Write a video of each test."""
+    video_base_dir: str | None = None
+    """Folder of the videos; null: video in the run's own."""
+    fps: Positive = 30
+    """Steps a second of the video. (RLinf's key, as are the others here.)"""
 
 
 class EvalEnvConfig(Section):
@@ -68,13 +80,16 @@ class EvalEnvConfig(Section):
     vectorization: Annotated[Vectorization, Inherits("env.train.vectorization")]
     """Step in this process, in subprocesses, or with the environment's own vector code."""
     num_workers: Annotated[Positive | None, Inherits("env.train.num_workers")]
-    """Threads of envpool."""
+    """Threads of envpool, or processes."""
     seed: int = 10000
     """Seed of start states."""
     confidence: Fraction = 0.95
     """Level of the intervals around means. (tether's own key.)"""
     init_params: Annotated[Options, Inherits("env.train.init_params")]
     """Arguments of the environment's constructor."""
+    wrappers: Annotated[Strings, Inherits("env.train.wrappers")]
+    """Wrappers around each environment."""
+    video_cfg: VideoConfig
 
 
 class EnvConfig(Section):
@@ -96,7 +111,7 @@ class PolicyConfig(Section):
     activation: Literal["tanh", "relu", "elu"] = "tanh"
     """Nonlinearity of the hidden layers."""
     share_critic: bool = False
-    """Let the critic be one more output of the policy's hidden layers; else it has its own."""
+    """Let the critic be one more layer on the policy's hidden ones; else it has its own network."""
     init_logstd: float = -0.5
     """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
     num_action_chunks: Positive = 1

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.models.control.heads import GaussianHead
+from tether.models.control.heads import CategoricalHead, GaussianHead
 from tether.models.control.policy import ControlPolicy
 
 Array = NDArray[np.float32]
@@ -41,7 +41,7 @@ class Actor:
     def __init__(self, policy: ControlPolicy) -> None:
         self._layers = [(_array(weight).T, _array(bias)) for weight, bias in policy.actor.linear]
         self._activation = ACTIVATIONS[policy.spec.activation]
-        self._choices = policy.spec.choices
+        self._choices = policy.head.choices if isinstance(policy.head, CategoricalHead) else None
         self._std = np.exp(_array(policy.head.logstd)) if isinstance(policy.head, GaussianHead) else None
         normalizer = policy.normalizer
         self._normalize = None
@@ -49,7 +49,7 @@ class Actor:
             self._normalize = (_array(normalizer.shift), _array(normalizer.scale), normalizer.clip)
 
     def __call__(self, obs: Array, noise: Array | None) -> NDArray[Any]:
-        """Choose actions [N, width].
+        """Choose the actions of a chunk, [N, K * D].
 
         Args:
             obs: [N, O], as the environments gave them.

@@ -58,7 +58,7 @@ class CategoricalHead(nn.Module):
             entropy = torch.cat([-(part.exp() * part).sum(dim=-1, keepdim=True) for part in parts], dim=-1)
         return Evaluated(everything.gather(1, self._chosen(actions)), entropy, everything)
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: float) -> Tensor:
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Gradient of the logits, [B, outputs].
 
         d log p_a / d logits = onehot(a) - p, and dH / d logits = -p (log p + H).
@@ -67,10 +67,11 @@ class CategoricalHead(nn.Module):
             done: what `evaluate` gave.
             actions: [B, width]
             log_prob_grad: [B, width] or [B, 1], the same for every column.
-            entropy_grad: of the entropy of each row and column.
+            entropy_grad: likewise, or [1, 1], the same for all.
         """
         log_prob_grad = log_prob_grad.expand(-1, self.width)
         spread_grad, spread_entropy = self._spread(log_prob_grad), self._spread(done.entropy)
+        entropy_grad = entropy_grad if entropy_grad.shape[1] == 1 else self._spread(entropy_grad)
         grad = -done.saved.exp() * (spread_grad + entropy_grad * (done.saved + spread_entropy))
         return grad.scatter_add_(1, self._chosen(actions), log_prob_grad)
 
@@ -109,7 +110,7 @@ class GaussianHead(nn.Module):
         log_probs = -0.5 * scaled.square() - (self.logstd + HALF_LOG_2PI)
         return Evaluated(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: float) -> Tensor:
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Gradient of the mean, [B, width]; that of the standard deviation goes into its ``grad``.
 
         With z = (a - mean) / std: d log p / d mean = z / std, d log p / d logstd = z^2 - 1 and dH / d logstd = 1.
@@ -117,8 +118,8 @@ class GaussianHead(nn.Module):
         """
         assert self.logstd.grad is not None
         weighted = done.saved * log_prob_grad
-        logstd_grad = (weighted * done.saved - log_prob_grad).sum(dim=0)
-        self.logstd.grad.copy_(logstd_grad + entropy_grad * len(actions))
+        logstd_grad = weighted * done.saved - log_prob_grad + entropy_grad
+        torch.sum(logstd_grad, 0, out=self.logstd.grad)
         return weighted * torch.exp(-self.logstd)
 
 

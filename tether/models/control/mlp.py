@@ -70,15 +70,19 @@ class Mlp(nn.Module):
             passed.append(x)
         return passed
 
-    def backward(self, passed: list[Tensor], grad: Tensor) -> None:
+    def backward(self, passed: list[Tensor], grad: Tensor, hidden_grad: Tensor | None = None) -> None:
         """Write the gradient of every parameter into its existing ``grad``, without adding to what is there.
 
         Args:
             passed: what `activations` gave.
             grad: gradient of the output, [B, last size].
+            hidden_grad: further gradient of the last hidden layer, from what else reads it.
         """
         for index, (weight, bias) in reversed(list(enumerate(self.linear))):
             torch.mm(grad.t(), passed[index], out=weight.grad)
             torch.sum(grad, 0, out=bias.grad)
             if index > 0:
-                grad = self.activation.backward(torch.mm(grad, weight), passed[index])
+                grad = torch.mm(grad, weight)
+                if hidden_grad is not None:
+                    grad, hidden_grad = grad + hidden_grad, None
+                grad = self.activation.backward(grad, passed[index])

@@ -26,6 +26,13 @@ class PolicySpec:
     choices: tuple[int, ...] | None
     """Alternatives of each column of an action; None: actions are numbers."""
     action_width: int
+    """D: columns of an action."""
+    num_action_chunks: int = 1
+    """K: actions that are decided on at once; the head has K * D columns, those of an action side by side."""
+    value_width: int = 1
+    """Values of an observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    share_critic: bool = False
+    """The critic is a linear layer on the actor's last hidden layer, not a network of its own."""
     hidden_dim: int = 256
     num_layers: int = 3
     activation: str = "tanh"
@@ -35,7 +42,7 @@ class PolicySpec:
 
 
 class ControlPolicy(nn.Module):
-    """Actor and critic as separate networks over one normalised observation.
+    """Actor and critic over one normalised observation.
 
     Args:
         spec: the shape.
@@ -48,10 +55,15 @@ class ControlPolicy(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         hidden = [spec.obs_dim] + [spec.hidden_dim] * spec.num_layers
         self.head = (
-            GaussianHead(spec.action_width, spec.init_logstd) if spec.choices is None else CategoricalHead(spec.choices)
+            GaussianHead(spec.action_width * spec.num_action_chunks, spec.init_logstd)
+            if spec.choices is None
+            else CategoricalHead(spec.choices * spec.num_action_chunks)
         )
         self.actor = Mlp([*hidden, self.head.outputs], spec.activation, 0.01 * math.sqrt(2), generator)
-        self.critic = Mlp([*hidden, 1], spec.activation, 1.0, generator)
+        self.critic: Mlp | None = None
+        if spec.value_width:
+            before = hidden[-1:] if spec.share_critic else hidden
+            self.critic = Mlp([*before, spec.value_width], spec.activation, 1.0, generator)
         self.normalizer: RunningNormalizer | None = None
         if spec.normalize_observations:
             self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
@@ -62,8 +74,9 @@ class ControlPolicy(nn.Module):
 
     @torch.no_grad()
     def values(self, obs: Tensor) -> Tensor:
-        """Value [B] of raw observations [B, obs_dim]."""
-        return self.critic(self.normalized(obs))[:, 0]
+        """Values [B, value_width] of normalised observations [B, obs_dim]."""
+        assert self.critic is not None
+        return self.critic(self.actor.activations(obs)[-2] if self.spec.share_critic else obs)
 
 
 def save_policy(policy: ControlPolicy, folder: Path) -> None:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig
+from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.execution.machine import set_threads, usable_cores
 from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
 from tether.rollout.env import EnvCollector
-from tether.trainer.build.learners import build_optimizer
+from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
 from tether.trainer.build.run import build_run_loggers
-from tether.trainer.control import ControlEvaluation, ControlTrainer
+from tether.trainer.control import ControlEvaluation, ControlTrainer, OpenVideo
 from tether.trainer.control_persistence import POLICY, ControlPersistence
-from tether.trainer.control_samples import RewardScaler, SampleOptions
+from tether.trainer.control_rewards import RewardScaler, RewardShaping
+from tether.trainer.control_samples import CRITIC, SampleOptions
 from tether.trainer.persistence import check_identity, seed_rng
 from tether.trainer.trainer import Schedule
 from tether.training.checkpoint import CheckpointStore, load_state
 from tether.training.control import ControlLearner, ControlLoss, ControlPlan
+from tether.training.samples import EPISODES_ALIKE
 
 
 @dataclass(frozen=True)
@@ -60,32 +68,24 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
-        env = make_env(config.env.train, "env.train")
+        env = make_training_env(config)
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
         schedule = _schedule(config)
-        scaler = None
-        if config.policy.normalize_rewards:
-            scaler = RewardScaler(env.num_envs, config.algorithm.gamma, config.policy.clip_rewards)
         trainer = ControlTrainer(
             policy=policy,
             collector=_collector(config, env),
             learner=_learner(config, policy, schedule.total_steps),
-            scaler=scaler,
-            options=SampleOptions(
-                gamma=config.algorithm.gamma,
-                lam=config.algorithm.lam,
-                reward_coef=config.env.train.reward_coef,
-                normalize_advantages=config.algorithm.normalize_advantages,
-                logprob_level=config.algorithm.logprob_type,
-            ),
+            rewards=_rewards(config),
+            options=_sample_options(config),
             critic_warmup=build_critic_warmup(trainer_config),
-            evaluation=build_evaluation(config, envs) if trainer_config.test_freq > 0 else None,
+            evaluation=build_evaluation(config, policy.spec, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
             seed=trainer_config.seed,
             env_seed=config.env.train.seed,
+            auto_reset=config.env.train.auto_reset,
             log_freq=trainer_config.log_freq,
         )
         if checkpoint:
@@ -94,49 +94,123 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         return ControlRun(trainer, envs.pop_all(), directory, checkpoint)
 
 
-def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
-    """The test of an embodied configuration; `envs` closes its environments."""
-    test = config.env.eval
-    env = make_env(test, "env.eval")
+def build_evaluation(config: RunConfig, spec: PolicySpec, envs: ExitStack) -> ControlEvaluation:
+    """The test of a policy in the environments of ``env.eval``, which `envs` closes.
+
+    Raises:
+        ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
+    """
+    test, video = config.env.eval, config.env.eval.video_cfg
+    env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks}, render=video.save_video)
     envs.callback(env.close)
-    return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence)
+    _check_fit(env, spec)
+    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
+    return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def make_env(section: TrainEnvConfig | EvalEnvConfig, role: str) -> VectorEnv:
+def _check_fit(env: VectorEnv, spec: PolicySpec) -> None:
+    """Refuse to test a policy where it cannot act."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {env.obs_dim} numbers and takes {env.actions}; the policy reads {spec.obs_dim} "
+        f"and {acts}. Name an environment like the one that it was trained in."
+    )
+
+
+def video_folder(config: RunConfig) -> Path:
+    """Where the videos of tests are."""
+    folder = config.env.eval.video_cfg.video_base_dir
+    return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
+
+
+def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
+    try:
+        videos = importlib.import_module("tether.rollout.video")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: pip install 'tether[video]'"
+        ) from error
+    return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
+
+
+def make_env(
+    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+) -> VectorEnv:
     """The environments of a section.
+
+    Args:
+        section: of the configuration.
+        role: its name, for messages.
+        pacing: fields of `tether.envs.make.Pacing`.
+        render: the environments can show themselves.
 
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
+    envs = _envs(role)
+    made: VectorEnv = envs.make_vector_env(_env_options(envs, section, role, pacing, render=render))
+    return made
+
+
+def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
+    """The environments of ``env.train``.
+
+    Raises:
+        ValueError: see `make_env`.
+    """
+    train, role = config.env.train, "env.train"
+    if train.pipeline_stage_num == 1:
+        return make_env(train, role, _pacing(config))
+    envs = _envs(role)
+    made: StagedEnv = envs.make_stages(_env_options(envs, train, role, _pacing(config)), train.pipeline_stage_num)
+    return made
+
+
+def _envs(role: str) -> ModuleType:
     try:
-        envs = importlib.import_module("tether.envs.make")
+        return importlib.import_module("tether.envs.make")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{role}.id: environments need the package {error.name}, which is not installed. "
             "Run: pip install 'tether[gymnasium]'"
         ) from error
-    options = envs.EnvOptions(
+
+
+def _env_options(
+    envs: ModuleType,
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    *,
+    render: bool = False,
+) -> Any:
+    return envs.EnvOptions(
         id=section.id,
         num_envs=section.total_num_envs,
         env_type=section.env_type,
-        vectorization=section.vectorization,
-        autoreset_mode=section.autoreset_mode if isinstance(section, TrainEnvConfig) else "same_step",
+        vectorization="sync" if render and section.vectorization == "auto" else section.vectorization,
         num_workers=section.num_workers or usable_cores(),
         max_episode_steps=section.max_episode_steps,
         ignore_terminations=section.ignore_terminations,
-        init_params=section.init_params,
+        init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
+        wrappers=section.wrappers,
+        pacing=envs.Pacing(**pacing),
         role=role,
     )
-    made: VectorEnv = envs.make_vector_env(options)
-    return made
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
+def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> ControlPolicy:
     policy, actions = config.policy, env.actions
     spec = PolicySpec(
         obs_dim=env.obs_dim,
         choices=actions.choices if isinstance(actions, DiscreteActions) else None,
         action_width=actions.width,
+        num_action_chunks=policy.num_action_chunks,
+        value_width=_value_width(config),
+        share_critic=policy.share_critic,
         hidden_dim=policy.hidden_dim,
         num_layers=policy.num_layers,
         activation=policy.activation,
@@ -147,25 +221,88 @@ def _policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
     return ControlPolicy(spec, config.trainer.seed)
 
 
-def _collector(config: RunConfig, env: VectorEnv) -> EnvCollector:
+def _value_width(config: RunConfig) -> int:
+    if config.algorithm.adv_estimator != CRITIC:
+        return 0
+    return 1 if config.algorithm.reward_type == "chunk_level" else config.policy.num_action_chunks
+
+
+def _pacing(config: RunConfig) -> dict[str, Any]:
+    train = config.env.train
+    return {
+        "chunk": config.policy.num_action_chunks,
+        "auto_reset": train.auto_reset,
+        "group_size": train.group_size,
+        "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
+    }
+
+
+def _rewards(config: RunConfig) -> RewardShaping:
+    train, policy = config.env.train, config.policy
+    scaler = None
+    if policy.normalize_rewards:
+        scaler = RewardScaler(train.total_num_envs, config.algorithm.gamma, policy.clip_rewards)
+    return RewardShaping(
+        train.total_num_envs,
+        coef=train.reward_coef,
+        relative=train.use_rel_reward,
+        scaler=scaler,
+        fresh=not train.auto_reset,
+    )
+
+
+def _sample_options(config: RunConfig) -> SampleOptions:
+    algorithm, actor, train = config.algorithm, config.actor_rollout_ref.actor, config.env.train
+    episode_length = None
+    if _aggregation(config) == EPISODES_ALIKE:
+        limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
+        episode_length = _given_scale(actor) or limit
+    return SampleOptions(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        estimator=algorithm.adv_estimator,
+        estimator_options={"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo},
+        normalize_advantages=algorithm.normalize_advantages,
+        group_size=train.group_size,
+        reward_bounds=(
+            (algorithm.rewards_lower_bound, algorithm.rewards_upper_bound) if algorithm.filter_rewards else None
+        ),
+        reward_level=algorithm.reward_type,
+        logprob_level=algorithm.logprob_type,
+        episode_length=episode_length,
+    )
+
+
+def _aggregation(config: RunConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    usual = "token-mean" if config.env.train.auto_reset else EPISODES_ALIKE
+    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
+
+
+def _given_scale(actor: ActorConfig) -> float | None:
+    """``loss_scale_factor``, where the aggregation that reads it was asked for."""
+    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
+
+
+def _collector(config: RunConfig, env: VectorEnv | StagedEnv) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
+        chunk=config.policy.num_action_chunks,
+        epochs=config.env.train.rollout_epoch,
         bootstrap_terminations=config.algorithm.bootstrap_type == "always",
     )
 
 
 def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> ControlLearner:
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
+    selection = token_selection(actor)
     loss = ControlLoss(
         name=actor.policy_loss.loss_mode,
-        options={
-            "clip_ratio_low": actor.clip_ratio_low,
-            "clip_ratio_high": actor.clip_ratio_high,
-            "clip_ratio_c": actor.clip_ratio_c,
-            "tau_pos": actor.tau_pos,
-            "tau_neg": actor.tau_neg,
-        },
+        options=policy_loss_options(actor),
+        selection={} if selection is None else selection.options,
+        aggregation=_aggregation(config),
+        max_length=_given_scale(actor),
         entropy_coeff=actor.entropy_coeff,
         value_coeff=critic.loss_coef,
         cliprange_value=critic.cliprange_value,
@@ -174,7 +311,12 @@ def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> Cont
         entropy_level=algorithm.entropy_type,
     )
     plan = ControlPlan(
-        actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.optim.clip_grad, actor.target_kl
+        actor.ppo_mini_batch_size,
+        actor.ppo_epochs,
+        actor.shuffle,
+        actor.optim.clip_grad,
+        actor.target_kl,
+        lead_rate=actor.target_kl_control == "lr",
     )
     return ControlLearner(policy, loss, plan, build_optimizer(actor.optim, total_steps), critic.optim.lr)
 
@@ -184,5 +326,6 @@ def _schedule(config: RunConfig) -> Schedule:
     steps = trainer.total_training_steps
     if steps is None:
         assert trainer.total_env_steps is not None
-        steps = math.ceil(trainer.total_env_steps / (train.total_num_envs * train.max_steps_per_rollout_epoch))
+        rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
+        steps = math.ceil(trainer.total_env_steps / rollout)
     return Schedule(steps, trainer.save_freq, trainer.test_freq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -150,7 +151,7 @@ def build_actor(
             reference=reference if _needs_full_kl(actor) else None,
         ),
         loss=_policy_loss(actor, correction, config.data.max_response_length),
-        plan=update_plan(actor, rollout.n, config.trainer.seed),
+        plan=replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
         infer_forward=PolicyModel(
             model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
         ),
@@ -160,7 +161,7 @@ def build_actor(
             tokens=rollout.log_prob_max_token_len_per_gpu,
             packed=packed,
         ),
-        prepare=_token_selection(actor),
+        prepare=token_selection(actor),
     )
 
 
@@ -253,20 +254,24 @@ def build_critic(
     )
 
 
+def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
+    """Keywords of every policy loss."""
+    return {
+        "tau_pos": actor.tau_pos,
+        "tau_neg": actor.tau_neg,
+        "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+        "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+    }
+
+
 def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
     name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
     return PolicyLoss(
         name=name,
-        options={
-            "tau_pos": actor.tau_pos,
-            "tau_neg": actor.tau_neg,
-            "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
-            "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
-            "clip_ratio_low": actor.clip_ratio_low,
-            "clip_ratio_high": actor.clip_ratio_high,
-            "clip_ratio_c": actor.clip_ratio_c,
-            **(bypass_options(correction) if correction.bypass_mode else {}),
-        },
+        options={**policy_loss_options(actor), **(bypass_options(correction) if correction.bypass_mode else {})},
         aggregation=Aggregation(
             actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor, width
         ),
@@ -276,7 +281,8 @@ def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width:
     )
 
 
-def _token_selection(actor: ActorConfig) -> TokenSelection | None:
+def token_selection(actor: ActorConfig) -> TokenSelection | None:
+    """The choice of the tokens that the loss treats apart; None where it makes none."""
     loss = actor.policy_loss
     if loss.loss_mode not in TOKEN_SELECTIONS:
         return None

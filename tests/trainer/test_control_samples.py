@@ -1,0 +1,192 @@
+"""From rollouts to samples: levels, masks, groups and weights, with numbers worked by hand."""
+
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+
+from tests.envs import toys  # noqa: E402
+from tether.algorithms import masked_mean_ratio  # noqa: E402
+from tether.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
+from tether.envs.paced import PacedEnv  # noqa: E402
+from tether.envs.sync import SyncVectorEnv  # noqa: E402
+from tether.models.control.acting import Actor  # noqa: E402
+from tether.models.control.policy import ControlPolicy, PolicySpec  # noqa: E402
+from tether.rollout.env import EnvCollector, EnvRollout  # noqa: E402
+from tether.rollout.episodes import Episode  # noqa: E402
+from tether.trainer.control_rewards import RelativeRewards, RewardShaping  # noqa: E402
+from tether.trainer.control_samples import SampleOptions, make_samples  # noqa: E402
+from tether.training.samples import loss_weights  # noqa: E402
+
+VALUE = 10.0
+PLAIN = {"gamma": 0.5, "lam": 1.0, "normalize_advantages": False}
+
+
+def constant_policy(chunk=1, values=1, obs_dim=1):
+    """A policy whose critic says `VALUE` of everything."""
+    policy = ControlPolicy(PolicySpec(obs_dim, (2,), 1, num_action_chunks=chunk, value_width=values, hidden_dim=4), 0)
+    with torch.no_grad():
+        policy.critic.linear[-1][0].zero_()
+        policy.critic.linear[-1][1].fill_(VALUE)
+    return policy
+
+
+def countdown(policy, steps, chunk=1, epochs=1, **pacing):
+    """A rollout of Countdown: rewards 1 to 5, then cut."""
+    toys.register()
+    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, pacing=Pacing(chunk=chunk, **pacing)))
+    collector = EnvCollector(env, steps, chunk=chunk, epochs=epochs)
+    collector.restart(0)
+    noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
+    return collector.collect(Actor(policy), noise, () if pacing.get("auto_reset", True) else range(epochs))
+
+
+def first(columns, decisions=3):
+    """The decisions of the first of two environments."""
+    return columns.view(decisions, 2, -1)[:, 0].tolist()
+
+
+def test_returns_of_actions_in_chunks():
+    policy = constant_policy(chunk=2, values=2)
+    rollout = countdown(policy, 6, chunk=2)
+    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN))
+    r5 = 5 + 0.5 * VALUE
+    r4 = 4 + 0.5 * r5
+    r3 = 3 + 0.5 * r4
+    r2 = 2 + 0.5 * r3
+    assert first(samples.mask) == [[True, True], [True, True], [True, False]]
+    assert first(samples.returns) == [[1 + 0.5 * r2, r2], [r3, r4], [r5, 0]]
+    assert first(samples.advantages) == [[1 + 0.5 * r2 - VALUE, r2 - VALUE], [r3 - VALUE, r4 - VALUE], [r5 - VALUE, 0]]
+    assert samples.old_log_probs.shape == (6, 2)
+
+
+def test_returns_of_chunks():
+    policy = constant_policy(chunk=2)
+    rollout = countdown(policy, 6, chunk=2)
+    options = SampleOptions(**PLAIN, reward_level="chunk_level", logprob_level="chunk_level")
+    samples, metrics = make_samples(rollout, rollout.rewards.T, policy, options)
+    r3 = 5 + 0.5 * VALUE
+    r2 = 3 + 4 + 0.5 * r3
+    assert first(samples.returns) == [[1 + 2 + 0.5 * r2], [r2], [r3]]
+    assert samples.old_log_probs.shape == samples.advantages.shape == (6, 1)
+    assert metrics["critic/rewards/mean"] == 5.0
+    # One action of the last chunk was carried out: its log-probability is that of this action alone.
+    columns = policy.head.evaluate(policy.actor(samples.obs), samples.actions).log_probs
+    torch.testing.assert_close(samples.old_log_probs[4:, 0], columns[4:, 0])
+
+
+def test_the_tail_of_a_rollout_is_worth_what_the_critic_says():
+    policy = constant_policy()
+    rollout = countdown(policy, 3)
+    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN))
+    assert first(samples.returns)[-1] == [3 + 0.5 * VALUE]
+
+
+def test_without_auto_reset_what_follows_an_end_is_no_sample():
+    policy = constant_policy()
+    rollout = countdown(policy, 8, auto_reset=False, epochs=2)
+    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN))
+    assert len(samples) == 5 * 4
+    assert rollout.valid.sum(dim=0).tolist() == [5] * 4
+    assert rollout.episodes == (Episode(15.0, 5, True, False),) * 4
+    # The limit cuts the episode, which is worth something afterwards: RLinf lacks this bootstrap here.
+    assert samples.returns[-4:].unique().tolist() == [5 + 0.5 * VALUE]
+
+
+def test_chunks_of_one_are_no_chunks():
+    rollouts = []
+    for paced in (False, True):
+        loop = SyncVectorEnv("CartPole-v1", lambda: gymnasium.make("CartPole-v1"), 3, holds=paced)
+        policy = ControlPolicy(PolicySpec(4, (2,), 1, hidden_dim=4), 0)
+        collector = EnvCollector(PacedEnv(loop) if paced else loop, 60)
+        collector.restart(5)
+        noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
+        rollouts.append(collector.collect(Actor(policy), noise))
+    plain, paced = (vars(rollout) for rollout in rollouts)
+    assert plain["episodes"] == paced["episodes"] != ()
+    for name in ("obs", "actions", "rewards", "terminated", "valid", "final_obs"):
+        assert torch.equal(plain[name], paced[name]), name
+
+
+def made_up(rewards, lengths, lost=()):
+    """A rollout of one-step decisions: a column is an episode of some length that terminates, or is lost."""
+    rewards = torch.tensor(rewards).T
+    steps, columns = rewards.shape
+    valid = torch.arange(steps)[:, None] < torch.tensor(lengths)
+    last = torch.arange(steps)[:, None] == torch.tensor(lengths) - 1
+    cut = torch.zeros_like(valid)
+    for column in lost:
+        last[:, column], cut[lengths[column], column] = False, True
+    return EnvRollout(
+        obs=torch.randn(steps + 1, columns, 1, generator=torch.Generator().manual_seed(0)),
+        actions=torch.zeros(steps, columns, 1, dtype=torch.int64),
+        rewards=torch.where(valid, rewards, torch.nan),
+        terminated=last, truncated=cut, valid=valid,
+        final_obs=torch.zeros(0, 1), final_at=(torch.zeros(0).long(), torch.zeros(0).long()), episodes=(),
+    )  # fmt: skip
+
+
+REWARDS = [[1.0, 0.0, 0.0], [0.0, 3.0, 0.0], [5.0, 0.0, 0.0], [0.0, 0.0, 5.0]]
+LENGTHS = [1, 2, 3, 3]
+
+
+def test_groups_by_hand():
+    policy = ControlPolicy(PolicySpec(1, (2,), 1, value_width=0, hidden_dim=4), 0)
+    options = SampleOptions(0.9, 1.0, estimator="grpo", group_size=2)
+    rollout = made_up(REWARDS, LENGTHS)
+    samples, metrics = make_samples(rollout, rollout.rewards.T, policy, options)
+    # Scores 1 and 3: mean 2, std sqrt(2); 5 and 5: no advantage. Rows are steps, in each the episodes still alive.
+    up = 1 / 2**0.5
+    torch.testing.assert_close(
+        samples.advantages[:, 0], torch.tensor([-up, up, 0, 0, up, 0, 0, 0, 0]), atol=1e-5, rtol=0
+    )
+    assert samples.values is None
+    assert metrics["group/zero_std_fraction"] == 0.5
+
+
+def test_a_lost_episode_has_no_score():
+    policy = ControlPolicy(PolicySpec(1, (2,), 1, value_width=0, hidden_dim=4), 0)
+    rollout = made_up(REWARDS, [1, 2, 2, 3], lost=[2])
+    samples, _ = make_samples(
+        rollout, rollout.rewards.T, policy, SampleOptions(0.9, 1.0, estimator="grpo", group_size=2)
+    )
+    assert len(samples) == 1 + 2 + 3
+
+
+def test_groups_outside_the_bounds_teach_nothing():
+    policy = constant_policy()
+    rollout = made_up(REWARDS, LENGTHS)
+    options = SampleOptions(**PLAIN, group_size=2, reward_bounds=(2.5, 5.0))
+    samples, metrics = make_samples(rollout, rollout.rewards.T, policy, options)
+    assert len(samples) == 6
+    assert metrics["group/kept_fraction"] == 0.5
+    nothing, _ = make_samples(
+        rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN, group_size=2, reward_bounds=(8.0, 9.0))
+    )
+    assert len(nothing) == 0
+
+
+def test_episodes_weigh_alike_as_in_rlinf():
+    policy = constant_policy()
+    rollout = made_up(REWARDS, LENGTHS)
+    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN, episode_length=7))
+    loss = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor(LENGTHS)[:, None]
+    expected = masked_mean_ratio(
+        loss.T, rollout.valid.T, episode_length=lengths, max_episode_length=7, num_elements=loss.numel()
+    )
+    rows = loss[rollout.valid][:, None]
+    found = (rows * loss_weights("masked_mean_ratio", rows, None, samples.weights, None)).sum()
+    torch.testing.assert_close(found, expected)
+
+
+def test_relative_rewards_by_hand():
+    relative = RelativeRewards(1)
+    rewards = torch.tensor([[1.0, 4.0, 2.0, 9.0]])
+    ended = torch.tensor([[False, True, False, False]])
+    valid = torch.tensor([[True, True, True, True]])
+    assert relative(rewards, ended, valid).tolist() == [[1.0, 3.0, 2.0, 7.0]]
+    assert relative(rewards, ended, valid)[0, 0] == 1.0 - 9.0
+    shaping = RewardShaping(1, coef=2.0, relative=True, scaler=None, fresh=True)
+    rollout = made_up([[1.0, 4.0, 2.0], [1.0, 4.0, 2.0]], [3, 3])
+    assert shaping(rollout).tolist() == [[2.0, 6.0, -4.0]] * 2

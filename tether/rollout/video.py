@@ -1,0 +1,55 @@
+"""Videos of episodes, as mp4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import imageio.v2 as imageio
+import numpy as np
+
+from tether.envs.protocol import Renders
+
+BLOCK = 16
+"""Sides of a picture are multiples of it: what every player of H.264 shows."""
+
+
+class Video:
+    """Takes a picture of the first environment each time it is called.
+
+    Args:
+        env: what is shown.
+        writer: imageio's.
+    """
+
+    def __init__(self, env: Renders, writer: Any) -> None:
+        self._env, self._writer = env, writer
+
+    def __call__(self) -> None:
+        """Append a picture."""
+        picture = self._env.render()
+        missing = [(0, -side % BLOCK) for side in picture.shape[:2]]
+        self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))
+
+
+@contextmanager
+def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
+    """Write an mp4 (H.264); its folders are made.
+
+    Args:
+        env: what is shown.
+        path: of the file.
+        fps: pictures, that is steps, a second.
+
+    Raises:
+        ValueError: ffmpeg is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        writer = imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=BLOCK)
+    except ImportError as error:
+        raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: pip install 'tether[video]'") from error
+    with writer:
+        yield Video(env, writer)

@@ -1,0 +1,84 @@
+"""What a control policy learns from: decisions, each on the actions of a chunk, and how their losses are weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EPISODES_ALIKE = "masked_mean_ratio"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Decisions to learn from, one a row. K: actions of a chunk; D: columns of an action; L: see `levels`."""
+
+    obs: Tensor
+    """[S, O]: as the networks see them."""
+    actions: Tensor
+    """[S, K * D]"""
+    old_log_probs: Tensor
+    """[S, L]: under the policy that sampled."""
+    advantages: Tensor
+    """[S, L]"""
+    values: Tensor | None = None
+    """[S, V]: of the critic at sampling; None: there is no critic."""
+    returns: Tensor | None = None
+    """[S, V]"""
+    mask: Tensor | None = None
+    """[S, K]: actions that were carried out, at least the first; None: all."""
+    weights: Tensor | None = None
+    """[S, 1]: of the row in the loss, where episodes weigh alike."""
+
+    def __len__(self) -> int:
+        return len(self.obs)
+
+    def shuffled(self, generator: torch.Generator) -> Samples:
+        """The same rows in a random order."""
+        order = torch.randperm(len(self), generator=generator)
+        return self._each(lambda column: column.index_select(0, order))
+
+    def split(self, size: int) -> Iterator[Samples]:
+        """Pieces of `size` rows, the last one of what is left."""
+        for start in range(0, len(self), size):
+            yield self._each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Samples:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: None if column is None else change(column) for name, column in columns.items()}
+        return Samples(**changed)
+
+
+def loss_weights(
+    mode: str, loss: Tensor, mask: Tensor | None, episode_weights: Tensor | None, max_length: float | None
+) -> Tensor | float:
+    """What each element of a loss [B, L] counts in its mean over a mini-batch; the rows are its sequences.
+
+    The derivatives of `tether.algorithms.aggregate_loss` and `masked_mean_ratio` by the loss of each element.
+
+    Args:
+        mode: of the aggregation.
+        loss: whose shape is asked for.
+        mask: [B, L]: elements that count; None: all.
+        episode_weights: [B, 1]: for ``masked_mean_ratio``.
+        max_length: the divisor of ``seq-mean-token-sum-norm``.
+    """
+    rows, columns = loss.shape
+    mask = None if mask is None else mask.to(loss.dtype)
+    match mode:
+        case "masked_mean_ratio":
+            assert episode_weights is not None
+            alike = episode_weights / (rows * columns)
+            return alike if mask is None else alike * mask
+        case "token-mean":
+            return 1 / loss.numel() if mask is None else mask / mask.sum()
+        case "seq-mean-token-mean":
+            return 1 / loss.numel() if mask is None else mask / (rows * mask.sum(dim=1, keepdim=True))
+        case "seq-mean-token-sum":
+            return 1 / rows if mask is None else mask / rows
+    assert mode == "seq-mean-token-sum-norm", mode
+    divisor = columns if max_length is None else max_length
+    return 1 / divisor if mask is None else mask / divisor
