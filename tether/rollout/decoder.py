@@ -10,7 +10,7 @@ Legend: R rows of Q tokens, N = R * Q, H query and K key/value heads, D = head s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,15 @@ class Decoder:
     """The forward pass of one model; it holds the model's modules, and copies of weights where a `Product` keeps them.
 
     Args:
-        model: one that `fits`, on its device and in the dtype to sample in.
+        model: one that `decoder_for` accepts, on its device and in the dtype to sample in.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._backbone: Any = model.base_model
+        self._backbone = cast(Any, model.base_model)
         self._layers = [Layer(module, number) for number, module in enumerate(self._backbone.layers)]
-        self._norm: RMSNorm = self._backbone.norm
         self._lm_head = lm_head_of(model)
-        self._head = Product([model.get_output_embeddings()])  # type: ignore[list-item]
+        self._head = Product([cast(nn.Linear, model.get_output_embeddings())])
         self._stamp = self._current_stamp()
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
@@ -64,7 +63,7 @@ class Decoder:
         x = x.flatten(0, 1)
         for layer in self._layers:
             x = layer(x, rotations[layer.kind], layout, ids.shape)
-        logits = self._head(self._norm(x if keep is None else x[keep]))
+        logits = self._head(self._backbone.norm(x if keep is None else x[keep]))
         if self._lm_head.scale != 1.0:
             logits = logits.mul_(self._lm_head.scale)
         cap = self._lm_head.softcap
@@ -75,8 +74,9 @@ class Decoder:
         stamp = self._current_stamp()
         if stamp != self._stamp:
             self._stamp = stamp
-            for part in (*self._layers, self._head):
-                part.refresh()
+            self._head.refresh()
+            for layer in self._layers:
+                layer.refresh()
 
     def _current_stamp(self) -> list[tuple[int, int]]:
         """Where the parameters lie and how often they were written to."""
@@ -144,8 +144,8 @@ class Layer:
         cosine, sine = rotation
         turned = torch.addcmul(turned * cosine, turned.roll(self._size // 2, dims=-1), sine)
         query, key = turned.split([self._heads, self._kv_heads], dim=1)
-        by_row = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
-        return layout.attend(*by_row, self._spec).transpose(1, 2).reshape(len(h), -1)
+        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
+        return layout.attend(query, key, value, self._spec).transpose(1, 2).reshape(len(h), -1)
 
 
 def _signed(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
