@@ -86,8 +86,8 @@ def test_what_it_does_not_know_runs_by_transformers(caplog: pytest.LogCaptureFix
     adapted.model.layers[1].mlp.up_proj = nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     assert decoder_for(adapted) is None
     engine = NativeEngine(adapted, eos_token_ids=frozenset())
-    assert "LlamaForCausalLM is sampled from with transformers' own forward" in caplog.text
     assert engine.generate([[5, 6]], SamplingParams(3), NoiseKey(0, 0)).response_ids.shape == (1, 3)
+    assert "LlamaForCausalLM is sampled from with transformers' own forward" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch
 from tether.models.attention import AttentionLayout, use_tether_attention
-from tether.rollout.decoder import decoder_for
-from tether.rollout.generation import Generation
+from tether.rollout.decoder import Decoder, decoder_for
+from tether.rollout.generation import Forward, Generation
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -68,11 +68,7 @@ class NativeEngine:
         use_tether_attention(model)
         self._source = model
         self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
-        self._decoder = decoder_for(self._model)
-        if self._decoder is None:
-            _log.warning(
-                "%s is sampled from with transformers' own forward pass, which is slower", type(model).__name__
-            )
+        self._forward: Forward | None = None  # made when it is first used
         self.eos_token_ids = eos_token_ids
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -83,8 +79,8 @@ class NativeEngine:
             with torch.no_grad():
                 for mine, theirs in zip(_tensors(self._model), _tensors(self._source), strict=True):
                     mine.copy_(theirs)
-        if self._decoder is not None:
-            self._decoder.refresh()
+        if isinstance(self._forward, Decoder):
+            self._forward.refresh()
 
     def generate(
         self,
@@ -103,11 +99,9 @@ class NativeEngine:
         self._check(prompts, sampling)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
-            if self._decoder is not None:
-                self._decoder.refresh()
             call = Generation(
                 self._model,
-                self._decoder or self._by_transformers,
+                self._current_forward(),
                 prompts,
                 sampling,
                 key,
@@ -120,6 +114,17 @@ class NativeEngine:
                 if on_progress is not None:
                     on_progress(call.progress())
         return call.result()
+
+    def _current_forward(self) -> Forward:
+        """The forward pass, with the model's present weights."""
+        if self._forward is None:
+            self._forward = decoder_for(self._model) or self._by_transformers
+            if not isinstance(self._forward, Decoder):
+                name = type(self._model).__name__
+                _log.warning("%s is sampled from with transformers' own forward pass, which is slower", name)
+        if isinstance(self._forward, Decoder):
+            self._forward.refresh()
+        return self._forward
 
     def _by_transformers(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
         output = self._model(
