@@ -1,58 +1,51 @@
-"""Master weights: what computes in bfloat16, what stays float32, and that neither ties nor saving are lost."""
+"""Sums of gradients over micro-batches, one after the other in the same memory."""
 
+import copy
+
+import pytest
 import torch
+from transformers import PreTrainedModel
 
-from tests.tiny import tiny_model
-from tests.training.batches import make_batch, make_critic, make_policy, same_bits
-from tether.models.attention import use_tether_attention
-from tether.models.critic import value_head_of
-from tether.training.forward import PolicyModel
-from tether.training.losses import PolicyLoss
-from tether.training.master import MasterWeights
-from tether.training.protocol import LossSizes
-
-
-def test_a_critics_head_stays_float32() -> None:
-    critic = make_critic().float()
-    masters = MasterWeights(critic, torch.bfloat16)
-    assert {p.dtype for p in critic.base_model.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in value_head_of(critic).parameters()} == {torch.float32}
-    assert {p.dtype for p in masters.parameters()} == {torch.float32}
-    assert len(masters.parameters()) == len(list(critic.parameters()))
+from tests.training.batches import make_batch, make_critic, make_engine, make_policy
+from tether.batch import TrainBatch
+from tether.training.forward import PolicyModel, ValueModel
+from tether.training.local import LocalEngine
+from tether.training.losses import CriticLoss, PolicyLoss
+from tether.training.micro_batches import MicroBatching
 
 
-def test_gradients_of_two_passes_add_up_in_float32() -> None:
-    batch = make_batch(make_policy(), make_critic())
-    policy = make_policy(dtype=torch.float32)
-    masters = MasterWeights(policy, torch.bfloat16)
-
-    def backward() -> None:
-        PolicyLoss()(PolicyModel(policy)(batch), batch, LossSizes(30, 8)).loss.backward()
-
-    backward()
-    once = [p.grad.clone() for p in masters.parameters()]
-    backward()
-    for parameter, first in zip(masters.parameters(), once, strict=True):
-        assert parameter.grad.dtype == torch.float32
-        assert torch.equal(parameter.grad, 2 * first)
-    assert all(p.grad is None for p in policy.parameters())
+def accumulate(engine: LocalEngine, batch: TrainBatch) -> list[torch.Tensor]:
+    """The gradients of what is trained, as they are in memory."""
+    is_actor = engine.model.get_output_embeddings() is not None
+    forward, loss = (PolicyModel, PolicyLoss()) if is_actor else (ValueModel, CriticLoss())
+    engine.accumulate_gradients(batch, forward(engine.model), loss)
+    return [parameter.grad for parameter in engine.trained]
 
 
-def test_frozen_and_tied_parameters() -> None:
-    model = tiny_model("qwen2")  # its head is tied to its embedding
-    use_tether_attention(model)
-    model.base_model.norm.weight.requires_grad_(False)
-    masters = MasterWeights(model, torch.bfloat16)
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert len(masters.parameters()) == len(list(model.parameters())) - 1
-    assert model.base_model.norm.weight.dtype == torch.bfloat16
+def bfloat16_engine(model: PreTrainedModel) -> LocalEngine:
+    return make_engine(model.float(), MicroBatching(max_rows=2), compute_dtype=torch.bfloat16)
 
 
-def test_saving_sees_the_masters_bit_for_bit() -> None:
-    exact = {name: tensor.clone() for name, tensor in tiny_model("llama").state_dict().items()}
-    model = tiny_model("llama")
-    masters = MasterWeights(model, torch.bfloat16)
-    narrow = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with masters.installed():
-        assert same_bits(dict(model.state_dict()), exact)
-    assert same_bits(dict(model.state_dict()), narrow)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_nothing_of_the_last_sum_is_left(role: str) -> None:
+    """The critic's head, which has no master beside it, included."""
+    policy, critic = make_policy(), make_critic()
+    batch = make_batch(policy, critic).float()
+    model = policy if role == "actor" else critic
+    used, fresh = (bfloat16_engine(copy.deepcopy(model)) for _ in range(2))
+    first = accumulate(used, batch[:4])
+    second = accumulate(used, batch[4:])
+    expected = accumulate(fresh, batch[4:])
+    assert all(a is b for a, b in zip(first, second, strict=True)), "new memory"
+    assert all(a.equal(b) for a, b in zip(second, expected, strict=True))
+    assert all(gradient.dtype == torch.float32 for gradient in second)
+
+
+def test_a_parameter_that_nothing_came_from_has_no_gradient_left() -> None:
+    policy = make_policy()
+    engine = bfloat16_engine(policy)
+    accumulate(engine, make_batch(make_policy(), make_critic()).float())
+    assert engine.masters
+    engine.masters.begin_gradients()
+    engine.masters.finish_gradients()
+    assert all(not parameter.grad.any() for parameter in engine.trained)

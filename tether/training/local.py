@@ -126,7 +126,10 @@ class LocalEngine(Generic[Outputs]):
         """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches."""
         assert self.optimizer
         self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
-        self.optimizer.zero_grad(set_to_none=False)  # the same memory again: fresh pages are slow
+        if self.masters:
+            self.masters.begin_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)  # the same memory again: fresh pages are slow
         valid = count_valid(mini.response_mask)
         sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
         measured: list[dict[str, Metric]] = []
@@ -138,6 +141,8 @@ class LocalEngine(Generic[Outputs]):
             measured.append(term.metrics)
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + float(share.detach())
+        if self.masters:
+            self.masters.finish_gradients()
         one = torch.tensor(1.0)
         means: dict[str, Metric] = {
             name: Mean(torch.tensor(total, dtype=torch.float64), one) for name, total in shares.items()

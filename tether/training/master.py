@@ -24,6 +24,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._stale: set[nn.Parameter] = set()
         head = set() if model.get_output_embeddings() is not None else _outside_backbone(model)
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in model.parameters():
@@ -34,11 +35,27 @@ class MasterWeights:
             parameter.data = master.data.to(dtype)
             self._pairs.append((parameter, master))
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_hand_over(master))
+                parameter.register_post_accumulate_grad_hook(self._hand_over(master))
 
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer updates."""
         return [master for _, master in self._pairs if master.requires_grad]
+
+    def begin_gradients(self) -> None:
+        """A new sum of gradients begins; the memory of the last one is used again, since fresh pages are slow."""
+        self._stale = set()
+        for parameter, master in self._pairs:
+            if master.grad is not None and parameter is master:
+                master.grad.zero_()
+            elif master.grad is not None:
+                self._stale.add(master)
+
+    def finish_gradients(self) -> None:
+        """The sum is complete: a parameter that nothing came from has a gradient of 0."""
+        for master in self._stale:
+            assert master.grad is not None
+            master.grad.zero_()
+        self._stale.clear()
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -46,6 +63,22 @@ class MasterWeights:
         for parameter, master in self._pairs:
             if parameter is not master and master.requires_grad:
                 parameter.copy_(master)
+
+    def _hand_over(self, master: nn.Parameter) -> Callable[[Tensor], None]:
+        """A hook that adds a parameter's gradient to its master's and frees it; the first of a sum replaces the last."""
+
+        def hook(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if master.grad is None:
+                master.grad = gradient.to(master.dtype)
+            elif master in self._stale:
+                self._stale.remove(master)
+                master.grad.copy_(gradient)
+            else:
+                master.grad.add_(gradient)
+
+        return hook
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -63,17 +96,3 @@ class MasterWeights:
 def _outside_backbone(model: PreTrainedModel) -> set[int]:
     backbone = {id(p) for p in model.base_model.parameters()}
     return {id(p) for p in model.parameters()} - backbone
-
-
-def _hand_over(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's gradient to its master's and frees it."""
-
-    def hook(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            master.grad.add_(gradient)
-
-    return hook
