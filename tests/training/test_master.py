@@ -30,7 +30,7 @@ def bfloat16_engine(model: PreTrainedModel) -> LocalEngine:
 def test_nothing_of_the_last_sum_is_left(role: str) -> None:
     """The critic's head, which has no master beside it, included."""
     policy, critic = make_policy(), make_critic()
-    batch = make_batch(policy, critic).float()
+    batch = make_batch(policy, critic)
     model = policy if role == "actor" else critic
     used, fresh = (bfloat16_engine(copy.deepcopy(model)) for _ in range(2))
     first = accumulate(used, batch[:4])
@@ -44,7 +44,7 @@ def test_nothing_of_the_last_sum_is_left(role: str) -> None:
 def test_a_parameter_that_nothing_came_from_has_no_gradient_left() -> None:
     policy = make_policy()
     engine = bfloat16_engine(policy)
-    accumulate(engine, make_batch(make_policy(), make_critic()).float())
+    accumulate(engine, make_batch(make_policy(), make_critic()))
     assert engine.masters
     engine.masters.begin_gradients()
     engine.masters.finish_gradients()

@@ -65,7 +65,7 @@ class MasterWeights:
                 parameter.copy_(master)
 
     def _hand_over(self, master: nn.Parameter) -> Callable[[Tensor], None]:
-        """A hook that adds a parameter's gradient to its master's and frees it; the first of a sum replaces the last."""
+        """A hook that adds a gradient to the master's and frees it; the first of a sum replaces the last sum."""
 
         def hook(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
