@@ -78,8 +78,9 @@ def main() -> None:
             setting.peers.stop()
         print("\n" + parts[-1], flush=True)
     minutes = (time.perf_counter() - start) / 60
-    text = "\n".join([head(setting, names, minutes), *parts])
-    print(text.split("\n## ")[0])
+    begin = head(setting, names, minutes)
+    print(begin)
+    text = "\n".join([begin, "<!-- tables:begin -->", *parts, "<!-- tables:end -->", ""])
     if given.write:
         given.write.write_text(text, encoding="utf-8")
 

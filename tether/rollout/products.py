@@ -39,7 +39,8 @@ class Product:
     def refresh(self) -> None:
         """Take over the layers' current weights."""
         if has_blocked_products(self._layers[0].weight):
-            weight = torch.cat([layer.weight.detach() for layer in self._layers])
+            weights = [layer.weight.detach() for layer in self._layers]
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
             biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
             self._bias = torch.cat(biases) if biases else None
