@@ -11,7 +11,7 @@ from benchmarks.speed.table import Section
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "linear", "addmm", "bmm", "mkldnn", "matmul"),
-    "attention": ("attention", "flash"),
+    "attention": ("scaled_dot_product",),
     "optimizer": ("adam", "lerp", "foreach", "norm_", "linalg_vector_norm"),
     "copies and dtype changes": ("copy", "to", "cat", "contiguous", "clone", "stack", "repeat", "expand"),
     "gathers and scatters": ("index", "gather", "scatter", "embedding", "masked", "where"),
@@ -37,13 +37,8 @@ OTHER = "everything else"
 
 def kind_of(name: str) -> str:
     """The kind of an operator."""
-    plain = name.split("::")[-1].lstrip("_")
-    for kind, beginnings in KINDS.items():
-        if any(plain.startswith(beginning) for beginning in beginnings) or (
-            kind == "attention" and "attention" in plain
-        ):
-            return kind
-    return OTHER
+    plain = name.split("::")[-1].lstrip("_").removeprefix("fused_")
+    return next((kind for kind, beginnings in KINDS.items() if plain.startswith(beginnings)), OTHER)
 
 
 class Recorder:

