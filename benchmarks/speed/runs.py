@@ -54,13 +54,9 @@ def running(setting: Setting, overrides: Sequence[str]) -> Iterator[Trainer]:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "reward.py").write_text(REWARD)
-        lines = [
-            json.dumps(
-                {"data_source": "benchmark", "prompt": messages, "reward_model": {"style": "rule", "ground_truth": "0"}}
-            )
-            for messages in setting.messages
-        ]
-        (folder / "train.jsonl").write_text("\n".join(lines))
+        truth = {"style": "rule", "ground_truth": "0"}
+        rows = [{"data_source": "benchmark", "prompt": turns, "reward_model": truth} for turns in setting.messages]
+        (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
         files = [
             f"data.train_files={folder / 'train.jsonl'}",
             f"actor_rollout_ref.model.path={setting.model}",
