@@ -129,9 +129,9 @@ def test_on_a_cpu_they_are_stepped_one_by_one_in_groups_and_chunks_too(mani_skil
 
 
 def test_what_a_batch_cannot_do_and_unknown_names_are_refused(mani_skill):
-    with pytest.raises(ValueError, match="gpu simulates all environments at once.*sim_backend=cpu"):
+    with pytest.raises(ValueError, match=r"gpu simulates all environments at once.*sim_backend=cpu"):
         make_vector_env(pick(2, "gpu", pacing=Pacing(group_size=2)))
-    with pytest.raises(ValueError, match="ManiSkill has no Pack-v1. Did you mean Pick-v1?"):
+    with pytest.raises(ValueError, match=r"ManiSkill has no Pack-v1\. Did you mean Pick-v1\?"):
         make_vector_env(EnvOptions("Pack-v1", 1, env_type="maniskill", init_params={"sim_backend": "cpu"}))
 
 
