@@ -16,8 +16,10 @@ from tether.envs.spaces import ActionCodec, flat_size, flatten
 class Simulation(Protocol):
     """N environments as ManiSkill steps them: every number is a tensor whose first axis is the environment."""
 
-    unwrapped: Any
-    """Has ``single_observation_space`` and ``single_action_space``."""
+    @property
+    def unwrapped(self) -> Any:
+        """Has ``single_observation_space`` and ``single_action_space``."""
+        ...
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes everywhere, or in ``options["env_idx"]``; the observations are those of all."""
