@@ -31,12 +31,25 @@ CASES = {  # 7 x 7 cells of a partial view, three numbers each; position, goal a
 }
 
 
+def has_vulkan():
+    sapien = importlib.import_module("sapien")
+    try:
+        sapien.render.RenderMaterial()
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_simulator_is_stepped_and_learned_from(name, tmp_path):
     module, options, obs_dim, actions = CASES[name]
     pytest.importorskip(module)
     if module == "gymnasium_robotics" and int(version("mujoco").split(".")[0]) >= 4:
         pytest.skip("gymnasium-robotics 1.4 does not know the joints of mujoco 4")
+    if module == "mani_skill" and not has_vulkan():
+        with pytest.raises(ValueError, match="PickCube-v1 finds no Vulkan driver"):
+            make_vector_env(options)
+        pytest.skip("ManiSkill's tasks need a Vulkan driver even where nothing is drawn")
     env = make_vector_env(options)
     assert (env.obs_dim, env.actions) == (obs_dim, actions)
     obs = env.reset(0).copy()

@@ -43,7 +43,7 @@ def make_batch(options: EnvOptions, arguments: Mapping[str, Any]) -> BatchedEnv 
                 f"{options.role}.init_params.sim_backend: {backend} simulates all environments at once, which "
                 f"{options.role}.{key} does not allow. Set sim_backend=cpu, or leave the other key at its default."
             )
-    env = gymnasium.make(_known(options), num_envs=options.num_envs, **_simulation(arguments, "gpu"))
+    env = _made(options, {**_simulation(arguments, "gpu"), "num_envs": options.num_envs})
     return BatchedEnv(options.id, env, options.num_envs, ignore_terminations=options.ignore_terminations)
 
 
@@ -51,10 +51,22 @@ def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env
     """Make one environment, simulated on a CPU.
 
     Raises:
-        ValueError: there is no such id.
+        ValueError: there is no such id, or no Vulkan driver.
     """
-    env: gymnasium.Env[Any, Any] = CPUGymWrapper(gymnasium.make(_known(options), **_simulation(arguments, "cpu")))
+    env: gymnasium.Env[Any, Any] = CPUGymWrapper(_made(options, _simulation(arguments, "cpu")))
     return env
+
+
+def _made(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.make(_known(options), **arguments)
+    except RuntimeError as error:
+        if "rendering device" not in str(error):
+            raise
+        raise ValueError(
+            f"{options.role}.id: {options.id} finds no Vulkan driver, which ManiSkill's tasks need even where nothing is "
+            "drawn, for the colours of their objects. Install one; mesa-vulkan-drivers has one for CPUs."
+        ) from error
 
 
 def _simulation(arguments: Mapping[str, Any], backend: str) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def _simulation(arguments: Mapping[str, Any], backend: str) -> dict[str, Any]:
     if chosen["sim_backend"] == "auto":
         chosen["sim_backend"] = backend
     if chosen["obs_mode"] in WITHOUT_PICTURES and "render_mode" not in chosen:
-        chosen.setdefault("render_backend", "none")  # so that it runs where no driver draws
+        chosen.setdefault("render_backend", "none")
     return {"disable_env_checker": True, **chosen}
 
 
