@@ -73,7 +73,7 @@ def mani_skill(monkeypatch):
     sys.modules["mani_skill"].envs = sys.modules["mani_skill.envs"]
     module(monkeypatch, "mani_skill.utils.registration", REGISTERED_ENVS={"Pick-v1": None})
     module(monkeypatch, "mani_skill.utils.wrappers.gymnasium", CPUGymWrapper=OneOfBatch)
-    monkeypatch.delitem(sys.modules, "tether.envs.maniskill_env", raising=False)
+    sys.modules.pop("tether.envs.maniskill_env", None)
     made = []
 
     def make(**arguments):
@@ -83,7 +83,7 @@ def mani_skill(monkeypatch):
     gymnasium.register("Pick-v1", entry_point=make, order_enforce=False)
     yield made
     del gymnasium.registry["Pick-v1"]
-    monkeypatch.delitem(sys.modules, "tether.envs.maniskill_env", raising=False)
+    sys.modules.pop("tether.envs.maniskill_env", None)
 
 
 def pick(num_envs, backend, **more):
@@ -189,9 +189,9 @@ def libero(monkeypatch):
     names = {"get_benchmark": suites.get, "get_benchmark_dict": lambda: suites}
     module(monkeypatch, "libero.libero.benchmark", **names)
     module(monkeypatch, "libero.libero.envs.env_wrapper", ControlEnv=Libero)
-    monkeypatch.delitem(sys.modules, "tether.envs.libero_env", raising=False)
+    sys.modules.pop("tether.envs.libero_env", None)
     yield
-    monkeypatch.delitem(sys.modules, "tether.envs.libero_env", raising=False)
+    sys.modules.pop("tether.envs.libero_env", None)
 
 
 def spatial(**more):
@@ -244,7 +244,7 @@ def test_a_missing_simulator_names_its_extra(extra):
 
 
 def test_chunks_are_for_every_simulator_that_is_stepped_one_by_one():
-    chunks = ["env.train.id=reach-v3", "policy.num_action_chunks=4", "env.train.max_steps_per_rollout_epoch=20"]
+    chunks = ["env.train.id=reach-v3", "policy.num_action_chunks=4", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
     assert load_config(None, [*chunks, "env.train.env_type=metaworld"]).config.policy.num_action_chunks == 4
     with pytest.raises(ValueError, match="envpool begins episodes by itself"):
         load_config(None, [*chunks, "env.train.env_type=envpool"])

@@ -64,8 +64,8 @@ def _made(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[An
         if "rendering device" not in str(error):
             raise
         raise ValueError(
-            f"{options.role}.id: {options.id} finds no Vulkan driver, which ManiSkill's tasks need even where nothing is "
-            "drawn, for the colours of their objects. Install one; mesa-vulkan-drivers has one for CPUs."
+            f"{options.role}.id: {options.id} finds no Vulkan driver, which ManiSkill's tasks need even where nothing "
+            "is drawn, for the colours of their objects. Install one; mesa-vulkan-drivers has one for CPUs."
         ) from error
 
 
