@@ -16,10 +16,13 @@ from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
 from tether.execution.machine import set_threads, usable_cores
-from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
+from tether.models.control.network import NetworkPolicy
+from tether.models.control.policy import Policy, load_policy, make_policy
+from tether.models.control.spec import PolicySpec
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
+from tether.trainer.build.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.trainer.build.run import build_run_loggers
 from tether.trainer.control import ControlEvaluation, ControlTrainer, OpenVideo
 from tether.trainer.control_persistence import POLICY, ControlPersistence
@@ -66,13 +69,15 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
-        env = make_env(config.env.train, "env.train", _pacing(config))
+        env = make_env(config.env.train, "env.train", _pacing(config), _view(config))
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
+        if isinstance(policy, NetworkPolicy):
+            policy.micro_batch = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
         trainer = ControlTrainer(
             policy=policy,
-            collector=_collector(config, env),
+            collector=_collector(config, env, policy),
             learner=_learner(config, policy, schedule.total_steps),
             rewards=_rewards(config),
             options=_sample_options(config),
@@ -99,7 +104,8 @@ def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
         ValueError: see `make_env`; or what writes videos is not installed.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
-    env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks}, render=video.save_video)
+    pacing = {"chunk": config.policy.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, _view(config), render=video.save_video)
     envs.callback(env.close)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
     return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
@@ -122,7 +128,12 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
 
 
 def make_env(
-    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
 ) -> VectorEnv:
     """The environments of a section.
 
@@ -130,6 +141,7 @@ def make_env(
         section: of the configuration.
         role: its name, for messages.
         pacing: fields of `tether.envs.make.Pacing`.
+        view: fields of `tether.envs.make.View`.
         render: the environments can show themselves.
 
     Raises:
@@ -152,6 +164,7 @@ def make_env(
         ignore_terminations=section.ignore_terminations,
         init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
         wrappers=section.wrappers,
+        view=envs.View(**view),
         pacing=envs.Pacing(**pacing),
         role=role,
     )
@@ -159,8 +172,15 @@ def make_env(
     return made
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
+def _policy(config: RunConfig, env: VectorEnv) -> Policy:
+    """A policy for the environment, with the weights of the seed.
+
+    Raises:
+        ValueError: what the environment shows is not for this kind of policy.
+    """
     policy, actions = config.policy, env.actions
+    refuse_texts(env, policy.model_type)
+    pictures = find_pictures(env) if policy.model_type == "cnn_policy" else ()
     spec = PolicySpec(
         obs_dim=env.obs_dim,
         choices=actions.choices if isinstance(actions, DiscreteActions) else None,
@@ -174,8 +194,12 @@ def _policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
         init_logstd=policy.init_logstd,
         normalize_observations=policy.normalize_observations,
         clip_observations=policy.clip_observations,
+        pictures=pictures,
+        cnn_type=fitting_cnn(policy.cnn_type, pictures, env.id),
+        pixel_scale=policy.pixel_scale,
+        lstm_dim=policy.lstm_dim,
     )
-    return ControlPolicy(spec, config.trainer.seed)
+    return make_policy(spec, config.trainer.seed)
 
 
 def _value_width(config: RunConfig) -> int:
@@ -192,6 +216,10 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
         "group_size": train.group_size,
         "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
     }
+
+
+def _view(config: RunConfig) -> dict[str, Any]:
+    return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
 
 
 def _rewards(config: RunConfig) -> RewardShaping:
@@ -241,17 +269,19 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
         chunk=config.policy.num_action_chunks,
         epochs=config.env.train.rollout_epoch,
         bootstrap_terminations=config.algorithm.bootstrap_type == "always",
+        pictures=policy.pictures,
+        state_width=policy.state_width,
     )
 
 
-def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> ControlLearner:
+def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLearner:
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
     selection = token_selection(actor)
     loss = ControlLoss(
