@@ -142,12 +142,19 @@ def control(folder: Path) -> Situation:
         f"trainer.default_local_dir={folder / 'control'}",
     ]  # fmt: skip
     in_envpool = ["env.train.id=CartPole-v1"]
+    in_pictures = ["env.train.id=tether/Spot-v0"]
     context = {
+        "policy.cnn_type": in_pictures,
+        "policy.pixel_scale": in_pictures,
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
     }
-    others = {"actor_rollout_ref.actor.clip_ratio_c": ["2.5"], "trainer.device": ["cuda"]}
+    others = {
+        "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
+        "env.train.drop_observations": ["[nothing]"],
+        "trainer.device": ["cuda"],
+    }
     return Situation(base, context, others)

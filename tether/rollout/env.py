@@ -106,8 +106,11 @@ class EnvCollector:
         self._valid = torch.ones(shape, dtype=torch.bool)
         self._starts = torch.zeros(decisions[0] + 1, shape[1], dtype=torch.bool)
         self._states = torch.zeros(shape[1], state_width)
-        self._begin_episodes()
+        self._tracker = EpisodeTracker(env.num_envs)
         self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
+        self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
+        self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
+        """The next decision that is carried out begins an episode."""
         self._done = 0
         self.env_seconds = 0.0
         """Time in the environments' own code, of all rollouts so far."""
@@ -120,7 +123,9 @@ class EnvCollector:
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
         self._now = self.env.reset(seed).copy()
-        self._begin_episodes()
+        self._tracker = EpisodeTracker(self.env.num_envs)
+        self._state = np.zeros_like(self._state)
+        self._fresh = np.ones_like(self._fresh)
 
     def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
         """Step every environment T times, E times over.
@@ -196,12 +201,6 @@ class EnvCollector:
         self._done += self.steps
         episodes = self._tracker.add(rewards, terminated | truncated, valid, success if tells_success else None)
         return [(t, columns.start + n, row) for t, n, row in finals], episodes
-
-    def _begin_episodes(self) -> None:
-        self._tracker = EpisodeTracker(self.env.num_envs)
-        self._fresh: Flags = np.ones(self.env.num_envs, dtype=np.bool_)
-        """The next decision that is carried out begins an episode."""
-        self._state: Floats = np.zeros((self.env.num_envs, self._states.shape[1]), dtype=np.float32)
 
     def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
         start = time.perf_counter()

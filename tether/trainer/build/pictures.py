@@ -22,7 +22,11 @@ def find_pictures(env: VectorEnv) -> Parts:
             f"policy.model_type=cnn_policy: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out with "
             "env.train.drop_observations."
         )
-    return tuple((part.entries.start, *part.shape) for part in pictures)  # type: ignore[misc]
+    parts = []
+    for part in pictures:
+        height, width, channels = part.shape
+        parts.append((part.start, height, width, channels))
+    return tuple(parts)
 
 
 def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
