@@ -223,6 +223,8 @@ def test_episodes_are_recorded(tmp_path):
     steps = float(shown.output.split("eval/episode_len")[1].split()[0])
     assert played.count_frames() == 2 * steps + 1
     assert (tmp_path / "video" / "step_0.mp4").stat().st_size > 1000
+    assert CliRunner().invoke(app, ["play", str(tmp_path), "-n", "1"]).exit_code == 0
+    assert (tmp_path / "video" / "global_step_1.mp4").exists()
 
 
 def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
@@ -245,7 +247,11 @@ def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
         (["env.train.id=CartPol-v1"], r"env\.train\.id: no .* registered as CartPol-v1\. Did you mean CartPole"),
         (
             ["env.eval.id=tether/Recite-v0", "env.eval.video_cfg.save_video=True", "trainer.test_freq=1"],
-            r"env\.eval\.init_params: .*Recite-v0 does not take its arguments",
+            r"env\.eval\.init_params: .*Recite-v0 does not take its arguments .*turn env\.eval\.video_cfg",
+        ),
+        (
+            ["env.eval.id=tether/Recite-v0", "trainer.test_freq=1"],
+            r"env\.eval\.id: tether/Recite-v0 shows 3 numbers .*the policy reads 4 and chooses among \(2,\)",
         ),
         (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tether.algorithms import REQUIRED_AGGREGATION
@@ -15,6 +16,7 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.execution.machine import set_threads, usable_cores
 from tether.models.control.network import NetworkPolicy
 from tether.models.control.policy import Policy, load_policy, make_policy
@@ -69,7 +71,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
-        env = make_env(config.env.train, "env.train", _pacing(config), _view(config))
+        env = make_training_env(config)
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
         if isinstance(policy, NetworkPolicy):
@@ -82,7 +84,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
             rewards=_rewards(config),
             options=_sample_options(config),
             critic_warmup=build_critic_warmup(trainer_config),
-            evaluation=build_evaluation(config, envs) if trainer_config.test_freq > 0 else None,
+            evaluation=build_evaluation(config, policy.spec, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
@@ -97,18 +99,31 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         return ControlRun(trainer, envs.pop_all(), directory, checkpoint)
 
 
-def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
-    """The test of an embodied configuration; `envs` closes its environments.
+def build_evaluation(config: RunConfig, spec: PolicySpec, envs: ExitStack) -> ControlEvaluation:
+    """The test of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Raises:
-        ValueError: see `make_env`; or what writes videos is not installed.
+        ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
     pacing = {"chunk": config.policy.num_action_chunks}
     env = make_env(test, "env.eval", pacing, _view(config), render=video.save_video)
     envs.callback(env.close)
+    _check_fit(env, spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
     return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def _check_fit(env: VectorEnv, spec: PolicySpec) -> None:
+    """Refuse to test a policy where it cannot act."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {env.obs_dim} numbers and takes {env.actions}; the policy reads {spec.obs_dim} "
+        f"and {acts}. Name an environment like the one that it was trained in."
+    )
 
 
 def video_folder(config: RunConfig) -> Path:
@@ -147,14 +162,46 @@ def make_env(
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
+    envs = _envs(role)
+    made: VectorEnv = envs.make_vector_env(_env_options(envs, section, role, pacing, view, render=render))
+    return made
+
+
+def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
+    """The environments of ``env.train``.
+
+    Raises:
+        ValueError: see `make_env`.
+    """
+    train, role = config.env.train, "env.train"
+    if train.pipeline_stage_num == 1:
+        return make_env(train, role, _pacing(config), _view(config))
+    envs = _envs(role)
+    options = _env_options(envs, train, role, _pacing(config), _view(config))
+    made: StagedEnv = envs.make_stages(options, train.pipeline_stage_num)
+    return made
+
+
+def _envs(role: str) -> ModuleType:
     try:
-        envs = importlib.import_module("tether.envs.make")
+        return importlib.import_module("tether.envs.make")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{role}.id: environments need the package {error.name}, which is not installed. "
             "Run: pip install 'tether[gymnasium]'"
         ) from error
-    options = envs.EnvOptions(
+
+
+def _env_options(
+    envs: ModuleType,
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
+) -> Any:
+    return envs.EnvOptions(
         id=section.id,
         num_envs=section.total_num_envs,
         env_type=section.env_type,
@@ -168,11 +215,9 @@ def make_env(
         pacing=envs.Pacing(**pacing),
         role=role,
     )
-    made: VectorEnv = envs.make_vector_env(options)
-    return made
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> Policy:
+def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> Policy:
     """A policy for the environment, with the weights of the seed.
 
     Raises:
@@ -269,7 +314,7 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv | StagedEnv, policy: Policy) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
