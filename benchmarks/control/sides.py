@@ -54,7 +54,7 @@ def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
 
     curve = []
 
-    class Curve(BaseCallback):  # type: ignore[misc]
+    class Curve(BaseCallback):
         def _on_step(self) -> bool:
             return True
 
