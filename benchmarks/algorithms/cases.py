@@ -71,11 +71,12 @@ ONE_UPDATE = (f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=6", f"{ACTO
 LOSSES: dict[str, tuple[tuple[str, ...], str]] = {
     "gpg": (ONE_UPDATE, "no ratio: one update a rollout, so a larger one"),
     "gspo": ((), "the ratio of a whole answer is clipped with all its tokens: twice the steps"),
+    "cispo": ((f"{ACTOR}.optim.lr=2e-3",), "the ratio's weight holds nothing back: small steps, and 120 of them"),
     "bypass_mode": ((f"{CORRECTION}.bypass_mode=True",), "the sampler's log-probs as the old ones; ppo_clip"),
 }
 """Loss -> settings beside the shared ones, and why."""
 
-STEPS = {"gspo": 80, "pf_ppo max_min": 80, "grpo_passk": 240}
+STEPS = {"gspo": 80, "pf_ppo max_min": 80, "cispo": 120, "grpo_passk": 240}
 """Rows that take longer than the others."""
 
 OFF_POLICY: dict[str, tuple[str, ...]] = {

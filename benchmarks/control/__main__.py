@@ -1,0 +1,101 @@
+"""Control policies side by side with Stable-Baselines3 and CleanRL: same hyperparameters, seeds and machine.
+
+    python -m benchmarks.control CartPole-v1 Acrobot-v1 --seeds 3
+    python -m benchmarks.control HalfCheetah-v5 Hopper-v5 Walker2d-v5 --results runs/control.jsonl --plot control.png
+
+The runs of all sides take turns, each in a process of its own. Speed is environment steps of the whole training over
+its seconds, without imports and without the test at the end. The peers are fetched from the package registry into
+folders of their own, without torch and MuJoCo, so that all sides use the same. With --results runs that are in the file
+are not made again, and each new one is added: an interrupted benchmark goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control.report import plot, show, thinned
+from benchmarks.control.sides import PEERS, SIDES
+from benchmarks.control.tasks import TASKS, Task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fetch_peer(side: str) -> Path:
+    """Install a peer, once, into a folder beside this machine's other temporary files."""
+    folder = Path(tempfile.gettempdir()) / f"tether-benchmark-{side}"
+    if not (folder / "complete").exists():
+        pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--ignore-requires-python", "--upgrade"]
+        subprocess.run([*pip, "--target", str(folder), *PEERS[side]], check=True)
+        (folder / "complete").touch()
+    return folder
+
+
+def measure(side: str, name: str, task: Task, seed: int, threads: int) -> dict[str, Any]:
+    """One run in a process of its own."""
+    path = os.pathsep.join([str(ROOT), *([str(fetch_peer(side))] if side in PEERS else [])])
+    request = json.dumps({"side": side, "name": name, "task": asdict(task), "seed": seed, "threads": threads})
+    command = [sys.executable, "-m", "benchmarks.control", "--one", request]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result | {"curve": thinned(result["curve"])}
+
+
+def made(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Runs of an earlier call, by what was asked."""
+    lines = file.read_text().splitlines() if file is not None and file.exists() else []
+    return {entry["asked"]: entry["result"] for entry in map(json.loads, lines)}
+
+
+def main() -> None:
+    """Parse the command line and take turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="instead of the task's own number")
+    parser.add_argument("--threads", type=int, default=1, help="torch's, on all sides")
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="these sides only")
+    parser.add_argument("--results", type=Path, help="file of runs that are done (JSON lines)")
+    parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        asked = json.loads(given.one)
+        task = Task(**asked["task"])
+        print(json.dumps(SIDES[asked["side"]](asked["name"], task, asked["seed"], asked["threads"])))
+        return
+    done = made(given.results)
+    tables = {}
+    for name in given.tasks or TASKS:
+        task = replace(TASKS[name], steps=given.steps) if given.steps else TASKS[name]
+        results: dict[str, list[dict[str, Any]]] = {side: [] for side in given.only}
+        for seed in range(1, given.seeds + 1):
+            for side in given.only:
+                asked = f"{side} {name} seed {seed} threads {given.threads} {task}"
+                if asked not in done:
+                    done[asked] = measure(side, name, task, seed, given.threads)
+                    if given.results:
+                        given.results.parent.mkdir(parents=True, exist_ok=True)
+                        with given.results.open("a") as file:
+                            file.write(json.dumps({"asked": asked, "result": done[asked]}) + "\n")
+                result = done[asked]
+                results[side].append(result)
+                print(f"{name} seed {seed} {side}: {result['sps']:,.0f} steps/s, return {result['return']:.1f}")
+        show(name, task, results)
+        tables[name] = results
+    if given.plot:
+        plot(tables, given.plot)
+
+
+if __name__ == "__main__":
+    main()

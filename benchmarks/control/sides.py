@@ -1,0 +1,117 @@
+"""Each side's training run, in this process: speed, returns and the curve."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.control.tasks import TEST_EPISODES, TEST_SEED, Task, overrides
+
+Result = dict[str, Any]
+"""sps: steps a second; return: at the end; curve: [[steps, return]] while training; parts (tether): seconds."""
+
+
+def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
+    """Train and test with tether."""
+    from tether.config import load_config
+    from tether.metrics.loggers.jsonl import read_metrics
+    from tether.trainer.build.control import build_control_run
+
+    with tempfile.TemporaryDirectory() as scratch:
+        run = build_control_run(load_config(None, overrides(name, task, seed, threads, Path(scratch))))
+        trainer = run.trainer
+        evaluation, trainer.evaluation = trainer.evaluation, None
+        start = time.perf_counter()
+        trainer.fit()
+        seconds = time.perf_counter() - start
+        assert evaluation is not None
+        tested = evaluation.run(trainer.policy, "test")
+        run.close()
+        steps = list(read_metrics(Path(scratch)).values())
+    keys = ("step", "gen", "env", "adv", "update_actor")
+    parts = {key: fmean(metrics[f"timing_s/{key}"] for metrics in steps) for key in keys}
+    taken = trainer.step_number * trainer.collector.steps * trainer.collector.env.num_envs
+    curve = [[m["perf/env_steps"], m["env/return"]] for m in steps if "env/return" in m]
+    return {"sps": taken / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
+
+
+def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
+    """Train and test with Stable-Baselines3."""
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    curve = []
+
+    class Curve(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            if self.model.ep_info_buffer:
+                curve.append([self.num_timesteps, fmean(info["r"] for info in self.model.ep_info_buffer)])
+
+    torch.set_num_threads(threads)
+    env = make_vec_env(name, task.num_envs, seed=seed)
+    test = make_vec_env(name, task.num_envs, seed=TEST_SEED)
+    if task.normalize:
+        env = VecNormalize(env, gamma=task.gamma)
+        test = VecNormalize(test, training=False, norm_reward=False)
+    model = PPO(
+        "MlpPolicy", env, n_steps=task.rollout, batch_size=task.mini_batch, n_epochs=task.epochs,
+        learning_rate=lambda left: task.lr * left, gamma=task.gamma, gae_lambda=task.lam, clip_range=task.clip,
+        ent_coef=task.entropy, vf_coef=task.value_coeff, max_grad_norm=task.grad_clip, seed=seed, device="cpu",
+    )  # fmt: skip
+    start = time.perf_counter()
+    model.learn(task.steps, callback=Curve())
+    seconds = time.perf_counter() - start
+    if task.normalize:
+        test.obs_rms = env.obs_rms
+    mean, _ = evaluate_policy(model, test, TEST_EPISODES, deterministic=True, warn=False)
+    return {"sps": model.num_timesteps / seconds, "return": float(mean), "curve": curve}
+
+
+def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
+    """Train with CleanRL's own script, which knows MuJoCo's tasks of version 4; return: of the last 100 episodes."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_num_threads = lambda _: None  # type: ignore[assignment]
+    script = "cleanrl.ppo_continuous_action" if task.normalize else "cleanrl.ppo"
+    batch = task.num_envs * task.rollout
+    given = {
+        "env-id": name.replace("-v5", "-v4"), "seed": seed, "total-timesteps": task.steps, "num-envs": task.num_envs,
+        "num-steps": task.rollout, "num-minibatches": batch // task.mini_batch, "update-epochs": task.epochs,
+        "learning-rate": task.lr, "ent-coef": task.entropy, "gamma": task.gamma, "gae-lambda": task.lam,
+        "clip-coef": task.clip, "vf-coef": task.value_coeff, "max-grad-norm": task.grad_clip, "cuda": False,
+    }  # fmt: skip
+    sys.argv = [script, *(f"--{key}={value}" for key, value in given.items())]
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch), contextlib.redirect_stdout(said):
+        runpy.run_module(script, run_name="__main__")
+    number = r"\[?\s*(-?[\d.]+(?:e[+-]?\d+)?)"
+    curve = [[int(at), float(got)] for at, got in re.findall(rf"step=(\d+), episodic_return={number}", said.getvalue())]
+    speed = float(re.findall(r"SPS: (\d+)", said.getvalue())[-1])
+    return {"sps": speed, "return": fmean(got for _, got in curve[-100:]), "curve": curve}
+
+
+SIDES = {"tether": run_tether, "sb3": run_sb3, "cleanrl": run_cleanrl}
+PEERS: dict[str, tuple[str, ...]] = {
+    "sb3": ("stable-baselines3==2.9.2", "cloudpickle", "farama-notifications"),
+    # Its scripts are for the versions of these that were current then.
+    "cleanrl": (
+        "cleanrl==1.2.0", "gymnasium==0.29.1", "gym==0.23.1", "gym-notices", "numpy==1.26.4", "cloudpickle",
+        "farama-notifications", "importlib_metadata", "zipp", "tensorboard", "protobuf",
+    ),
+}  # fmt: skip
