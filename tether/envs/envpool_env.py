@@ -26,7 +26,8 @@ class EnvPool:
         self.id = id
         self._make = make
         self._pool = make(0)
-        self.num_envs, self.obs_dim, self.actions = self._pool.num_envs, self._pool.obs_dim, self._pool.actions
+        self.num_envs, self.actions = self._pool.num_envs, self._pool.actions
+        self.obs_dim, self.layout = self._pool.obs_dim, self._pool.layout
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""

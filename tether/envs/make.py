@@ -106,11 +106,12 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Some environments in a loop; a module's function, so that it can be sent to a process."""
-    make = partial(_make_one, options)
+    make = partial(make_one, options)
     return SyncVectorEnv(options.id, make, count, ignore_terminations=options.ignore_terminations, holds=holds)
 
 
-def _make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
+def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
+    """Make one environment as those that `make_vector_env` steps together, which says what it raises."""
     try:
         env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
     except TypeError as error:

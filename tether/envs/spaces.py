@@ -14,7 +14,7 @@ from tether.envs.protocol import ActionSpec, ContinuousActions, DiscreteActions,
 
 
 def flat_size(space: Space[Any], env_id: str) -> int:
-    """Entries of a flat observation: choices count one for each alternative.
+    """Entries of a flat observation: choices count one for each alternative, texts one for each byte.
 
     Raises:
         ValueError: the space holds something that is no number.
@@ -24,6 +24,8 @@ def flat_size(space: Space[Any], env_id: str) -> int:
             return int(np.prod(space.shape))
         case spaces.Discrete():
             return int(space.n)
+        case spaces.Text():
+            return int(space.max_length)
         case spaces.MultiDiscrete():
             return int(space.nvec.sum())
         case spaces.Dict():
@@ -32,13 +34,19 @@ def flat_size(space: Space[Any], env_id: str) -> int:
             return sum(flat_size(inner, env_id) for inner in space.spaces)
     raise ValueError(
         f"{env_id}: no policy reads the observation space {space}. Use Box, Discrete, MultiDiscrete, MultiBinary, "
-        "or Dict and Tuple of these."
+        "Text, or Dict and Tuple of these."
     )
 
 
 def flatten(space: Space[Any], obs: Any, rows: int) -> Floats:
-    """Lay `rows` observations of a space out as [rows, `flat_size`]: choices one-hot, parts of a Dict by its order."""
+    """Lay `rows` observations of a space out as [rows, `flat_size`]: choices one-hot, parts of a Dict by its order.
+
+    Raises:
+        ValueError: a text is longer than its space allows.
+    """
     match space:
+        case spaces.Text():
+            return np.stack([text_codes(text, space.max_length) for text in np.asarray(obs).reshape(rows).tolist()])
         case spaces.Discrete():
             return _one_hot(np.asarray(obs).reshape(rows, 1) - space.start, [int(space.n)])
         case spaces.MultiDiscrete():
@@ -100,6 +108,22 @@ class ActionCodec:
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
+    def encode(self, action: Any) -> NDArray[Any]:
+        """The row [width] that `decode` makes this action of the space from.
+
+        Raises:
+            ValueError: it is of another shape.
+        """
+        given = np.asarray(action)
+        if given.shape != (self.space.shape or ()):
+            raise ValueError(f"{self.env_id}: an action of shape {given.shape} is none of {self.space}")
+        match self.space:
+            case spaces.Discrete() | spaces.MultiDiscrete():
+                return np.asarray(given - self.space.start, dtype=np.int64).reshape(-1)
+            case spaces.Box():
+                return given.astype(np.float32).reshape(-1)
+        return given.astype(np.int64).reshape(-1)
+
 
 def check_finite(actions: NDArray[Any], env_id: str) -> None:
     """Refuse actions [N, width] that hold a number that is not finite.
@@ -115,6 +139,18 @@ def check_finite(actions: NDArray[Any], env_id: str) -> None:
             "out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
             "actor_rollout_ref.actor.target_kl."
         )
+
+
+def text_codes(text: str, size: int) -> Floats:
+    """The bytes of a text as `size` numbers, zeros behind it.
+
+    Raises:
+        ValueError: it is longer.
+    """
+    codes = text.encode()
+    if len(codes) > size:
+        raise ValueError(f"the text {text!r} has {len(codes)} bytes, more than its space allows ({size})")
+    return np.frombuffer(codes.ljust(size, b"\0"), dtype=np.uint8).astype(np.float32)
 
 
 def _one_hot(numbers: NDArray[Any], choices: list[int]) -> Floats:
