@@ -74,7 +74,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
 
 READS = (
-    "env.*", "policy.*",
+    "env.*", "policy.*", "actor_rollout_ref.model.path",
     "algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.normalize_advantages",
     "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_rewards", "algorithm.rewards_*", "algorithm.bootstrap_type",
     "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",

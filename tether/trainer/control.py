@@ -17,7 +17,6 @@ import torch
 from tether.envs.protocol import VectorEnv
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
-from tether.models.control.acting import Actor
 from tether.models.control.policy import ControlPolicy
 from tether.rollout.env import EnvCollector
 from tether.rollout.env_eval import evaluate
@@ -57,7 +56,7 @@ class ControlEvaluation:
         chunk = policy.spec.num_action_chunks
         with self.open_video(name) if self.open_video else nullcontext() as watch:
             episodes = evaluate(
-                self.env, Actor(policy), self.num_episodes, self.seed, progress, chunk=chunk, watch=watch
+                self.env, policy.acting(), self.num_episodes, self.seed, progress, chunk=chunk, watch=watch
             )
         return episode_metrics(episodes, "eval", self.confidence)
 
@@ -97,7 +96,7 @@ class ControlTrainer:
         with time("step"):
             with time("gen"):
                 noise = self.policy.head.noise(self.collector.noise_shape, generator(self.seed, number, "noise"))
-                rollout = self.collector.collect(Actor(self.policy), noise, self._start_seeds(number))
+                rollout = self.collector.collect(self.policy.acting(), noise, self._start_seeds(number))
             with time("adv"):
                 samples, metrics = make_samples(rollout, self.rewards(rollout), self.policy, self.options)
             with time("update_actor"):

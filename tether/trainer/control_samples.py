@@ -95,7 +95,7 @@ def make_samples(
 
     seen, actions = obs[:-1].flatten(0, 1)[rows], rollout.actions.flatten(0, 1)[rows]
     mask = of_decisions(valid) if chunk > 1 else None
-    columns = policy.head.evaluate(policy.actor(seen), actions).log_probs
+    columns = policy.log_probs(seen, actions)
     log_probs = at_level(columns, options.logprob_level, chunk, mask)
     samples = Samples(
         obs=seen,

@@ -274,8 +274,7 @@ class ControlLearner:
 
     def _kl(self, samples: Samples) -> float:
         """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a decision."""
-        outputs = self.policy.actor.activations(samples.obs)[-1]
-        columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
+        columns = self.policy.log_probs(samples.obs, samples.actions)
         log_probs = at_level(columns, self.loss.logprob_level, self._chunk, samples.mask)
         counted = mask_at(self.loss.logprob_level, samples.mask, self.policy.head.width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted

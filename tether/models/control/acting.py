@@ -8,14 +8,16 @@ whole rollout at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead
-from tether.models.control.policy import ControlPolicy
+
+if TYPE_CHECKING:
+    from tether.models.control.policy import ControlPolicy
 
 Array = NDArray[np.float32]
 

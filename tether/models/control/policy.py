@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tether.models.control.acting import Actor
 from tether.models.control.heads import CategoricalHead, GaussianHead
 from tether.models.control.mlp import Mlp
 from tether.models.control.normalize import RunningNormalizer
@@ -71,6 +72,14 @@ class ControlPolicy(nn.Module):
     def normalized(self, obs: Tensor) -> Tensor:
         """What the networks see of raw observations [..., obs_dim]."""
         return obs if self.normalizer is None else self.normalizer(obs)
+
+    def log_probs(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Log-probabilities [B, K * D] of actions [B, K * D], given normalised observations [B, obs_dim]."""
+        return self.head.evaluate(self.actor(obs), actions).log_probs
+
+    def acting(self) -> Actor:
+        """What acts with the weights of this moment."""
+        return Actor(self)
 
     @torch.no_grad()
     def values(self, obs: Tensor) -> Tensor:

@@ -27,9 +27,11 @@ from tether.trainer.control_rewards import RewardScaler, RewardShaping
 from tether.trainer.control_samples import CRITIC, SampleOptions
 from tether.trainer.persistence import check_identity, seed_rng
 from tether.trainer.trainer import Schedule
-from tether.training.checkpoint import CheckpointStore, load_state
+from tether.training.checkpoint import CheckpointStore, is_checkpoint, load_state, verify
 from tether.training.control import ControlLearner, ControlLoss, ControlPlan
 from tether.training.samples import EPISODES_ALIKE
+
+START = "actor_rollout_ref.model.path"
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     store = CheckpointStore(directory, keep=trainer_config.max_actor_ckpt_to_keep)
     resume_path = trainer_config.resume_from_path
     checkpoint = store.resolve(trainer_config.resume_mode, Path(resume_path) if resume_path else None)
-    identity = {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+    identity = identity_of(config)
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
         env = make_env(config.env.train, "env.train", _pacing(config))
         envs.callback(env.close)
-        policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
+        policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
         schedule = _schedule(config)
         trainer = ControlTrainer(
             policy=policy,
@@ -90,6 +92,11 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
             trainer.learner.load_state_dict(load_state(checkpoint / "training" / "learner.pt"))
             trainer.load_state(load_state(checkpoint / "training" / "trainer.pt"))
         return ControlRun(trainer, envs.pop_all(), directory, checkpoint)
+
+
+def identity_of(config: RunConfig) -> dict[str, str]:
+    """What must not change between the runs of a checkpoint."""
+    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
 
 
 def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
@@ -124,7 +131,20 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
 def make_env(
     section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
 ) -> VectorEnv:
-    """The environments of a section.
+    """The environments of a section; for the arguments see `env_options`.
+
+    Raises:
+        ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
+    """
+    options = env_options(section, role, pacing, render=render)
+    made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
+    return made
+
+
+def env_options(
+    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+) -> Any:
+    """The `tether.envs.make.EnvOptions` of a section.
 
     Args:
         section: of the configuration.
@@ -133,7 +153,7 @@ def make_env(
         render: the environments can show themselves.
 
     Raises:
-        ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
+        ValueError: Gymnasium is not installed.
     """
     try:
         envs = importlib.import_module("tether.envs.make")
@@ -142,7 +162,7 @@ def make_env(
             f"{role}.id: environments need the package {error.name}, which is not installed. "
             "Run: pip install 'tether[gymnasium]'"
         ) from error
-    options = envs.EnvOptions(
+    return envs.EnvOptions(
         id=section.id,
         num_envs=section.total_num_envs,
         env_type=section.env_type,
@@ -155,12 +175,69 @@ def make_env(
         pacing=envs.Pacing(**pacing),
         role=role,
     )
-    made: VectorEnv = envs.make_vector_env(options)
-    return made
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
+def start_policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
+    """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
+
+    Raises:
+        ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
+    """
+    policy, path = new_policy(config, env), config.actor_rollout_ref.model.path
+    if path:
+        _take_over(policy, saved_policy(Path(path), START), path)
+    return policy
+
+
+def saved_policy(path: Path, key: str) -> ControlPolicy:
+    """The policy of a checkpoint: a ``global_step_N`` folder, or the folder of a run (its last one).
+
+    Args:
+        path: the folder.
+        key: that names it, for messages.
+
+    Raises:
+        ValueError: there is no checkpoint of a control policy.
+        CheckpointDamaged: a file of it is not what was saved.
+    """
+    checkpoint = path if is_checkpoint(path) else CheckpointStore(path).latest()
+    if checkpoint is None:
+        raise ValueError(f"{key}={path}: no checkpoint here. Give a global_step_N folder or the folder of a run.")
+    verify(checkpoint)
+    return load_policy(checkpoint / POLICY)
+
+
+def _take_over(policy: ControlPolicy, start: ControlPolicy, path: str) -> None:
+    """Put the weights and statistics of one policy into another; a critic of another width starts anew.
+
+    Raises:
+        ValueError: the policies are of different shapes; names the field.
+    """
+    for field, wanted in vars(policy.spec).items():
+        found = getattr(start.spec, field)
+        if field != "value_width" and found != wanted:
+            raise ValueError(
+                f"{START}={path}: its policy has {field}={found}, this run {wanted}. Give the policy.* keys, and the "
+                "environment, that it was made with."
+            )
+    same_critic = start.spec.value_width == policy.spec.value_width
+    weights = {name: value for name, value in start.state_dict().items() if same_critic or not _of_critic(name)}
+    policy.load_state_dict(weights, strict=same_critic)
+
+
+def _of_critic(name: str) -> bool:
+    return name.startswith("critic.")
+
+
+def new_policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
+    """A policy for the environment, with the weights of the seed.
+
+    Raises:
+        ValueError: it shows a text, which this policy does not read.
+    """
     policy, actions = config.policy, env.actions
+    if any(part.kind == "text" for part in env.layout):
+        raise ValueError(f"{env.id}: policy.model_type={policy.model_type} reads no text. Use openvla or openvla_oft.")
     spec = PolicySpec(
         obs_dim=env.obs_dim,
         choices=actions.choices if isinstance(actions, DiscreteActions) else None,
