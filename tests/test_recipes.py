@@ -8,6 +8,7 @@ import pytest
 
 from tests.config.test_reference_command import PAGE, RUN_GEMMA
 from tether.config import LoadedConfig, load_config
+from tether.rewards.custom import load_reward_function
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 RUNS = sorted(RECIPES.glob("*/run.yaml"))
@@ -40,6 +41,20 @@ def test_quickstart_never_trains_on_a_test_question() -> None:
     data = load("quickstart").config.data
     assert all("part=train" in source for source in data.train_files)
     assert all("part=test" in source for source in data.val_files)
+
+
+def test_gsm8k_may_begin_with_the_format() -> None:
+    score = load_reward_function(RECIPES / "gsm8k-smollm2/format_first.py", "compute_score", {})
+
+    def scored(reply: str) -> tuple[float, float, float]:
+        found = score(data_source="openai/gsm8k", solution_str=reply, ground_truth="7", extra_info={})
+        return found["score"], found["acc"], found["format"]
+
+    assert scored("3 + 4 = 7\n#### 7") == (1, 1, 1)
+    assert scored("3 + 4 = 8\n#### 8 ") == (0.1, 0, 1)
+    assert scored("#### 7 pens") == (1, 1, 0.5)  # right by the strict rule, which does not ask for the end
+    assert scored("#### 8, which is the answer") == (0.05, 0, 0.5)
+    assert scored("the answer is 7") == (0, 0, 0)
 
 
 def arguments_of(script: Path, **environment: str) -> list[str]:

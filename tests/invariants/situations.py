@@ -142,12 +142,23 @@ def control(folder: Path) -> Situation:
         f"trainer.default_local_dir={folder / 'control'}",
     ]  # fmt: skip
     in_envpool = ["env.train.id=CartPole-v1"]
+    filmed = ["env.train.id=CartPole-v1", "trainer.total_training_steps=1"]
+    whole_episodes = ["env.train.auto_reset=False"]
+    video = "env.eval.video_cfg"
     context = {
+        "algorithm.rewards_lower_bound": whole_episodes,
+        "algorithm.rewards_upper_bound": whole_episodes,
+        "algorithm.norm_adv_by_std_in_grpo": [*whole_episodes, "env.train.group_size=2"],
+        **{f"{video}.{name}": filmed for name in ("save_video", "video_base_dir", "fps")},
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
     }
-    others = {"actor_rollout_ref.actor.clip_ratio_c": ["2.5"], "trainer.device": ["cuda"]}
+    others = {
+        "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
+        "trainer.device": ["cuda"],
+        **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
+    }
     return Situation(base, context, others)

@@ -223,6 +223,8 @@ def test_episodes_are_recorded(tmp_path):
     steps = float(shown.output.split("eval/episode_len")[1].split()[0])
     assert played.count_frames() == 2 * steps + 1
     assert (tmp_path / "video" / "step_0.mp4").stat().st_size > 1000
+    assert CliRunner().invoke(app, ["play", str(tmp_path), "-n", "1"]).exit_code == 0
+    assert (tmp_path / "video" / "global_step_1.mp4").exists()
 
 
 def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):

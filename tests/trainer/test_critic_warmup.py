@@ -23,6 +23,15 @@ def test_steps_and_threshold() -> None:
     assert [CriticWarmup(explained_variance=0.3).is_over(1, 0.3), CriticWarmup().is_over(1, 0.0)] == [True, True]
 
 
+def test_a_threshold_never_reached_is_said() -> None:
+    warmup = CriticWarmup(explained_variance=0.9)
+    warmup.is_over(1, 0.4)
+    assert "critic_warmup_until_explained_variance=0.9" in (warmup.never_over() or "")
+    warmup.is_over(2, 0.95)
+    assert warmup.never_over() is None
+    assert CriticWarmup(steps=3).never_over() is None
+
+
 def test_state() -> None:
     warmup = CriticWarmup(explained_variance=0.3)
     warmup.is_over(1, 0.4)

@@ -15,8 +15,10 @@ from tests.training.test_losses import OUTPUTS, SIZES, batch, tokens
 from tether.algorithms import importance_weights, parse_rejection
 from tether.algorithms.rollout_correction import REJECTION_MODES
 from tether.batch import RolloutBatch, TrainBatch, filled
+from tether.config import load_config
 from tether.config.schema.algorithm import RejectionMode
 from tether.metrics.keys import describe
+from tether.trainer.build.advantages import build_advantage_estimator
 from tether.trainer.rollout_correction import RolloutCorrection
 from tether.training.forward import PolicyModel
 from tether.training.losses import PolicyLoss
@@ -65,6 +67,21 @@ def test_weights(level: str, normalize: bool, expected: list[list[float]]) -> No
     assert found.response_mask.tolist() == recorded().response_mask.tolist()
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(4 if level == "token" else 2)
     assert all(describe(key) for key in metrics)
+
+
+def test_the_optimal_baseline_counts_the_weights() -> None:
+    """w = (1 - 2 / 4) rho^2: at the first token 1/2 and 0.605, so the baseline is (1/2 + 0.605 / 2) / 1.105."""
+    found = recorded()
+    RolloutCorrection("token", 2.0).apply(found)
+    found.old_log_probs = torch.full((3, 3), 0.25).log()
+    found.sum_pi_squared = torch.zeros(3, 3)
+    found.token_level_rewards = found.token_level_scores
+    settings = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=2"]
+    config = load_config(None, [*settings, "algorithm.adv_estimator=optimal_token_baseline"])
+    build_advantage_estimator(config.config.algorithm)(found)
+    baseline = (0.5 + 0.605 / 2) / 1.105
+    first = filled(found.advantages)[:, 0].tolist()
+    assert first == pytest.approx([1 - baseline, 0.5 - baseline, 0], abs=1e-6)
 
 
 def test_a_rejected_token_leaves_its_score_to_the_row() -> None:

@@ -150,10 +150,12 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         ValueError: it is no checkpoint of a control policy.
     """
     checkpoint = _checkpoint(checkpoint)
-    asked = [f"env.eval.num_episodes={episodes}", "env.eval.total_num_envs=1"]
-    asked += (
-        [] if folder is None else ["env.eval.video_cfg.save_video=True", f"env.eval.video_cfg.video_base_dir={folder}"]
-    )
+    asked = [
+        f"env.eval.num_episodes={episodes}",
+        "env.eval.total_num_envs=1",
+        "env.eval.video_cfg.save_video=True",
+        *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
+    ]
     loaded = load_config(checkpoint / "run.yaml", [*asked, *overrides])
     if loaded.config.env.train.id is None:
         raise ValueError(f"{checkpoint}: a language model; ask it with `tether generate {checkpoint}`")

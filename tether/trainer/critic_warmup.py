@@ -27,6 +27,16 @@ class CriticWarmup:
         self.reached |= self.explained_variance is None or explained_variance >= self.explained_variance
         return step > self.steps and self.reached
 
+    def never_over(self) -> str | None:
+        """At the end of a run: says that the policy learned in no step, if it still waits for the threshold."""
+        if self.explained_variance is None or self.reached:
+            return None
+        return (
+            "the policy did not learn in this run: critic/vf_explained_var never reached "
+            f"trainer.critic_warmup_until_explained_variance={self.explained_variance}; "
+            "lower it, train longer or raise critic.optim.lr"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Whether the threshold was reached."""
         return {"reached": self.reached}

@@ -178,6 +178,8 @@ class Trainer:
                 self.save()
             if stopping:
                 return
+        if complaint := self.critic_warmup.never_over():
+            self.loggers.warn(complaint)
 
     def evaluate(self) -> dict[str, float]:
         """Validate the current policy; returns its metrics and logs samples."""

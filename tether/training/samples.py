@@ -47,8 +47,9 @@ class Samples:
             yield self._each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Samples:
-        columns: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        return Samples(*[None if column is None else change(column) for column in columns])
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: None if column is None else change(column) for name, column in columns.items()}
+        return Samples(**changed)
 
 
 def loss_weights(

@@ -44,6 +44,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
             bootstrap_values=batch.bootstrap_values,
             old_log_probs=batch.old_log_probs,
             sum_pi_squared=batch.sum_pi_squared,
+            rollout_is_weights=batch.rollout_is_weights,
             reward_baselines=batch.reward_baselines,
             reward_components=batch.reward_components,
             component_weights=weights,
