@@ -139,6 +139,9 @@ def bc(
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-3,
     weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,
     held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of episodes to measure on.")] = 0.1,
+    bounds: Annotated[
+        tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
+    ] = (0.01, 0.99),
 ) -> None:
     """Behaviour cloning: a policy imitates recorded episodes, before a run takes it as actor_rollout_ref.model.path.
 
@@ -148,7 +151,14 @@ def bc(
     from tether.trainer.cloning_commands import clone
     from tether.training.cloning import CloningOptions
 
-    clone(loaded, data, out, CloningOptions(lr, batch_size, epochs, patience, weight_decay), held_out)
+    clone(
+        loaded,
+        data,
+        out,
+        CloningOptions(lr, batch_size, epochs, patience, weight_decay),
+        held_out=held_out,
+        bounds=bounds,
+    )
 
 
 @app.command()

@@ -43,6 +43,9 @@ class Switch:
 EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
+VLA = Switch("policy.model_type", on=("openvla", "openvla_oft"))
+PLAIN = Switch("policy.model_type", on=("mlp_policy", "cnn_policy"))
+CNN = Switch("policy.model_type", on=("cnn_policy",))
 VIDEO = Switch("env.eval.video_cfg.save_video", on=(True,))
 FILTER = Switch("algorithm.filter_rewards", on=(True,))
 GAE = Switch("algorithm.adv_estimator", on=("gae",))
@@ -147,6 +150,20 @@ SWITCHED: Mapping[str, Switch | None] = {
     "env.*": EMBODIED,
     "policy.clip_observations": OBS_NORM,
     "policy.clip_rewards": REWARD_NORM,
+    "policy.num_heads": VLA,
+    "policy.temperature": VLA,
+    **dict.fromkeys(
+        (
+            "policy.activation",
+            "policy.share_critic",
+            "policy.init_logstd",
+            "policy.normalize_observations",
+            "policy.lstm_dim",
+        ),
+        PLAIN,
+    ),
+    "policy.cnn_type": CNN,
+    "policy.pixel_scale": CNN,
     "policy.*": EMBODIED,
     "critic.enable": None,
     "critic.*": Switch("critic.enable", on=(True,)),

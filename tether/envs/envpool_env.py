@@ -9,7 +9,7 @@ from typing import Any
 import envpool
 from numpy.typing import NDArray
 
-from tether.envs.make import EnvOptions
+from tether.envs.make import EnvOptions, View
 from tether.envs.protocol import EnvStep, Floats
 from tether.envs.vector import GymnasiumVectorEnv
 
@@ -59,6 +59,11 @@ def make_envpool(options: EnvOptions) -> EnvPool:
         raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
     if options.wrappers:
         raise ValueError(f"{options.role}.wrappers: envpool steps in C++, which wraps nothing. Use env_type=gymnasium.")
+    if options.view != View():
+        raise ValueError(
+            "env.train.drop_observations, env.train.frame_stack: envpool shows what it shows. Stack frames with "
+            f"{options.role}.init_params.stack_num, or use env_type=gymnasium."
+        )
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make(seed: int) -> GymnasiumVectorEnv:

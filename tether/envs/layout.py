@@ -14,7 +14,7 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from tether.envs.protocol import Floats, ObsLayout, ObsPart
-from tether.envs.spaces import flat_size, text_codes
+from tether.envs.spaces import as_picture, flat_size, is_picture, text_codes
 
 PLAIN_NAMES: Mapping[str, str] = {"vector": "state", "image": "image"}
 TASK = "task"
@@ -77,8 +77,8 @@ def _layout(space: Space[Any], name: str, start: int, env_id: str) -> ObsLayout:
     shape: tuple[int, ...] = (flat_size(space, env_id),)
     if isinstance(space, spaces.Text):
         kind = "text"
-    elif isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
-        kind, shape = "image", space.shape
+    elif is_picture(space):
+        kind, shape = "image", as_picture(np.zeros((1, *(space.shape or ())), dtype=np.uint8)).shape[1:]
     return (ObsPart(TASK if kind == "text" else name or PLAIN_NAMES[kind], kind, shape, start),)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
+from gymnasium.wrappers import FilterObservation, FrameStackObservation
 
 from tether.envs.paced import PacedEnv
 from tether.envs.protocol import VectorEnv
@@ -25,6 +26,20 @@ EXTRAS = {
     "gymnasium_robotics": "robotics", "metaworld": "metaworld",
 }  # fmt: skip
 """Module that an environment could not import -> extra of tether that brings it."""
+
+
+MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+"""Beginning of ids -> module that registers them."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What of an environment's observations is seen."""
+
+    drop: tuple[str, ...] = ()
+    """Parts of a Dict that are left out."""
+    frame_stack: int = 1
+    """Observations of so many last steps together."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,7 @@ class EnvOptions:
     init_params: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     """``module:Class`` of wrappers around each environment, the first innermost."""
+    view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
     role: str = "env.train"
     """Section of the configuration, for messages."""
@@ -86,7 +102,7 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     spec = _find(options)
     paced = options.pacing != Pacing()
-    needs_loop = paced or options.ignore_terminations or bool(options.wrappers)
+    needs_loop = paced or options.ignore_terminations or bool(options.wrappers) or options.view != View()
     own_code = spec.vector_entry_point is not None and not needs_loop
     if options.vectorization == "vector" or (options.vectorization == "auto" and own_code and options.num_envs >= 8):
         if not own_code:
@@ -126,7 +142,23 @@ def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
         if wrapper is None:
             raise ValueError(f"{options.role}.wrappers: {name} is no module:Class. Correct the name.")
         env = wrapper(env)
+    env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
+
+
+def _seen(env: gymnasium.Env[Any, Any], options: EnvOptions) -> gymnasium.Env[Any, Any]:
+    view, space = options.view, env.observation_space
+    if view.drop:
+        names = list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else []
+        missing = [name for name in view.drop if name not in names]
+        if missing:
+            has = f"only {', '.join(names)}" if names else "one part only"
+            raise ValueError(
+                f"env.train.drop_observations: {options.id} shows no {missing[0]}, but {has}. Correct the name, or "
+                "set env.train.drop_observations=[]."
+            )
+        env = FilterObservation(env, [name for name in names if name not in view.drop])
+    return env if view.frame_stack == 1 else FrameStackObservation(env, view.frame_stack)
 
 
 def _arguments(options: EnvOptions) -> dict[str, Any]:
@@ -139,6 +171,7 @@ def _arguments(options: EnvOptions) -> dict[str, Any]:
 def _find(options: EnvOptions) -> EnvSpec:
     """The registered environment; ``module:Name-v0`` or ``file.py:Name-v0`` imports module or file first."""
     module, _, name = options.id.rpartition(":")
+    module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module.endswith(".py"):
         if name not in gymnasium.registry:
             import_python_file(module, f"{options.role}.id")

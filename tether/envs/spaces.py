@@ -34,17 +34,21 @@ def flat_size(space: Space[Any], env_id: str) -> int:
             return sum(flat_size(inner, env_id) for inner in space.spaces)
     raise ValueError(
         f"{env_id}: no policy reads the observation space {space}. Use Box, Discrete, MultiDiscrete, MultiBinary, "
-        "Text, or Dict and Tuple of these."
+        "Text, or Dict and Tuple of these; or leave a part of a Dict out with env.train.drop_observations."
     )
 
 
 def flatten(space: Space[Any], obs: Any, rows: int) -> Floats:
-    """Lay `rows` observations of a space out as [rows, `flat_size`]: choices one-hot, parts of a Dict by its order.
+    """Lay `rows` observations of a space out as [rows, `flat_size`].
+
+    Choices are one-hot, pictures [height, width, channels], and the parts of a Dict in its order.
 
     Raises:
         ValueError: a text is longer than its space allows.
     """
     match space:
+        case spaces.Box() if is_picture(space):
+            return as_picture(np.asarray(obs).reshape(rows, *space.shape)).astype(np.float32).reshape(rows, -1)
         case spaces.Text():
             return np.stack([text_codes(text, space.max_length) for text in np.asarray(obs).reshape(rows).tolist()])
         case spaces.Discrete():
@@ -57,6 +61,29 @@ def flatten(space: Space[Any], obs: Any, rows: int) -> Floats:
         case spaces.Tuple():
             return np.concatenate([flatten(inner, obs[i], rows) for i, inner in enumerate(space.spaces)], axis=1)
     return np.asarray(obs, dtype=np.float32).reshape(rows, -1)
+
+
+def is_picture(space: Space[Any]) -> bool:
+    """Whether a space holds bytes in two to four dimensions."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
+
+
+def as_picture(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Bring pictures to [rows, height, width, channels].
+
+    They come as [rows, height, width]; as [rows, height, width, channels]; as [rows, channels, height, width], which is
+    meant where the last axis is longer than 4 and the first the shortest; or with a stack of frames before either,
+    which become channels.
+    """
+    if pixels.ndim == 3:
+        return pixels[..., None]
+    *_, first, second, third = pixels.shape
+    if third > 4 and first < min(second, third):
+        pixels = np.moveaxis(pixels, -3, -1)
+    if pixels.ndim == 4:
+        return pixels
+    rows, frames, height, width, channels = pixels.shape
+    return np.moveaxis(pixels, 1, 3).reshape(rows, height, width, frames * channels)
 
 
 @dataclass(frozen=True)
@@ -82,7 +109,8 @@ class ActionCodec:
             case spaces.MultiBinary():
                 return cls(DiscreteActions((2,) * int(np.prod(space.shape))), space, env_id)
             case spaces.Box() if np.issubdtype(space.dtype, np.floating):
-                return cls(ContinuousActions(int(np.prod(space.shape))), space, env_id)
+                bounds = tuple(space.low.reshape(-1).tolist()), tuple(space.high.reshape(-1).tolist())
+                return cls(ContinuousActions(int(np.prod(space.shape)), *bounds), space, env_id)
         raise ValueError(
             f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, or a Box "
             "of floats."

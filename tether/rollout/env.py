@@ -7,7 +7,7 @@ environments, one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.envs.protocol import DiscreteActions, EnvStep, Floats, VectorEnv
+from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.models.control.acting import Act
+from tether.models.control.pictures import Pictures
+from tether.models.control.spec import Observations
 from tether.rollout.episodes import Episode, EpisodeTracker
-
-Act = Callable[[Floats, Floats | None], NDArray[Any]]
-"""(observations [N, O], noise [N, ...] or None for the likeliest) -> actions of a chunk [N, K * width]."""
+from tether.rollout.observations import ObservationBuffer
 
 Finals = list[tuple[int, int, Floats]]
 """(step, environment, last observation of its episode)."""
@@ -30,8 +31,8 @@ Finals = list[tuple[int, int, Floats]]
 class EnvRollout:
     """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
 
-    obs: Tensor
-    """[C + 1, M, O]: before each decision, and after the last step."""
+    obs: Observations
+    """[C + 1, M, ...]: before each decision, and after the last step."""
     actions: Tensor
     """[C, M, K * width]: the actions of a chunk one after the other."""
     rewards: Tensor
@@ -42,8 +43,12 @@ class EnvRollout:
     """[T, M]"""
     valid: Tensor
     """[T, M]: False where no action was carried out."""
-    final_obs: Tensor
-    """[F, O]: last observations of the episodes whose end is bootstrapped."""
+    starts: Tensor
+    """[C + 1, M]: decisions that begin an episode. Where none was carried out, the next one does, too."""
+    state: Tensor
+    """[M, S]: of the policy's memory, before the first decision."""
+    final_obs: Observations
+    """[F, ...]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
     """[F], [F]: step and column of each."""
     episodes: tuple[Episode, ...]
@@ -69,10 +74,20 @@ class EnvCollector:
         chunk: K.
         epochs: E.
         bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
+        pictures: what the policy sees as a picture.
+        state_width: S, of the policy's memory.
     """
 
     def __init__(
-        self, env: VectorEnv, steps: int, *, chunk: int = 1, epochs: int = 1, bootstrap_terminations: bool = False
+        self,
+        env: VectorEnv,
+        steps: int,
+        *,
+        chunk: int = 1,
+        epochs: int = 1,
+        bootstrap_terminations: bool = False,
+        pictures: Pictures | None = None,
+        state_width: int = 0,
     ) -> None:
         assert steps % chunk == 0, (steps, chunk)
         self.env = env
@@ -83,14 +98,16 @@ class EnvCollector:
         shape = (steps, epochs * env.num_envs)
         decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = torch.zeros(steps + 1, epochs * env.num_envs, env.obs_dim)
+        self._obs = ObservationBuffer((steps + 1, shape[1]), env.obs_dim, pictures)
         self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
+        self._starts = torch.zeros(decisions[0] + 1, shape[1], dtype=torch.bool)
+        self._states = torch.zeros(shape[1], state_width)
+        self._begin_episodes()
         self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
-        self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
         """Time in the environments' own code, of all rollouts so far."""
@@ -101,9 +118,9 @@ class EnvCollector:
         return self.epochs, self.steps // self.chunk, self.env.num_envs
 
     def restart(self, seed: int) -> None:
-        """Begin new episodes everywhere; what was unfinished is dropped."""
+        """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
         self._now = self.env.reset(seed).copy()
-        self._tracker = EpisodeTracker(self.env.num_envs)
+        self._begin_episodes()
 
     def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
         """Step every environment T times, E times over.
@@ -126,13 +143,15 @@ class EnvCollector:
             episodes += ended
         rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
         return EnvRollout(
-            self._obs[:: self.chunk],
+            self._obs.tensors[:: self.chunk],
             self._actions,
             self._rewards,
             self._terminated,
             self._truncated,
             self._valid,
-            torch.from_numpy(rows),
+            self._starts,
+            self._states,
+            self._obs.pack(rows),
             (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
             tuple(episodes),
         )
@@ -141,34 +160,48 @@ class EnvCollector:
         """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
         envs, width = self.env.num_envs, self.env.actions.width
         columns = slice(epoch * envs, (epoch + 1) * envs)
-        obs, actions, rewards, terminated, truncated, valid = (
+        actions, rewards, terminated, truncated, valid, starts = (
             buffer.numpy()[:, columns]
-            for buffer in (self._obs, self._actions, self._rewards, self._terminated, self._truncated, self._valid)
-        )
+            for buffer in (
+                self._actions, self._rewards, self._terminated, self._truncated, self._valid, self._starts
+            )
+        )  # fmt: skip
         success = np.zeros(valid.shape, dtype=np.bool_)
         finals: Finals = []
         tells_success = False
-        obs[0] = self._now
+        seen, now = self._obs.write(0, columns, self._now), self._now
+        self._states.numpy()[columns] = self._state
         valid.fill(True)
         rows = noise.numpy()
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
-                actions[decision] = act(obs[t], rows[decision])
+                starts[decision] = self._fresh
+                self._state[self._fresh] = 0.0
+                actions[decision], self._state = act(seen, rows[decision], self._state)
             step = self._step(actions[decision][:, k * width : (k + 1) * width], t)
-            obs[t + 1], rewards[t] = step.obs, step.reward
+            now, rewards[t] = step.obs, step.reward
+            seen = self._obs.write(t + 1, columns, now)
             terminated[t], truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
                 valid[t] = step.valid
+            self._fresh = (self._fresh & ~valid[t]) | terminated[t] | truncated[t]
             if step.final_obs is not None:
                 finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
                 tells_success, success[t] = True, step.success
-        self._now = obs[-1].copy()
-        self._check(obs, rewards, finals)
+        starts[-1] = self._fresh
+        self._now = now.copy()
+        self._check(columns, rewards, finals)
         self._done += self.steps
         episodes = self._tracker.add(rewards, terminated | truncated, valid, success if tells_success else None)
         return [(t, columns.start + n, row) for t, n, row in finals], episodes
+
+    def _begin_episodes(self) -> None:
+        self._tracker = EpisodeTracker(self.env.num_envs)
+        self._fresh: Flags = np.ones(self.env.num_envs, dtype=np.bool_)
+        """The next decision that is carried out begins an episode."""
+        self._state: Floats = np.zeros((self.env.num_envs, self._states.shape[1]), dtype=np.float32)
 
     def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
         start = time.perf_counter()
@@ -189,8 +222,9 @@ class EnvCollector:
             cut = cut & step.valid
         return np.flatnonzero(cut).tolist()
 
-    def _check(self, obs: Floats, rewards: Floats, finals: Finals) -> None:
-        bad = [(t, n, f"entry {entry} of the observation is {obs[t + 1, n, entry]}") for t, n, entry in _bad(obs[1:])]
+    def _check(self, columns: slice, rewards: Floats, finals: Finals) -> None:
+        obs, entries = self._obs.numbers[1:, columns], self._obs.entries
+        bad = [(t, n, f"entry {entries[i]} of the observation is {obs[t, n, i]}") for t, n, i in _bad(obs)]
         bad += [(t, n, f"the reward is {rewards[t, n]}") for t, n in _bad(rewards)]
         bad += [
             (t, n, f"entry {entry} of the last observation is {row[entry]}")

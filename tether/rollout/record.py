@@ -13,10 +13,11 @@ from tether.data.demonstrations import Demonstration
 from tether.envs.layout import layout_of, split
 from tether.envs.protocol import Floats
 from tether.envs.spaces import ActionCodec, flatten
-from tether.rollout.env import Act
+from tether.models.control.acting import Act
 
-Demonstrator = Callable[[gymnasium.Env[Any, Any], Any, Floats], NDArray[Any]]
-"""(environment, observation as it gave it, the same laid flat [1, O]) -> the next actions [K, D]."""
+Demonstrator = Callable[[gymnasium.Env[Any, Any], Any, Floats, bool], NDArray[Any]]
+"""(environment, observation as it gave it, the same laid flat [1, O], whether an episode begins) -> the next actions
+[K, D], as `tether.envs.spaces.ActionCodec` encodes them."""
 
 ATTEMPTS = 20
 """Times as many episodes are played, at most, as successful ones are wanted."""
@@ -25,17 +26,27 @@ ATTEMPTS = 20
 def scripted(function: Callable[[Any, Any], Any], codec: ActionCodec) -> Demonstrator:
     """Ask a function (environment, observation) -> action of its space; it may look into the environment."""
 
-    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats) -> NDArray[Any]:
+    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats, first: bool) -> NDArray[Any]:
         return codec.encode(function(env, obs))[None]
 
     return decide
 
 
-def of_policy(act: Act, chunk: int) -> Demonstrator:
-    """Ask a policy for its likeliest actions, K at a time."""
+def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[NDArray[Any]], NDArray[Any]]) -> Demonstrator:
+    """Ask a policy for its likeliest actions.
 
-    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats) -> NDArray[Any]:
-        return act(flat, None).reshape(chunk, -1)
+    Args:
+        act: the policy.
+        chunk: K.
+        state_width: of its memory.
+        decode: makes actions [K, D] of its choices.
+    """
+    state = np.zeros((1, state_width), dtype=np.float32)
+
+    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats, first: bool) -> NDArray[Any]:
+        nonlocal state
+        chosen, state = act(flat, None, np.zeros_like(state) if first else state)
+        return decode(chosen.reshape(chunk, -1))
 
     return decide
 
@@ -84,7 +95,7 @@ def _play(
     ended = False
     while not ended:
         flat = flatten(space, obs, 1)
-        for action in decide(env, obs, flat):
+        for action in decide(env, obs, flat, not rows):
             carried_out = codec.decode(action[None])[0]
             rows.append(flatten(space, obs, 1)[0])
             actions.append(codec.encode(carried_out))

@@ -44,7 +44,15 @@ def collect(
     console.print(f"imitate them  tether bc ... --data {out}", soft_wrap=True)
 
 
-def clone(loaded: LoadedConfig, data: Path, out: Path | None, options: CloningOptions, held_out: float) -> None:
+def clone(
+    loaded: LoadedConfig,
+    data: Path,
+    out: Path | None,
+    options: CloningOptions,
+    *,
+    held_out: float,
+    bounds: tuple[float, float],
+) -> None:
     """Let a new policy imitate recorded episodes; writes a checkpoint that a run can start from.
 
     Args:
@@ -53,6 +61,7 @@ def clone(loaded: LoadedConfig, data: Path, out: Path | None, options: CloningOp
         out: folder of the checkpoint; None: ``cloned`` in the folder of the run.
         options: how long, and in which steps.
         held_out: share of the episodes to measure on.
+        bounds: quantiles of the recorded actions between which action tokens lie.
 
     Raises:
         ValueError: see `tether.trainer.build.cloning.build_cloning`.
@@ -60,7 +69,7 @@ def clone(loaded: LoadedConfig, data: Path, out: Path | None, options: CloningOp
     trainer = loaded.config.trainer
     out = out or Path(trainer.default_local_dir) / "cloned"
     console = Console(highlight=False, markup=False)
-    cloning, policy = build_cloning(loaded.config, data, options, held_out)
+    cloning, policy = build_cloning(loaded.config, data, options, held_out, bounds)
     console.print(f"{len(cloning.learned)} decisions to learn from, {len(cloning.held_out)} held out", soft_wrap=True)
     info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.tree(), total_steps=options.epochs)
     loggers, losses = build_loggers(trainer.logger, info), []

@@ -8,26 +8,27 @@ deviation is left alone (Pomerleau 1988).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tether.models.control.spec import Observations
 from tether.training.levels import per_column
 
 
 class Clonable(Protocol):
     """A policy that says how likely given actions are."""
 
-    def normalized(self, obs: Tensor) -> Tensor:
-        """What the networks see of raw observations [B, O]."""
+    def normalized(self, obs: Any) -> Any:
+        """What the networks see of raw observations."""
         ...
 
-    def log_probs(self, obs: Tensor, actions: Tensor) -> Tensor:
+    def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
         """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, from what `normalized` gave."""
         ...
 
@@ -36,8 +37,8 @@ class Clonable(Protocol):
 class CloningData:
     """S decisions to imitate, each on the actions of a chunk."""
 
-    obs: Tensor
-    """[S, O]: raw."""
+    obs: Observations
+    """[S, ...]: raw, as the policy takes them."""
     actions: Tensor
     """[S, K * D]"""
     mask: Tensor
@@ -64,13 +65,19 @@ class CloningOptions:
     grad_clip: float = 1.0
 
 
-def windows(obs: Sequence[NDArray[np.float32]], actions: Sequence[NDArray[np.generic]], chunk: int) -> CloningData:
+def windows(
+    obs: Sequence[NDArray[np.float32]],
+    actions: Sequence[NDArray[np.generic]],
+    chunk: int,
+    see: Callable[[NDArray[np.float32]], Observations] = torch.from_numpy,
+) -> CloningData:
     """Let every step of episodes decide on its action and the `chunk` - 1 that follow.
 
     Args:
-        obs: [T, O] of each episode.
+        obs: flat, [T, O] of each episode.
         actions: [T, D] of each episode.
         chunk: K.
+        see: makes of flat observations what the policy takes.
     """
     columns: list[Tensor] = []
     masks: list[Tensor] = []
@@ -79,7 +86,7 @@ def windows(obs: Sequence[NDArray[np.float32]], actions: Sequence[NDArray[np.gen
         inside = steps < len(episode)
         columns.append(torch.from_numpy(episode)[steps.clamp(max=len(episode) - 1)].flatten(1))
         masks.append(inside)
-    return CloningData(torch.from_numpy(np.concatenate(obs)), torch.cat(columns), torch.cat(masks))
+    return CloningData(see(np.concatenate(obs)), torch.cat(columns), torch.cat(masks))
 
 
 def split_episodes(count: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from tether.config.schema.section import Fraction, Inherits, Options, Positive, Section, Strings
+from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Strings
 
 EnvType = Literal["gymnasium", "envpool"]
+VlaType = Literal["openvla", "openvla_oft"]
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
 
 
@@ -47,6 +48,10 @@ class TrainEnvConfig(Section):
     """Arguments of the environment's constructor."""
     wrappers: Strings = ()
     """Gymnasium's wrappers around each environment, as module:Class, the first innermost. (tether's own key.)"""
+    drop_observations: Strings = ()
+    """Parts of a Dict observation that the policy does not see, in tests neither. (tether's own key.)"""
+    frame_stack: Positive = 1
+    """Observations of so many last steps that are seen together, in tests, too. (tether's own key.)"""
 
 
 class VideoConfig(Section):
@@ -100,12 +105,23 @@ class EnvConfig(Section):
 class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
-    model_type: Literal["mlp_policy"] = "mlp_policy"
-    """Kind of network."""
+    model_type: Literal["mlp_policy", "cnn_policy"] | VlaType = "mlp_policy"
+    """Kind of network: perceptrons; a convolutional network on what observations show as pictures of bytes; or a
+    transformer on pictures, numbers and a text, which writes action tokens one by one (openvla) or all at once."""
+    cnn_type: Literal["auto", "nature", "small"] = "auto"
+    """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
+    pixel_scale: PositiveFloat = 255.0
+    """Pixels are divided by this; for pictures whose bytes are numbers of things, the largest of these."""
     hidden_dim: Positive = 256
-    """Width of the hidden layers."""
+    """Width of the hidden layers, or of the transformer."""
     num_layers: Positive = 3
-    """Hidden layers."""
+    """Hidden layers, or those of the transformer."""
+    num_heads: Positive = 4
+    """Attention heads of the transformer."""
+    temperature: PositiveFloat = 1.0
+    """Of the softmax over action tokens, in acting and in learning."""
+    lstm_dim: Positive | None = None
+    """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
     activation: Literal["tanh", "relu", "elu"] = "tanh"
     """Nonlinearity of the hidden layers."""
     share_critic: bool = False

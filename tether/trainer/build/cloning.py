@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from tether.config import LoadedConfig, RunConfig
 from tether.data.demonstrations import Demonstration
@@ -17,8 +19,10 @@ from tether.data.lerobot import read_dataset
 from tether.envs.protocol import DiscreteActions, Floats, VectorEnv
 from tether.execution.machine import set_threads
 from tether.files import import_python_file
-from tether.models.control.policy import ControlPolicy
-from tether.trainer.build.control import env_options, make_env, new_policy, saved_policy
+from tether.models.control.policy import Policy
+from tether.models.control.spec import numbers_of
+from tether.trainer.build.control import env_options, make_env, view_of
+from tether.trainer.build.policies import VLA_TYPES, Bounds, bounds_of, new_policy, saved_policy
 from tether.trainer.persistence import seed_rng
 from tether.training.cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 
@@ -53,7 +57,7 @@ def build_recording(
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
     section = config.env.train
-    options = env_options(section, "env.train", {})  # first: it says what is missing without Gymnasium
+    options = env_options(section, "env.train", {}, view_of(config))  # first: it says what is missing without Gymnasium
     record = importlib.import_module("tether.rollout.record")
     env = importlib.import_module("tether.envs.make").make_one(options)
     name, _, function = source.rpartition(":")
@@ -62,7 +66,9 @@ def build_recording(
         decide = record.scripted(_function(name, function), codec)
     else:
         policy = saved_policy(Path(source), SOURCE)
-        decide = record.of_policy(policy.acting(), policy.spec.num_action_chunks)
+        bounds = bounds_of(policy)
+        decode = _bins(bounds).decode if bounds else _unchanged
+        decide = record.of_policy(policy.acting(), policy.spec.num_action_chunks, policy.state_width, decode)
     first = section.seed if seed is None else seed
     fps = round(env.metadata.get("render_fps") or 30)
 
@@ -74,8 +80,8 @@ def build_recording(
 
 
 def build_cloning(
-    config: RunConfig, folder: Path, options: CloningOptions, held_out: float
-) -> tuple[Cloning, ControlPolicy]:
+    config: RunConfig, folder: Path, options: CloningOptions, held_out: float, quantiles: tuple[float, float]
+) -> tuple[Cloning, Policy]:
     """Build a new policy for ``env.train``, and what it learns from recorded episodes by.
 
     Args:
@@ -83,28 +89,49 @@ def build_cloning(
         folder: the dataset.
         options: of the learning.
         held_out: share of the episodes that it is measured on.
+        quantiles: of the recorded actions, which become the bounds of action tokens.
 
     Raises:
-        ValueError: the dataset is not usable, or is not of these environments.
+        ValueError: the dataset is not usable, or is not of these environments; or the policy has a memory.
     """
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
+    if config.policy.lstm_dim is not None:
+        raise ValueError("policy.lstm_dim: imitation trains no memory so far. Leave it out.")
     episodes = read_dataset(folder)
-    with closing(make_env(config.env.train, "env.train", {})) as env:
+    with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
         obs = _observations(episodes, env, folder)
         actions = [_actions(episode, env, folder) for episode in episodes]
-        policy = new_policy(config, env)
+        bounds = _bounds(actions, quantiles) if config.policy.model_type in VLA_TYPES else None
+        policy = new_policy(config, env, bounds)
+    if bounds:
+        actions = [_bins(bounds).encode(columns) for columns in actions]
     learned, apart = split_episodes(len(episodes), held_out, config.trainer.seed)
 
+    see = policy.pictures or torch.from_numpy
+
     def data(which: list[int]) -> CloningData:
-        return windows([obs[i] for i in which], [actions[i] for i in which], policy.spec.num_action_chunks)
+        return windows([obs[i] for i in which], [actions[i] for i in which], policy.spec.num_action_chunks, see)
 
     learn_from = data(learned)
     if policy.normalizer:
-        policy.normalizer.update(learn_from.obs)
+        policy.normalizer.update(numbers_of(learn_from.obs))
     # The noise of a Gaussian stays policy.init_logstd: imitation would shrink it to nothing.
     trained = [value for name, value in policy.named_parameters() if not name.endswith("logstd")]
     return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
+
+
+def _bounds(actions: list[NDArray[Any]], quantiles: tuple[float, float]) -> Bounds:
+    bins = importlib.import_module("tether.envs.bins").ActionBins.of_data(np.concatenate(actions), quantiles)
+    return bins.low, bins.high
+
+
+def _bins(bounds: Bounds) -> Any:
+    return importlib.import_module("tether.envs.bins").ActionBins(*bounds)
+
+
+def _unchanged(actions: NDArray[Any]) -> NDArray[Any]:
+    return actions
 
 
 def _function(file: str, name: str) -> Callable[[Any, Any], Any]:
@@ -122,7 +149,7 @@ def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -
         raise ValueError(f"{folder}: not recorded in {env.id}: {error}") from error
 
 
-def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> np.ndarray[Any, Any]:
+def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> NDArray[Any]:
     """Actions as the policy decides on them.
 
     Raises:

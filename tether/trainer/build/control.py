@@ -14,24 +14,23 @@ from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
-from tether.envs.protocol import DiscreteActions, VectorEnv
+from tether.envs.protocol import VectorEnv
 from tether.execution.machine import set_threads, usable_cores
-from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
+from tether.models.control.policy import ControlPolicy, Policy, load_policy
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
+from tether.trainer.build.policies import acted_in, start_policy
 from tether.trainer.build.run import build_run_loggers
 from tether.trainer.control import ControlEvaluation, ControlTrainer, OpenVideo
 from tether.trainer.control_persistence import POLICY, ControlPersistence
 from tether.trainer.control_rewards import RewardScaler, RewardShaping
-from tether.trainer.control_samples import CRITIC, SampleOptions
+from tether.trainer.control_samples import SampleOptions
 from tether.trainer.persistence import check_identity, seed_rng
 from tether.trainer.trainer import Schedule
-from tether.training.checkpoint import CheckpointStore, is_checkpoint, load_state, verify
+from tether.training.checkpoint import CheckpointStore, load_state
 from tether.training.control import ControlLearner, ControlLoss, ControlPlan
 from tether.training.samples import EPISODES_ALIKE
-
-START = "actor_rollout_ref.model.path"
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,20 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
-        env = make_env(config.env.train, "env.train", _pacing(config))
+        env = make_env(config.env.train, "env.train", _pacing(config), view_of(config))
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+        if not isinstance(policy, ControlPolicy):
+            policy.micro_batch = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
         trainer = ControlTrainer(
             policy=policy,
-            collector=_collector(config, env),
+            collector=_collector(config, acted_in(env, policy), policy),
             learner=_learner(config, policy, schedule.total_steps),
             rewards=_rewards(config),
             options=_sample_options(config),
             critic_warmup=build_critic_warmup(trainer_config),
-            evaluation=build_evaluation(config, envs) if trainer_config.test_freq > 0 else None,
+            evaluation=build_evaluation(config, policy, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
@@ -99,17 +100,18 @@ def identity_of(config: RunConfig) -> dict[str, str]:
     return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
 
 
-def build_evaluation(config: RunConfig, envs: ExitStack) -> ControlEvaluation:
-    """The test of an embodied configuration; `envs` closes its environments.
+def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
+    """The test of an embodied configuration by a policy of this kind; `envs` closes its environments.
 
     Raises:
         ValueError: see `make_env`; or what writes videos is not installed.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
-    env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks}, render=video.save_video)
+    pacing = {"chunk": config.policy.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
     envs.callback(env.close)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
-    return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
+    return ControlEvaluation(acted_in(env, policy), test.num_episodes, test.seed, test.confidence, opened)
 
 
 def video_folder(config: RunConfig) -> Path:
@@ -129,20 +131,30 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
 
 
 def make_env(
-    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
 ) -> VectorEnv:
     """The environments of a section; for the arguments see `env_options`.
 
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
-    options = env_options(section, role, pacing, render=render)
+    options = env_options(section, role, pacing, view, render=render)
     made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
     return made
 
 
 def env_options(
-    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
 ) -> Any:
     """The `tether.envs.make.EnvOptions` of a section.
 
@@ -150,6 +162,7 @@ def env_options(
         section: of the configuration.
         role: its name, for messages.
         pacing: fields of `tether.envs.make.Pacing`.
+        view: fields of `tether.envs.make.View`.
         render: the environments can show themselves.
 
     Raises:
@@ -172,93 +185,10 @@ def env_options(
         ignore_terminations=section.ignore_terminations,
         init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
         wrappers=section.wrappers,
+        view=envs.View(**view),
         pacing=envs.Pacing(**pacing),
         role=role,
     )
-
-
-def start_policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
-    """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
-
-    Raises:
-        ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
-    """
-    policy, path = new_policy(config, env), config.actor_rollout_ref.model.path
-    if path:
-        _take_over(policy, saved_policy(Path(path), START), path)
-    return policy
-
-
-def saved_policy(path: Path, key: str) -> ControlPolicy:
-    """The policy of a checkpoint: a ``global_step_N`` folder, or the folder of a run (its last one).
-
-    Args:
-        path: the folder.
-        key: that names it, for messages.
-
-    Raises:
-        ValueError: there is no checkpoint of a control policy.
-        CheckpointDamaged: a file of it is not what was saved.
-    """
-    checkpoint = path if is_checkpoint(path) else CheckpointStore(path).latest()
-    if checkpoint is None:
-        raise ValueError(f"{key}={path}: no checkpoint here. Give a global_step_N folder or the folder of a run.")
-    verify(checkpoint)
-    return load_policy(checkpoint / POLICY)
-
-
-def _take_over(policy: ControlPolicy, start: ControlPolicy, path: str) -> None:
-    """Put the weights and statistics of one policy into another; a critic of another width starts anew.
-
-    Raises:
-        ValueError: the policies are of different shapes; names the field.
-    """
-    for field, wanted in vars(policy.spec).items():
-        found = getattr(start.spec, field)
-        if field != "value_width" and found != wanted:
-            raise ValueError(
-                f"{START}={path}: its policy has {field}={found}, this run {wanted}. Give the policy.* keys, and the "
-                "environment, that it was made with."
-            )
-    same_critic = start.spec.value_width == policy.spec.value_width
-    weights = {name: value for name, value in start.state_dict().items() if same_critic or not _of_critic(name)}
-    policy.load_state_dict(weights, strict=same_critic)
-
-
-def _of_critic(name: str) -> bool:
-    return name.startswith("critic.")
-
-
-def new_policy(config: RunConfig, env: VectorEnv) -> ControlPolicy:
-    """A policy for the environment, with the weights of the seed.
-
-    Raises:
-        ValueError: it shows a text, which this policy does not read.
-    """
-    policy, actions = config.policy, env.actions
-    if any(part.kind == "text" for part in env.layout):
-        raise ValueError(f"{env.id}: policy.model_type={policy.model_type} reads no text. Use openvla or openvla_oft.")
-    spec = PolicySpec(
-        obs_dim=env.obs_dim,
-        choices=actions.choices if isinstance(actions, DiscreteActions) else None,
-        action_width=actions.width,
-        num_action_chunks=policy.num_action_chunks,
-        value_width=_value_width(config),
-        share_critic=policy.share_critic,
-        hidden_dim=policy.hidden_dim,
-        num_layers=policy.num_layers,
-        activation=policy.activation,
-        init_logstd=policy.init_logstd,
-        normalize_observations=policy.normalize_observations,
-        clip_observations=policy.clip_observations,
-    )
-    return ControlPolicy(spec, config.trainer.seed)
-
-
-def _value_width(config: RunConfig) -> int:
-    if config.algorithm.adv_estimator != CRITIC:
-        return 0
-    return 1 if config.algorithm.reward_type == "chunk_level" else config.policy.num_action_chunks
 
 
 def _pacing(config: RunConfig) -> dict[str, Any]:
@@ -269,6 +199,11 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
         "group_size": train.group_size,
         "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
     }
+
+
+def view_of(config: RunConfig) -> dict[str, Any]:
+    """Fields of `tether.envs.make.View`."""
+    return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
 
 
 def _rewards(config: RunConfig) -> RewardShaping:
@@ -318,17 +253,19 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
         chunk=config.policy.num_action_chunks,
         epochs=config.env.train.rollout_epoch,
         bootstrap_terminations=config.algorithm.bootstrap_type == "always",
+        pictures=policy.pictures,
+        state_width=policy.state_width,
     )
 
 
-def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> ControlLearner:
+def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLearner:
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
     selection = token_selection(actor)
     loss = ControlLoss(
