@@ -151,14 +151,8 @@ def bc(
     from tether.trainer.cloning_commands import clone
     from tether.training.cloning import CloningOptions
 
-    clone(
-        loaded,
-        data,
-        out,
-        CloningOptions(lr, batch_size, epochs, patience, weight_decay),
-        held_out=held_out,
-        bounds=bounds,
-    )
+    options = CloningOptions(lr, batch_size, epochs, patience, weight_decay)
+    clone(loaded, data, out, options, held_out=held_out, bounds=bounds)
 
 
 @app.command()

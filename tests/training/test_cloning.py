@@ -46,7 +46,7 @@ def test_choices_are_imitated():
     assert metrics[0]["bc/held_out_loss"] == pytest.approx(np.log(2), abs=0.02)
     assert metrics[-1]["bc/best_held_out_loss"] < 0.15
     fresh = signs(100, 2)
-    chosen = policy.acting()(fresh.obs.numpy(), None)
+    chosen = policy.acting()(fresh.obs.numpy(), None, np.zeros((100, 0), np.float32))[0]
     assert (chosen == fresh.actions.numpy()).mean() > 0.93
 
 
@@ -58,7 +58,8 @@ def test_numbers_are_imitated():
     cloning, policy = make(linear(300, 0), linear(50, 1), PolicySpec(2, None, 2, hidden_dim=16, num_layers=1))
     list(cloning.run())
     test = linear(50, 2)
-    np.testing.assert_allclose(policy.acting()(test.obs.numpy(), None), test.actions.numpy(), atol=0.15)
+    chosen, _ = policy.acting()(test.obs.numpy(), None, np.zeros((50, 0), np.float32))
+    np.testing.assert_allclose(chosen, test.actions.numpy(), atol=0.15)
     assert policy.head.logstd.tolist() == [-0.5, -0.5]
 
 

@@ -72,6 +72,13 @@ MINIGRID: Mapping[str, Any] = {
     # The bytes are numbers of objects, up to 10, of colours and of states.
     "policy.pixel_scale": 10.0,
 }
+VLA: Mapping[str, Any] = {
+    "policy.hidden_dim": 128,
+    "policy.num_layers": 4,
+    f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    f"{ACTOR}.optim.clip_grad": 1.0,
+    "critic.optim.lr": 1e-3,
+}
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "cnn_policy": {
         "policy.hidden_dim": 512,
@@ -79,16 +86,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
         "policy.activation": "relu",
         "policy.share_critic": True,
     },
-    **dict.fromkeys(
-        ("openvla", "openvla_oft"),
-        {
-            "policy.hidden_dim": 128,
-            "policy.num_layers": 4,
-            f"{ACTOR}.optim.lr_scheduler_type": "constant",
-            f"{ACTOR}.optim.clip_grad": 1.0,
-            "critic.optim.lr": 1e-3,
-        },
-    ),
+    "openvla": VLA,
+    "openvla_oft": VLA,
 }
 """``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -49,7 +49,8 @@ class VlaPolicy(nn.Module):
             if spec.lora_rank:
                 lora = _lora()
                 self.model.requires_grad_(False)
-                options = lora.LoraOptions(spec.lora_rank, spec.lora_alpha, spec.target_modules)
+                modules = "all-linear" if spec.target_modules == ("all-linear",) else spec.target_modules
+                options = lora.LoraOptions(spec.lora_rank, spec.lora_alpha, modules)
                 lora.add_lora(self.model.language, options)
         self.pictures = self.model.pictures
         self.micro_batch: int | None = None
@@ -77,6 +78,8 @@ class VlaPolicy(nn.Module):
     def values(self, obs: Observations) -> Tensor:
         """Values [B, V] of observations [B, ...]."""
         assert self.critic is not None
+        if not len(obs):  # transformers cannot tell the shapes of nothing
+            return torch.zeros(0, self.spec.value_width)
         pieces = [self.critic(self.model.end_of_prompt(self.model.prompt(piece))) for piece in obs.split(ROWS)]
         return torch.cat(pieces)
 

@@ -19,8 +19,8 @@ def find_pictures(env: VectorEnv, model_type: str) -> Parts:
         found = ", ".join(f"{part.name} {part.shape}" for part in env.layout)
         what = "pictures of different sizes" if pictures else "no picture of bytes"
         raise ValueError(
-            f"policy.model_type={model_type}: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out with "
-            "env.train.drop_observations."
+            f"policy.model_type={model_type}: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out "
+            "with env.train.drop_observations."
         )
     return tuple((part.entries.start, *part.shape) for part in pictures)  # type: ignore[misc]
 
@@ -52,6 +52,6 @@ def refuse_texts(env: VectorEnv, model_type: str) -> None:
     texts = [part.name for part in env.layout if part.kind == "text"]
     if texts:
         raise ValueError(
-            f"{env.id}: policy.model_type={model_type} reads no text, such as {texts[0]}. Use openvla, or leave it out with "
-            f"env.train.drop_observations=[{texts[0]}]."
+            f"{env.id}: policy.model_type={model_type} reads no text, such as {texts[0]}. Use openvla, or leave it "
+            f"out with env.train.drop_observations=[{texts[0]}]."
         )
