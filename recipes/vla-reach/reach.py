@@ -16,7 +16,7 @@ COLORS = {"red": (230, 60, 60), "green": (60, 200, 80), "blue": (70, 90, 240)}
 SIZE = 32
 RADIUS, REACH = 0.09, 0.12
 """Of a disc, and the distance at which it is reached; the table is 1 x 1."""
-SPEED = 0.12
+SPEED = 0.1
 """A step of action 1."""
 CELLS = (np.stack(np.meshgrid(np.arange(SIZE), np.arange(SIZE)), axis=-1) + 0.5) / SIZE
 

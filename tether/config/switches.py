@@ -42,6 +42,7 @@ class Switch:
 
 EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
+CHUNKS = Switch("policy.num_action_chunks", off=(1,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
 VLA = Switch("policy.model_type", on=("openvla", "openvla_oft"))
 PLAIN = Switch("policy.model_type", on=("mlp_policy", "cnn_policy"))
@@ -80,7 +81,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.bootstrap_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,
-    "algorithm.reward_type": EMBODIED,
+    "algorithm.reward_type": CHUNKS,
     "algorithm.filter_rewards": EMBODIED,
     "algorithm.rewards_*": FILTER,
     "algorithm.norm_adv_by_std_in_grpo": Switch(
