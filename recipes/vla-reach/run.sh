@@ -9,7 +9,7 @@ out=runs/vla-reach/$kind-$seed
 keys="$recipe/run.yaml policy.model_type=$kind trainer.seed=$seed trainer.default_local_dir=$out"
 if [ ! -d "$out/cloned" ]; then
     rm -rf "$out/demos"
-    tether collect $keys --from $recipe/reach.py:expert --out "$out/demos" --episodes 40 --seed "${seed}000" --successful
-    tether bc $keys --data "$out/demos" --out "$out/cloned" --epochs 60
+    tether collect $keys --from $recipe/reach.py:expert --out "$out/demos" --episodes 40 --seed "${seed}000"
+    tether bc $keys --data "$out/demos" --out "$out/cloned" --epochs 40
 fi
 tether train $keys actor_rollout_ref.model.path="$out/cloned" "$@"

@@ -144,12 +144,14 @@ def control(folder: Path) -> Situation:
     in_envpool = ["env.train.id=CartPole-v1"]
     filmed = ["env.train.id=CartPole-v1", "trainer.total_training_steps=1"]
     whole_episodes = ["env.train.auto_reset=False"]
+    tokens = ["policy.model_type=openvla", "policy.hidden_dim=16", "policy.num_layers=1"]
     video = "env.eval.video_cfg"
     context = {
         "algorithm.rewards_lower_bound": whole_episodes,
         "algorithm.rewards_upper_bound": whole_episodes,
         "algorithm.norm_adv_by_std_in_grpo": [*whole_episodes, "env.train.group_size=2"],
         **{f"{video}.{name}": filmed for name in ("save_video", "video_base_dir", "fps")},
+        **{f"{MODEL}.{name}": tokens for name in ("lora_rank", "lora_alpha", "target_modules")},
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
@@ -159,6 +161,7 @@ def control(folder: Path) -> Situation:
     others = {
         "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
         "trainer.device": ["cuda"],
+        f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
     }
     return Situation(base, context, others)

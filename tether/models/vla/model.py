@@ -36,6 +36,8 @@ VALUE_SIZES = (512, 128)
 class PictureEncoder(nn.Module):
     """From a picture of bytes to tokens: convolutions that halve it until it is at most `GRID` wide and high.
 
+    They also read where a pixel is (Liu et al. 2018, "CoordConv"), which a policy that moves has to know.
+
     Args:
         picture: its channels, height and width.
         width: of a token.
@@ -45,7 +47,7 @@ class PictureEncoder(nn.Module):
         super().__init__()
         channels, *sides = picture
         halvings = max(1, math.ceil(math.log2(max(sides) / GRID)))
-        sizes = [channels, *(CHANNELS[min(i, len(CHANNELS) - 1)] for i in range(halvings))]
+        sizes = [channels + 2, *(CHANNELS[min(i, len(CHANNELS) - 1)] for i in range(halvings))]
         self.layers = nn.ModuleList([nn.Conv2d(i, o, 3, stride=2, padding=1) for i, o in pairwise(sizes)])
         self.to_tokens = nn.Linear(sizes[-1], width)
         self.positions = nn.Parameter(0.02 * torch.randn(math.prod(-(-side // 2**halvings) for side in sides), width))
@@ -53,6 +55,9 @@ class PictureEncoder(nn.Module):
     def forward(self, picture: Tensor) -> Tensor:
         """Bytes [B, C, H, W] -> tokens [B, P, width]."""
         x = picture.to(self.positions.dtype) / 127.5 - 1
+        rows, columns = (torch.linspace(-1, 1, side, dtype=x.dtype, device=x.device) for side in x.shape[2:])
+        places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"))
+        x = torch.cat([x, places.expand(len(x), -1, -1, -1)], dim=1)
         for layer in self.layers:
             x = nn.functional.gelu(layer(x))
         return self.to_tokens(x.flatten(2).transpose(1, 2)) + self.positions
@@ -99,6 +104,7 @@ class VlaModel(nn.Module):
             num_hidden_layers=spec.num_layers,
             num_attention_heads=spec.num_heads,
             num_key_value_heads=spec.num_heads,
+            initializer_range=width**-0.5,  # the usual 0.02 is for widths of thousands
             bos_token_id=BEGIN,
             eos_token_id=END,
             pad_token_id=None,
