@@ -74,6 +74,31 @@ def test_columns_can_be_called_otherwise(tmp_path: Path) -> None:
     assert (row.messages[0]["content"], row.data_source) == ("hi", "mine")
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_files_of_rlinfs_layout(tmp_path: Path, write: Any) -> None:
+    rows = [{"prompt": "1 + 1?", "solutions": ["\\boxed{2}"]}, {"prompt": "2 + 2?", "solutions": ["4"]}]
+    loaded = load_rows(write(tmp_path / f"a.{write.__name__[6:]}", rows), answer_key="solutions", data_source="math")
+    assert [(row.ground_truth, row.data_source) for row in loaded] == [("\\boxed{2}", "math"), ("4", "math")]
+
+
+def test_a_row_that_names_its_source_keeps_it(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [record(), record(data_source=None)])
+    assert [row.data_source for row in load_rows(file, data_source="math")] == [record()["data_source"], "math"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "row 0: no `solution`, so no right answer"),
+        ([], "row 0: no `solution`"),
+        (["1", "2"], "row 0: `solution` has 2 answers. Rules compare with one"),
+    ],
+)
+def test_answers_that_cannot_be_compared_with(tmp_path: Path, answer: Any, says: str) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi", "solution": answer}, {"prompt": "hi", "solution": "3"}])
+    assert says in refusal(file, answer_key="solution", data_source="math")
+
+
 def test_nulls_that_parquet_adds_to_messages_are_dropped(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a", "name": "bob"}, {"role": "user", "content": "b"}]
     row = load_rows(write_parquet(tmp_path / "a.parquet", [record(prompt=messages)]))[0]

@@ -95,5 +95,18 @@ def test_an_action_that_is_not_finite_never_reaches_the_simulator(vectorization,
 def test_wrappers_are_put_around():
     options = EnvOptions("CartPole-v1", 1, wrappers=("gymnasium.wrappers:TimeAwareObservation",))
     assert make_vector_env(options).obs_dim == 5
-    with pytest.raises(ValueError, match=r"env\.train\.wrappers: gymnasium\.wrappers:Nothing is no module:Class"):
-        make_vector_env(EnvOptions("CartPole-v1", 1, wrappers=("gymnasium.wrappers:Nothing",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gymnasium.wrappers:Nothing", r"is no module:Class"),
+        ("gymnasium.wrappers", r"is no module:Class"),
+        (":ClipReward", r"is no module:Class"),
+        ("nowhere.at:All", r"needs nowhere, which is no installed module"),
+        ("gymnasium.wrappers:TimeLimit", r"does not wrap an environment by itself \(.*max_episode_steps"),
+    ],
+)
+def test_what_is_no_wrapper(name, says):
+    with pytest.raises(ValueError, match=rf"env\.train\.wrappers: {name} {says}"):
+        make_vector_env(EnvOptions("CartPole-v1", 1, wrappers=(name,)))

@@ -69,6 +69,8 @@ def write_files(folder: Path) -> None:
     ragged = rows(count=8)
     ragged[3]["prompt"][0]["content"] += " Think about it for a while."
     write_jsonl(folder / "ragged.jsonl", ragged)
+    unnamed = [{key: value for key, value in row.items() if key != "data_source"} for row in rows(count=8)]
+    write_jsonl(folder / "unnamed.jsonl", unnamed)
 
 
 def text_context(folder: Path) -> dict[str, list[str]]:
@@ -80,6 +82,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         "data.truncation": [*overlong, "data.truncation=left"],
         "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
         "data.apply_chat_template_kwargs": ['data.chat_template="{{ flag }}{{ messages[0].content }}"'],
+        "data.data_source": [f"data.train_files={folder / 'unnamed.jsonl'}", "data.data_source=toy"],
         "data.custom_cls.path": own_class,
         "data.custom_cls.name": own_class,
         f"{VALIDATION}.temperature": sampled,
@@ -142,6 +145,7 @@ def control(folder: Path) -> Situation:
         f"trainer.default_local_dir={folder / 'control'}",
     ]  # fmt: skip
     in_envpool = ["env.train.id=CartPole-v1"]
+    in_pictures = ["env.train.id=tether/Spot-v0"]
     filmed = ["env.train.id=CartPole-v1", "trainer.total_training_steps=1"]
     whole_episodes = ["env.train.auto_reset=False"]
     tokens = ["policy.model_type=openvla", "policy.hidden_dim=16", "policy.num_layers=1"]
@@ -152,6 +156,8 @@ def control(folder: Path) -> Situation:
         "algorithm.norm_adv_by_std_in_grpo": [*whole_episodes, "env.train.group_size=2"],
         **{f"{video}.{name}": filmed for name in ("save_video", "video_base_dir", "fps")},
         **{f"{MODEL}.{name}": tokens for name in ("lora_rank", "lora_alpha", "target_modules")},
+        "policy.cnn_type": in_pictures,
+        "policy.pixel_scale": in_pictures,
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
@@ -160,6 +166,7 @@ def control(folder: Path) -> Situation:
     }
     others = {
         "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
+        "env.train.drop_observations": ["[nothing]"],
         "trainer.device": ["cuda"],
         f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},

@@ -114,6 +114,12 @@ def test_it_works_outside_the_main_thread():
     assert found == [1.0]
 
 
+def test_the_right_answer_may_be_boxed():
+    assert boxed("lighteval/MATH", "\\boxed{4}", "\\boxed{4}", {}) == 1.0
+    assert dapo("math", "Answer: 4", "\\boxed{4}", {})["score"] == 1.0
+    assert dapo("math", "Answer: 5", "\\boxed{4}", {})["score"] == -1.0
+
+
 @pytest.mark.parametrize("rule", [boxed, dapo])
 def test_an_empty_ground_truth_has_no_verdict(rule):
     with pytest.raises(ValueError, match="ground_truth is ''"):

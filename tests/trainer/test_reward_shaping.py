@@ -47,6 +47,12 @@ def test_length_penalty() -> None:
     assert metrics == pytest.approx({"reward/overlong_penalty_mean": -0.25, "reward/overlong_fraction": 2 / 3})
 
 
+def test_the_scale_comes_first() -> None:
+    batch = make_batch([1.0, -1.0, 1.0, math.nan])
+    RewardShaping(PENALTY, scale=5.0).apply(batch)
+    assert rewards(batch) == [5.0, -5.5, 4.75, 0.0]
+
+
 def test_per_batch_after_the_penalty() -> None:
     batch = make_batch([1.0, 3.5, 3.25, math.nan])
     assert set(RewardShaping(PENALTY, per_batch=True).apply(batch)) == {

@@ -201,3 +201,18 @@ def test_a_selection_does_not_depend_on_the_micro_batches(batch: TrainBatch, nam
     for other in found[1:]:
         for key, weight in other.items():
             torch.testing.assert_close(weight, found[0][key], rtol=1e-7, atol=1e-9)  # Adam divides by small numbers
+
+
+def test_a_policy_that_has_gone_too_far_makes_no_step(batch: TrainBatch) -> None:
+    """Where the old log-probs are 1 lower, each ratio is e."""
+    engine = make_engine(make_policy())
+    outputs = engine.infer(batch, PolicyModel(engine.model))
+    near, far = batch.clone(), batch.clone()
+    near.old_log_probs, far.old_log_probs = outputs.log_probs, outputs.log_probs - 1
+    before = weights(engine.model)
+    metrics = update(engine, far, UpdatePlan(ROWS, max_ratio=2.7))
+    assert metrics["early_stops"] == 1
+    assert same_bits(weights(engine.model), before)
+    assert update(engine, far, UpdatePlan(ROWS, max_ratio=2.8))["early_stops"] == 0
+    assert not same_bits(weights(engine.model), before)
+    assert "early_stops" not in update(engine, near, UpdatePlan(ROWS))

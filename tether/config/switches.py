@@ -77,7 +77,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.lam_*": GAE,
     "algorithm.bootstrap_truncated": GAE,
     "algorithm.gamma": Switch("algorithm.adv_estimator", on=("gae", "reinforce_plus_plus")),
-    "algorithm.normalize_advantages": EMBODIED,
+    "algorithm.normalize_advantages": GAE,
     "algorithm.bootstrap_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,

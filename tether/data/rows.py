@@ -53,10 +53,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the two columns are called whose names are the user's choice."""
+    """How the columns are called whose names are the user's choice."""
 
     prompt: str = "prompt"
     data_source: str = "data_source"
+    answer: str | None = None
+    """Column of right answers; None: they stand in ``reward_model``."""
+    default_source: str | None = None
+    """`data_source` of rows that have none; None: each must have one."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +135,15 @@ def closest(word: str, known: Sequence[str]) -> str:
 def _source_problems(source: Source, columns: Columns) -> list[str]:
     if not len(source.records):
         return [f"{source.name}: no rows. Name a file with at least one, or take it off the list."]
-    needed = (columns.prompt, columns.data_source, "reward_model")
+    needed = [columns.prompt, columns.answer or "reward_model"]
+    if columns.default_source is None:
+        needed.append(columns.data_source)
     missing = [f"`{key}`" for key in needed if key not in source.keys]
     if source.keys and missing:
         return [
             f"{source.name}: not in the row layout: no {', '.join(missing)}; its keys are {', '.join(source.keys)}. "
-            f"{LAYOUT}. Rewrite the file, or name the columns with data.prompt_key and data.reward_fn_key."
+            f"{LAYOUT}. Rewrite the file, or name the columns with data.prompt_key, data.answer_key and "
+            "data.reward_fn_key; data.data_source serves rows without one."
         ]
     return [
         f"{source.name} row {number}: {problem}"
@@ -154,9 +161,12 @@ def _record_problems(record: Any, columns: Columns) -> Iterator[str]:
         yield f"a {type(record).__name__}, not an object with keys. {LAYOUT}."
         return
     yield from _prompt_problems(record.get(columns.prompt), columns.prompt)
-    if not isinstance(record.get(columns.data_source), str):
+    if not isinstance(_source_of(record, columns), str):
         yield f"no `{columns.data_source}`. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
-    yield from _reward_problems(record.get("reward_model"))
+    if columns.answer is None:
+        yield from _reward_problems(record.get("reward_model"))
+    else:
+        yield from _answer_problems(record.get(columns.answer), columns.answer)
     if not isinstance(record.get("extra_info") or {}, Mapping):
         yield f"`extra_info` is {record['extra_info']!r}, not an object with keys."
     for key in MEDIA_KEYS:
@@ -184,6 +194,25 @@ def _reward_problems(reward_model: Any) -> Iterator[str]:
         yield "no `reward_model.ground_truth`. A row of style `rule` needs one; rows of style `model` need none."
 
 
+def _answer_problems(answer: Any, key: str) -> Iterator[str]:
+    if answer is None or answer == "" or answer == []:
+        yield f"no `{key}`, so no right answer."
+    elif isinstance(answer, list) and len(answer) > 1:
+        yield f"`{key}` has {len(answer)} answers. Rules compare with one: leave one."
+
+
+def _source_of(record: Mapping[str, Any], columns: Columns) -> Any:
+    named = record.get(columns.data_source)
+    return columns.default_source if named is None else named
+
+
+def _truth(record: Mapping[str, Any], columns: Columns) -> Any:
+    if columns.answer is None:
+        return record["reward_model"].get("ground_truth")
+    answer = record[columns.answer]
+    return answer[0] if isinstance(answer, list) else answer
+
+
 def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
     if isinstance(record, Prompt):
         return Row(
@@ -200,8 +229,8 @@ def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
     return Row(
         # A parquet struct holds null for the keys that other messages have; templates ask whether a key is there.
         messages=tuple({key: value for key, value in message.items() if value is not None} for message in messages),
-        data_source=record[columns.data_source],
-        ground_truth=record["reward_model"].get("ground_truth"),
+        data_source=_source_of(record, columns),
+        ground_truth=_truth(record, columns),
         file=file,
         number=number,
         extra_info=dict(record.get("extra_info") or {}),

@@ -19,7 +19,14 @@ from tether.files import missing_file
 PROCEDURAL = "reasoning_gym:"
 
 
-def load_rows(files: str | Sequence[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source") -> Rows:
+def load_rows(
+    files: str | Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    answer_key: str | None = None,
+    data_source: str | None = None,
+) -> Rows:
     """Read every source of `files`, in list order, as one dataset.
 
     Args:
@@ -29,6 +36,8 @@ def load_rows(files: str | Sequence[str], *, prompt_key: str = "prompt", reward_
             ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`).
         prompt_key: the column that holds the prompt.
         reward_fn_key: the column that says which reward scores the row.
+        answer_key: the column that holds the right answer, or a list with it alone; None: ``reward_model`` does.
+        data_source: which reward scores rows without that column; None: each row must have it.
 
     Raises:
         ValueError: a source that is missing, unreadable, empty or not in the row layout, or rows that break it;
@@ -37,7 +46,7 @@ def load_rows(files: str | Sequence[str], *, prompt_key: str = "prompt", reward_
     names = [files] if isinstance(files, str) else list(files)
     if not names:
         raise ValueError("data files: the list is empty. Name at least one file.")
-    columns = Columns(prompt=prompt_key, data_source=reward_fn_key)
+    columns = Columns(prompt_key, reward_fn_key, answer_key, data_source)
     sources: list[Source] = []
     problems: list[str] = []
     for name in names:
@@ -102,7 +111,7 @@ class ArrowRecords:
 
 
 def _read_parquet(path: Path, columns: Columns) -> Source:
-    wanted = {columns.prompt, columns.data_source, "reward_model", "extra_info", *MEDIA_KEYS}
+    wanted = {columns.prompt, columns.data_source, columns.answer, "reward_model", "extra_info", *MEDIA_KEYS}
     try:
         keys = pyarrow.parquet.read_schema(path).names
         table = pyarrow.parquet.read_table(path, columns=[key for key in keys if key in wanted])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -14,8 +15,10 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation
 
+from tether.envs.minigrid import SuccessByReward
 from tether.envs.paced import PacedEnv
 from tether.envs.protocol import VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.envs.sync import SyncVectorEnv
 from tether.envs.vector import GymnasiumVectorEnv
 from tether.envs.workers import WorkerVectorEnv
@@ -68,6 +71,8 @@ class EnvOptions:
     """``module:Class`` of wrappers around each environment, the first innermost."""
     view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
+    first: int = 0
+    """Number of the first environment, where these are a part of more."""
     role: str = "env.train"
     """Section of the configuration, for messages."""
 
@@ -99,6 +104,24 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         raise ValueError(_missing(options, error)) from error
 
 
+def make_stages(options: EnvOptions, stages: int) -> StagedEnv:
+    """Make the `num_envs` environments of an id in stages of equal size, with the seeds that they have without stages.
+
+    Raises:
+        ValueError: see `make_vector_env`.
+    """
+    count, workers = options.num_envs // stages, max(1, options.num_workers // stages)
+    how = "subprocess" if options.vectorization == "auto" else options.vectorization
+    part = replace(options, num_envs=count, num_workers=workers, vectorization=how)
+    with ExitStack() as made:
+        envs = []
+        for stage in range(stages):
+            envs.append(make_vector_env(replace(part, first=stage * count)))
+            made.callback(envs[-1].close)
+        made.pop_all()
+    return StagedEnv(envs)
+
+
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     spec = _find(options)
     paced = options.pacing != Pacing()
@@ -115,16 +138,17 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     env: SyncVectorEnv | WorkerVectorEnv
     loop = partial(_loop, options, paced)
     if options.vectorization == "subprocess":
-        env = WorkerVectorEnv(options.id, loop, options.num_envs, options.num_workers, holds=paced)
+        env = WorkerVectorEnv(options.id, loop, options.num_envs, options.num_workers, holds=paced, first=options.first)
     else:
         env = loop(options.num_envs)
-    return PacedEnv(env, **vars(options.pacing)) if paced else env
+    return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
 
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Some environments in a loop; a module's function, so that it can be sent to a process."""
     make = partial(make_one, options)
-    return SyncVectorEnv(options.id, make, count, ignore_terminations=options.ignore_terminations, holds=holds)
+    ignore = options.ignore_terminations
+    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds, first=options.first)
 
 
 def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
@@ -132,16 +156,16 @@ def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
     try:
         env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
     except TypeError as error:
+        fix = f"Correct the names in {options.role}.init_params={dict(options.init_params)}."
+        if "render_mode" in str(error):
+            fix = "It shows no pictures: turn env.eval.video_cfg.save_video off."
         raise ValueError(
-            f"{options.role}.init_params: {options.id} does not take its arguments ({error}). Correct the names in "
-            f"{options.role}.init_params={dict(options.init_params)}."
+            f"{options.role}.init_params: {options.id} does not take its arguments ({error}). {fix}"
         ) from error
+    if options.id.rpartition(":")[2].startswith(tuple(MODULES)):
+        env = SuccessByReward(env)
     for name in options.wrappers:
-        module, _, kind = name.partition(":")
-        wrapper = getattr(importlib.import_module(module), kind, None)
-        if wrapper is None:
-            raise ValueError(f"{options.role}.wrappers: {name} is no module:Class. Correct the name.")
-        env = wrapper(env)
+        env = _wrapped(env, name, options.role)
     env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
 
@@ -159,6 +183,25 @@ def _seen(env: gymnasium.Env[Any, Any], options: EnvOptions) -> gymnasium.Env[An
             )
         env = FilterObservation(env, [name for name in names if name not in view.drop])
     return env if view.frame_stack == 1 else FrameStackObservation(env, view.frame_stack)
+
+
+def _wrapped(env: gymnasium.Env[Any, Any], name: str, role: str) -> gymnasium.Env[Any, Any]:
+    """Put the wrapper ``module:Class`` around an environment."""
+    module, _, kind = name.partition(":")
+    try:
+        wrapper = getattr(importlib.import_module(module or "builtins"), kind, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{role}.wrappers: {name} needs {error.name}, which is no installed module.") from error
+    if wrapper is None:
+        raise ValueError(f"{role}.wrappers: {name} is no module:Class. Correct the name.")
+    try:
+        wrapped: gymnasium.Env[Any, Any] = wrapper(env)
+    except TypeError as error:
+        raise ValueError(
+            f"{role}.wrappers: {name} does not wrap an environment by itself ({error}). Give a class that needs "
+            "nothing else; one of your own can pass the other arguments on."
+        ) from error
+    return wrapped
 
 
 def _arguments(options: EnvOptions) -> dict[str, Any]:

@@ -50,14 +50,17 @@ class WorkerVectorEnv:
         num_envs: how many in all.
         num_workers: processes, at most one for each environment.
         holds: the loops wait for `begin` (`HeldEnv`).
+        first: number of the first environment, where these are a part of more; seeds are counted from it.
     """
 
-    def __init__(self, id: str, make: MakeVector, num_envs: int, num_workers: int, *, holds: bool = False) -> None:
+    def __init__(
+        self, id: str, make: MakeVector, num_envs: int, num_workers: int, *, holds: bool = False, first: int = 0
+    ) -> None:
         probe = make(1)  # here, so that what is wrong with the environment is raised here
         probe.close()
         self.id, self.num_envs, self.actions = id, num_envs, probe.actions
         self.obs_dim, self.layout = probe.obs_dim, probe.layout
-        self._make, self._holds = make, holds
+        self._make, self._holds, self._first = make, holds, first
         self._context: BaseContext = multiprocessing.get_context()
         self._seed = 0
         bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
@@ -65,8 +68,8 @@ class WorkerVectorEnv:
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""
-        self._seed = seed
-        return self.begin({n: seed + n for n in range(self.num_envs)})
+        self._seed = seed + self._first
+        return self.begin({n: self._seed + n for n in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Floats:
         """See `HeldEnv.begin`.

@@ -139,6 +139,7 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/first_update/pg_clipfrac": MetricInfo("Share of tokens clipped at the first optimizer step.", "0"),
     "actor/first_update/pg_clipfrac_lower": MetricInfo("Share that the dual clip bounded there.", "0"),
     "actor/skipped_updates": MetricInfo("Optimizer steps skipped for a non-finite gradient.", "0"),
+    "actor/early_stops": MetricInfo("Optimizer steps left out for a mean ratio above early_stop_imp_ratio.", "0"),
 }
 
 LENGTHS: Mapping[str, MetricInfo] = {

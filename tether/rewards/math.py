@@ -39,9 +39,14 @@ def _normalised(answer: str) -> str:
     return answer.replace("\\%", "").replace("%", "").strip().removesuffix(".")
 
 
+def _unboxed(answer: str) -> str:
+    r"""What is inside the last ``\boxed{...}``, where there is one."""
+    return last_boxed(answer) or answer
+
+
 def boxed(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     r"""1.0 if the last ``\boxed{...}`` of the reply equals `ground_truth`; 0.0 if it does not or if there is none."""
-    expected = required(ground_truth)
+    expected = _unboxed(required(ground_truth))
     answer = last_boxed(solution_str)
     return float(answer is not None and equal(answer, expected))
 
@@ -51,8 +56,8 @@ def dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
 
     The answer is the last ``Answer: ...`` line in the final 300 characters, or else the last boxed expression.
     """
-    expected = required(ground_truth)
+    expected = _unboxed(required(ground_truth))
     lines = _ANSWER_LINE.findall(solution_str[-_DAPO_WINDOW:])
     answer = lines[-1].strip().rstrip(".").strip("$") if lines else last_boxed(solution_str)
-    right = answer is not None and equal(last_boxed(answer) or answer, expected)
+    right = answer is not None and equal(_unboxed(answer), expected)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}

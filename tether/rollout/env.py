@@ -7,7 +7,7 @@ environments, one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.envs.staged import OneStage, StagedEnv
 from tether.models.control.acting import Act
 from tether.models.control.pictures import Pictures
 from tether.models.control.spec import Observations
@@ -65,11 +66,30 @@ class EnvRollout:
         return self.valid[:: self.chunk]
 
 
+@dataclass
+class _Rows:
+    """Columns of the buffers."""
+
+    obs: ObservationBuffer
+    actions: NDArray[Any]
+    rewards: Floats
+    terminated: Flags
+    truncated: Flags
+    valid: Flags
+    starts: Flags
+    success: Flags
+
+    def part(self, columns: slice) -> _Rows:
+        """Some of the columns."""
+        others = {name: column[:, columns] for name, column in vars(self).items() if name != "obs"}
+        return _Rows(obs=self.obs.part(columns), **others)
+
+
 class EnvCollector:
     """Steps environments with a policy; the next rollout goes on where the last one ended.
 
     Args:
-        env: the environments.
+        env: the environments; of a `StagedEnv` one stage steps while the policy decides for the next.
         steps: T.
         chunk: K.
         epochs: E.
@@ -80,7 +100,7 @@ class EnvCollector:
 
     def __init__(
         self,
-        env: VectorEnv,
+        env: VectorEnv | StagedEnv,
         steps: int,
         *,
         chunk: int = 1,
@@ -91,6 +111,7 @@ class EnvCollector:
     ) -> None:
         assert steps % chunk == 0, (steps, chunk)
         self.env = env
+        self._stages = env if isinstance(env, StagedEnv) else OneStage(env)
         self.steps = steps
         self.chunk = chunk
         self.epochs = epochs
@@ -98,7 +119,7 @@ class EnvCollector:
         shape = (steps, epochs * env.num_envs)
         decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = ObservationBuffer((steps + 1, shape[1]), env.obs_dim, pictures)
+        self._obs = ObservationBuffer.allocate((steps + 1, shape[1]), env.obs_dim, pictures)
         self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
@@ -106,11 +127,25 @@ class EnvCollector:
         self._valid = torch.ones(shape, dtype=torch.bool)
         self._starts = torch.zeros(decisions[0] + 1, shape[1], dtype=torch.bool)
         self._states = torch.zeros(shape[1], state_width)
-        self._begin_episodes()
+        self._rows = _Rows(
+            self._obs,
+            self._actions.numpy(),
+            self._rewards.numpy(),
+            self._terminated.numpy(),
+            self._truncated.numpy(),
+            self._valid.numpy(),
+            self._starts.numpy(),
+            np.zeros(shape, dtype=np.bool_),
+        )
+        self._tells_success = False
         self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
+        self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
+        self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
+        """The next decision that is carried out begins an episode."""
+        self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
-        """Time in the environments' own code, of all rollouts so far."""
+        """Time that the policy waited for environments, of all rollouts so far."""
 
     @property
     def noise_shape(self) -> tuple[int, int, int]:
@@ -120,7 +155,9 @@ class EnvCollector:
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
         self._now = self.env.reset(seed).copy()
-        self._begin_episodes()
+        self._state.fill(0)
+        self._fresh.fill(True)
+        self._tracker = EpisodeTracker(self.env.num_envs)
 
     def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
         """Step every environment T times, E times over.
@@ -158,55 +195,60 @@ class EnvCollector:
 
     def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
         """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
-        envs, width = self.env.num_envs, self.env.actions.width
+        envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
-        actions, rewards, terminated, truncated, valid, starts = (
-            buffer.numpy()[:, columns]
-            for buffer in (
-                self._actions, self._rewards, self._terminated, self._truncated, self._valid, self._starts
-            )
-        )  # fmt: skip
-        success = np.zeros(valid.shape, dtype=np.bool_)
-        finals: Finals = []
-        tells_success = False
-        seen, now = self._obs.write(0, columns, self._now), self._now
+        rows = self._rows.part(columns)
+        rows.obs.write(0, self._now)
         self._states.numpy()[columns] = self._state
-        valid.fill(True)
-        rows = noise.numpy()
+        rows.valid.fill(True)
+        rows.success.fill(False)
+        self._tells_success = False
+        finals: Finals = []
+        plays = [self._play(act, noise.numpy(), rows, part, finals) for part in self._stages.parts]
+        for stage, play in enumerate(plays):
+            self._stages.send(stage, next(play))
+        for t in range(self.steps):
+            for stage, play in enumerate(plays):
+                actions = play.send(self._receive(stage, t))
+                if t + 1 < self.steps:
+                    self._stages.send(stage, actions)
+        rows.starts[-1] = self._fresh
+        self._check(rows.obs, rows.rewards, finals)
+        self._done += self.steps
+        success = rows.success if self._tells_success else None
+        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
+        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+
+    def _play(
+        self, act: Act, noise: Floats, all_rows: _Rows, part: slice, finals: Finals
+    ) -> Generator[NDArray[Any], EnvStep, None]:
+        """Fill the columns of one stage: gives the actions of each step, takes what came of them."""
+        width, rows, noise = self.env.actions.width, all_rows.part(part), noise[:, part]
+        state, fresh = self._state[part], self._fresh[part]
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
-                starts[decision] = self._fresh
-                self._state[self._fresh] = 0.0
-                actions[decision], self._state = act(seen, rows[decision], self._state)
-            step = self._step(actions[decision][:, k * width : (k + 1) * width], t)
-            now, rewards[t] = step.obs, step.reward
-            seen = self._obs.write(t + 1, columns, now)
-            terminated[t], truncated[t] = step.terminated, step.truncated
+                rows.starts[decision] = fresh
+                state[fresh] = 0.0
+                rows.actions[decision], state[:] = act(rows.obs.read(t), noise[decision], state)
+            step = yield rows.actions[decision][:, k * width : (k + 1) * width]
+            rows.obs.write(t + 1, step.obs)
+            rows.rewards[t] = step.reward
+            rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
-                valid[t] = step.valid
-            self._fresh = (self._fresh & ~valid[t]) | terminated[t] | truncated[t]
+                rows.valid[t] = step.valid
+            fresh[:] = (fresh & ~rows.valid[t]) | step.terminated | step.truncated
             if step.final_obs is not None:
-                finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+                finals += [(t, part.start + n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
-                tells_success, success[t] = True, step.success
-        starts[-1] = self._fresh
-        self._now = now.copy()
-        self._check(columns, rewards, finals)
-        self._done += self.steps
-        episodes = self._tracker.add(rewards, terminated | truncated, valid, success if tells_success else None)
-        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+                self._tells_success, rows.success[t] = True, step.success
+        self._now[part] = step.obs
+        yield rows.actions[-1]  # not carried out
 
-    def _begin_episodes(self) -> None:
-        self._tracker = EpisodeTracker(self.env.num_envs)
-        self._fresh: Flags = np.ones(self.env.num_envs, dtype=np.bool_)
-        """The next decision that is carried out begins an episode."""
-        self._state: Floats = np.zeros((self.env.num_envs, self._states.shape[1]), dtype=np.float32)
-
-    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
+    def _receive(self, stage: int, t: int) -> EnvStep:
         start = time.perf_counter()
         try:
-            step = self.env.step(actions)
+            step = self._stages.receive(stage)
         except Exception as error:
             error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
             raise
@@ -222,9 +264,9 @@ class EnvCollector:
             cut = cut & step.valid
         return np.flatnonzero(cut).tolist()
 
-    def _check(self, columns: slice, rewards: Floats, finals: Finals) -> None:
-        obs, entries = self._obs.numbers[1:, columns], self._obs.entries
-        bad = [(t, n, f"entry {entries[i]} of the observation is {obs[t, n, i]}") for t, n, i in _bad(obs)]
+    def _check(self, obs: ObservationBuffer, rewards: Floats, finals: Finals) -> None:
+        numbers = obs.numbers[1:]
+        bad = [(t, n, f"entry {obs.entry(i)} of the observation is {numbers[t, n, i]}") for t, n, i in _bad(numbers)]
         bad += [(t, n, f"the reward is {rewards[t, n]}") for t, n in _bad(rewards)]
         bad += [
             (t, n, f"entry {entry} of the last observation is {row[entry]}")

@@ -4,48 +4,56 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
 from tether.envs.protocol import Floats
 from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
-from tether.models.control.spec import Observations
+from tether.models.control.spec import Observations, numbers_of
 
 
 class ObservationBuffer:
-    """Observations of T steps in M columns, allocated once.
+    """Observations of T steps in M columns.
 
     Args:
-        shape: T, M.
-        size: entries of a flat observation.
+        tensors: [T, M, ...]
         pictures: what the policy sees as a picture, which is kept as bytes; None: nothing.
     """
 
-    def __init__(self, shape: tuple[int, int], size: int, pictures: Pictures | None) -> None:
+    def __init__(self, tensors: Observations, pictures: Pictures | None) -> None:
+        self.tensors = tensors
         self._pictures = pictures
-        self.entries = np.arange(size) if pictures is None else pictures.numbers
-        """Entries of a flat observation that are kept in `numbers`."""
-        if pictures is None:
-            numbers = torch.zeros(*shape, size)
-            self.tensors: Observations = numbers
-            """[T, M, ...]"""
-        else:
-            numbers = torch.zeros(*shape, len(pictures.numbers))
-            picture = torch.zeros(*shape, *pictures.shape, dtype=torch.uint8)
-            self.tensors = TensorDict({NUMBERS: numbers, PICTURE: picture}, batch_size=shape)
-        self.numbers: Floats = numbers.numpy()
+        self.numbers: Floats = numbers_of(tensors).numpy()
         """[T, M, ...]: what could be not finite."""
 
-    def write(self, step: int, columns: slice, rows: Floats) -> Any:
-        """Keep flat observations [N, size]; returns them as they are kept."""
+    @classmethod
+    def allocate(cls, shape: tuple[int, int], size: int, pictures: Pictures | None) -> ObservationBuffer:
+        """Room for observations of `size` entries; `shape` is T, M."""
+        if pictures is None:
+            return cls(torch.zeros(*shape, size), None)
+        numbers = torch.zeros(*shape, len(pictures.numbers))
+        picture = torch.zeros(*shape, *pictures.shape, dtype=torch.uint8)
+        return cls(TensorDict({NUMBERS: numbers, PICTURE: picture}, batch_size=shape), pictures)
+
+    def part(self, columns: slice) -> ObservationBuffer:
+        """Some of the columns."""
+        return ObservationBuffer(self.tensors[:, columns], self._pictures)
+
+    def write(self, step: int, rows: Floats) -> None:
+        """Keep flat observations [M, size]."""
         if self._pictures is None:
-            self.numbers[step, columns] = rows
-            return self.numbers[step, columns]
-        packed = self._pictures(rows)
-        self.tensors[step, columns] = packed
-        return packed
+            self.numbers[step] = rows
+        else:
+            self.tensors[step] = self._pictures(rows)
+
+    def read(self, step: int) -> Any:
+        """What a policy acts on, [M, ...]."""
+        return self.numbers[step] if self._pictures is None else self.tensors[step]
 
     def pack(self, rows: Floats) -> Observations:
         """Flat observations [F, size] as they are kept."""
         return torch.from_numpy(rows) if self._pictures is None else self._pictures(rows)
+
+    def entry(self, number: int) -> int:
+        """The entry of a flat observation that is kept as the `number`-th of `numbers`."""
+        return number if self._pictures is None else int(self._pictures.numbers[number])

@@ -95,7 +95,7 @@ class _Layout:
         numbers = torch.where(kept.flatten()[:, None], numbers_of(samples.obs), 0.0)
         samples = replace(samples, obs=with_numbers(samples.obs, numbers))
         samples = samples.each(lambda column: column.unflatten(0, kept.shape)[some])
-        return replace(samples, memory=Memory(starts[:-1].T, state, kept).each(lambda column: column[some]))
+        return replace(samples, memory=Memory(starts[:-1].T, state, kept).rows(some))
 
 
 @torch.no_grad()

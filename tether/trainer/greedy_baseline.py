@@ -19,6 +19,8 @@ class GreedyBaseline:
     """With n = 1 and temperature 0."""
     length_penalty: LengthPenalty | None = None
     """Of reward shaping, so that both sides of the comparison are shaped alike."""
+    scale: float = 1.0
+    """Likewise."""
 
     def add_to(
         self, batch: TrainBatch, prompts: Sequence[Prompt], collector: Collector, key: NoiseKey
@@ -36,7 +38,7 @@ class GreedyBaseline:
         """
         experience = collector.collect(prompts, self.sampling, key)
         length = experience.rollout.response_length
-        baselines = experience.scores.to(length.device)
+        baselines = self.scale * experience.scores.to(length.device)
         if self.length_penalty:
             baselines = baselines + self.length_penalty(length)
         of_row = baselines[batch.uid]

@@ -1,4 +1,4 @@
-"""What happens to the score of a row before advantages are estimated: punishment of length, then normalisation."""
+"""What happens to the score of a row before advantages are estimated: scale, punishment of length, normalisation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class RewardShaping:
     """Normalises by all scores so far, those of this step included."""
     per_batch: bool = False
     """Normalises by the scores of this step."""
+    scale: float = 1.0
+    """Factor of every score, before anything else."""
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
         """Set `token_level_rewards` from `token_level_scores`, on the last token of each row; returns metrics."""
         metrics: dict[str, float] = {}
-        scores = masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
+        scores = self.scale * masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
         if self.length_penalty:
             penalty = self.length_penalty(batch.response_length)
             scores = scores + penalty

@@ -88,7 +88,7 @@ class LocalEngine(Generic[Outputs]):
         measured: list[dict[str, Metric]] = []
         first: list[dict[str, Metric]] = []
         norms: list[float] = []
-        skipped = 0
+        skipped = early_stops = 0
         for epoch in range(plan.epochs):
             for number, rows in enumerate(plan.mini_batches(len(batch), step, epoch)):
                 mini = batch[rows]
@@ -97,6 +97,9 @@ class LocalEngine(Generic[Outputs]):
                 pieces = self.accumulate_gradients(mini, forward, loss)
                 measured += pieces
                 first = first or pieces
+                if plan.max_ratio is not None and mean_ratio(pieces) > plan.max_ratio:
+                    early_stops += 1
+                    continue
                 norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.options.grad_clip))
                 if math.isfinite(norm):
                     self.optimizer.step()
@@ -109,6 +112,8 @@ class LocalEngine(Generic[Outputs]):
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         metrics |= _first_update_metrics(first)
+        if plan.max_ratio is not None:
+            metrics["early_stops"] = float(early_stops)
         return metrics | {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "lr": rate,
@@ -160,6 +165,11 @@ class LocalEngine(Generic[Outputs]):
     ) -> None:
         if self.incident_dir is not None:
             incident.save(self.incident_dir / f"step_{step + 1}", self.model, mini, forward, loss)
+
+
+def mean_ratio(pieces: Iterable[Mapping[str, Metric]]) -> float:
+    """Mean importance ratio of a mini-batch, out of the metrics of its micro-batches."""
+    return float(merge_metrics(pieces)["actor/ratio_mean"])
 
 
 def _first_update_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, float]:

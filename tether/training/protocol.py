@@ -58,6 +58,8 @@ class UpdatePlan:
     epochs: int = 1
     shuffle: bool = False
     seed: int = 42
+    max_ratio: float | None = None
+    """A mini-batch whose mean importance ratio is above it makes no optimizer step; None: each makes one."""
 
     def mini_batches(self, rows: int, step: int, epoch: int) -> Iterator[Tensor]:
         """Row numbers of each mini-batch; the last may be short, and without rows there is none.
@@ -103,7 +105,7 @@ class TrainingEngine(Protocol[Outputs]):
 
         Returns:
             Metrics: those of the loss (ratios and clip fractions also of the first optimizer step alone), `grad_norm`
-            (mean over optimizer steps), `lr`, `skipped_updates`.
+            (mean over optimizer steps), `lr`, `skipped_updates`, and `early_stops` where the plan has a `max_ratio`.
         """
         ...
 

@@ -128,6 +128,18 @@ def test_two_keys_for_one_quantity(imported):
             ["algorithm.adv_type=reinpp", "algorithm.use_reinpp_baseline=True"],
             {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
         ),
+        (["algorithm.normalize_advantages=False"], {"algorithm.normalize_advantages": False}),
+        (["algorithm.early_stop_imp_ratio=5.0"], {f"{ACTOR}.early_stop_imp_ratio": 5.0}),
+        (["algorithm.max_num_gen_batches=1"], {"algorithm.filter_groups.enable": False}),
+        (
+            ["algorithm.max_num_gen_batches=3"],
+            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 3},
+        ),
+        (["reward.reward_scale=5.0"], {"reward_model.reward_scale": 5.0}),
+        (
+            ["data.answer_key=solutions", "reward.reward_type=math"],
+            {"data.answer_key": "solutions", "data.data_source": "math"},
+        ),
         (["algorithm.behave_weight_threshold=4.0"], {f"{ACTOR}.policy_loss.behave_weight_threshold": 4.0}),
         (["algorithm.loss_type=decoupled_actor_critic"], {f"{ACTOR}.policy_loss.loss_mode": "decoupled"}),
         ([], {f"{ACTOR}.clip_ratio_c": None, f"{ACTOR}.shuffle": True, f"{ACTOR}.ppo_epochs": 1}),
@@ -156,6 +168,7 @@ def test_values_of_text_runs(imported, overrides, native):
             {"env.eval.num_episodes": 12},
         ),
         (["algorithm.group_size=4"], {"env.train.group_size": 4}),
+        (["rollout.pipeline_stage_num=2"], {"env.train.pipeline_stage_num": 2}),
         (["actor.optim.lr=1e-3", "actor.optim.value_lr=1e-2"], {"critic.optim.lr": 1e-2}),
         (["actor.optim.adam_beta1=0.8"], {f"{ACTOR}.optim.betas": [0.8, 0.999]}),
         (["env.train.auto_reset=False"], {"env.train.auto_reset": False}),
@@ -172,11 +185,12 @@ def test_values_of_embodied_runs(imported, overrides, native):
 @pytest.mark.parametrize(
     ("text", "override", "says"),
     [
-        (TEXT, "algorithm.normalize_advantages=False", "are always normalised"),
         (TEXT, "algorithm.adv_type=opd", "supported: gae, grpo, reinpp, raw"),
         (TEXT, "algorithm.reward_type=chunk_level", "scores responses"),
         (TEXT, "algorithm.bootstrap_type=always", "no state after the end"),
-        (TEXT, "algorithm.early_stop_imp_ratio=5.0", "not supported yet"),
+        (TEXT, "reward.reward_type=vqa", "the data_source of a row chooses its rule"),
+        (TEXT, "reward.use_reward_model=True", "not supported yet"),
+        (TEXT, "data.type=vision_language", "text prompts"),
         (TEXT, "algorithm.loss_agg_func=mean", "no such aggregation"),
         (TEXT, "critic.use_critic_model=False", "needs values"),
         (TEXT, "actor.model.tensor_model_parallel_size=2", "one device"),
@@ -216,6 +230,16 @@ def test_videos_are_those_of_tests(imported):
     native = imported(EMBODIED, folder, "env.eval.video_cfg.save_video=True").native
     assert native["env.eval.video_cfg.save_video"] is True
     assert native["env.eval.video_cfg.video_base_dir"] == "videos"
+
+
+def test_only_gae_can_do_without_normalised_advantages(imported):
+    result = imported(TEXT, "algorithm.adv_type=raw", "algorithm.normalize_advantages=False")
+    assert refusals(result) == {}
+    assert "algorithm.normalize_advantages" not in result.native
+
+
+def test_answers_of_verls_layout_are_found_there(imported):
+    assert "data.answer_key" not in imported(TEXT, "data.answer_key=reward_model.ground_truth").native
 
 
 def test_a_value_head_on_a_language_model_is_refused(imported):

@@ -257,7 +257,7 @@ EMBODIED: Table = {
     f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
     "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
     "rollout.backend": NoEffect("the policy acts in this process"),
-    "rollout.pipeline_stage_num": SPEED,
+    "rollout.pipeline_stage_num": to("env.train.pipeline_stage_num"),
     "rollout.enable_torch_compile": SPEED,
     "rollout.torch_compile_mode": SPEED,
     "rollout.enable_cuda_graph": SPEED,

@@ -29,6 +29,7 @@ MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
+FILTER_GROUPS = "algorithm.filter_groups"
 UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
 ITS_OWN = NoEffect("the model's own config.json says so")
@@ -105,6 +106,21 @@ def critic(value: Any, values: Values) -> Any:
     if not value and values.get("algorithm.adv_type", "gae") == "gae":
         raise Unsupported("algorithm.adv_type=gae needs values, and a value head on the policy is not supported")
     return value
+
+
+def whitening(value: Any, values: Values) -> Any:
+    """Only gae has a choice."""
+    return value if values.get("algorithm.adv_type", "gae") == "gae" else UNSET
+
+
+def several(value: Any, values: Values) -> Any:
+    """Batches that are sampled for one step at most; 1 is the step's own."""
+    return value if value > 1 else UNSET
+
+
+def answer_key(value: Any, values: Values) -> Any:
+    """The column of answers; unset where it is that of verl's layout."""
+    return UNSET if value in (None, "reward_model.ground_truth") else value
 
 
 def no_limit(value: Any, values: Values) -> Any:
@@ -229,7 +245,7 @@ TEXT: Table = {
     "runner.seq_length": to("data.max_response_length", by=response_length),
     "runner.enable_dynamic_batch_size": to(f"{ACTOR}.use_dynamic_bsz"),
     "runner.max_tokens_per_mbs": to(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
-    "algorithm.normalize_advantages": Refuses("the advantages of text runs are always normalised", fine=(True,)),
+    "algorithm.normalize_advantages": to("algorithm.normalize_advantages", by=whitening),
     "algorithm.group_size": to(f"{ROLLOUT}.n"),
     "algorithm.adv_type": to("algorithm.adv_estimator", by=estimator),
     "algorithm.use_reinpp_baseline": Checked("chooses the variant of algorithm.adv_type=reinpp"),
@@ -266,9 +282,11 @@ TEXT: Table = {
         {f"{ACTOR}.use_kl_loss": lambda value, values: value > 0, f"{ACTOR}.kl_loss_coef": same}
     ),
     "algorithm.kl_penalty_type": to(f"{ACTOR}.kl_loss_type"),
-    "algorithm.early_stop_imp_ratio": Refuses("stopping updates by the importance ratio is not supported yet"),
+    "algorithm.early_stop_imp_ratio": to(f"{ACTOR}.early_stop_imp_ratio"),
     "algorithm.use_valid_token_scale": Refuses("micro-batches never change the gradient", fine=(False, None)),
-    "algorithm.max_num_gen_batches": Refuses("every prompt that is sampled is trained on", fine=(1,)),
+    "algorithm.max_num_gen_batches": Mapped(
+        {f"{FILTER_GROUPS}.enable": lambda value, values: value > 1, f"{FILTER_GROUPS}.max_num_gen_batches": several}
+    ),
     "algorithm.sampling_params.do_sample": Refuses("training needs samples, not greedy answers", fine=(True,)),
     "algorithm.sampling_params.temperature": to(f"{ROLLOUT}.temperature"),
     "algorithm.sampling_params.top_k": to(f"{ROLLOUT}.top_k", by=no_limit),
@@ -312,14 +330,14 @@ TEXT: Table = {
     "data.validation_shuffle": to("data.validation_shuffle"),
     "data.seed": to("data.seed"),
     "data.prompt_key": to("data.prompt_key"),
-    "data.answer_key": Refuses(
-        "the answer of a row stands in reward_model.ground_truth", fine=("reward_model.ground_truth", None)
-    ),
+    "data.answer_key": to("data.answer_key", by=answer_key),
     "data.apply_chat_template": to("data.chat_template", by=as_it_is),
     "env.*": NoEffect("text runs have no simulator"),
     "reward.use_reward_model": Refuses("learned reward models are not supported yet", fine=(False,)),
-    "reward.reward_type": Refuses("the data_source of a row chooses its rule", fine=("math",)),
-    "reward.reward_scale": Refuses("rewards are taken as the rule gives them", fine=(1, None)),
+    "reward.reward_type": to(
+        "data.data_source", by=only(("math",), "the data_source of a row chooses its rule; without one it is math")
+    ),
+    "reward.reward_scale": to("reward_model.reward_scale", by=lambda value, values: UNSET if value is None else value),
     "reward.tokenizer.*": NoEffect("rules read text, not tokens"),
 }  # fmt: skip
 """Every key of a text run that RLinf's PPO page and its PPO recipe name."""

@@ -92,6 +92,8 @@ class ActorConfig(Section):
     kl_loss_type: KlKind = "low_var_kl"
     """Estimator of that KL term; full is exact, over the vocabulary, and runs the reference in each update."""
     policy_loss: PolicyLossConfig
+    early_stop_imp_ratio: PositiveFloat | None = None
+    """A mini-batch whose mean importance ratio is above it makes no optimizer step; null: each does. (RLinf's key.)"""
     target_kl: PositiveFloat | None = None
     """Embodied runs: how far (KL) the passes over a rollout take the policy from the one that sampled it."""
     target_kl_control: Literal["stop", "lr"] = "stop"

@@ -103,7 +103,7 @@ class AlgorithmConfig(Section):
     lam: Fraction = 1.0
     """gae: lambda, between bias (0) and variance (1)."""
     normalize_advantages: bool = True
-    """Embodied runs, gae: bring the advantages of a rollout to mean 0 and variance 1."""
+    """gae: bring the advantages of a rollout to mean 0 and variance 1, as verl always does. (RLinf's key.)"""
     bootstrap_type: Literal["standard", "always"] = "standard"
     """Embodied runs: which episode ends count the value of their last state: time limits, or every end."""
     reward_type: Literal["action_level", "chunk_level"] = "action_level"

@@ -65,6 +65,10 @@ class DataConfig(Section):
     """Column with the conversation."""
     reward_fn_key: str = "data_source"
     """Column that names the reward."""
+    answer_key: str | None = None
+    """Column with the right answer, in files of RLinf's layout; null: reward_model.ground_truth. (RLinf's key.)"""
+    data_source: str | None = None
+    """data_source of rows that have none; null: every row must name its own. (tether's own key.)"""
     chat_template: str | None = None
     """Jinja chat template, as text, instead of the tokenizer's own. (tether's own key.)"""
     apply_chat_template_kwargs: Options

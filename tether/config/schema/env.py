@@ -34,6 +34,8 @@ class TrainEnvConfig(Section):
     """Step in this process, in subprocesses, or with the environment's own vector code; auto prefers the last."""
     num_workers: Positive | None = None
     """Threads of envpool, or processes of vectorization=subprocess; null: one a core."""
+    pipeline_stage_num: Positive = 1
+    """Parts of the environments that take turns: the policy decides for one while another steps. (RLinf's key.)"""
     group_size: Positive = 1
     """Environments in a row whose episodes begin in the same states: one group of the estimators that compare."""
     use_fixed_reset_state_ids: bool = False

@@ -130,6 +130,8 @@ class RewardModelConfig(Section):
     """Seconds a reward call may take; then it is stopped and counts as an error. (tether's own key.)"""
     max_error_rate: Fraction = 0.1
     """The run stops when more than this share of a step's rewards are errors. (tether's own key.)"""
+    reward_scale: float = 1.0
+    """Factor of every score in training, before punishment of length, normalisation and KL. (RLinf's key.)"""
     enable: bool = False
     """Score with a learned reward model."""
     model: RewardModelModelConfig

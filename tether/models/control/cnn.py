@@ -56,7 +56,7 @@ class Cnn(nn.Module):
         for asked in CNNS[kind]:
             layer = nn.Conv2d(channels, asked.channels, asked.kernel, asked.stride, asked.padding)
             nn.init.orthogonal_(layer.weight, self._activation.gain, generator=generator)
-            nn.init.zeros_(layer.bias)
+            nn.init.zeros_(layer.get_parameter("bias"))
             layers.append(layer)
             channels = asked.channels
             height, width = ((n + 2 * asked.padding - asked.kernel) // asked.stride + 1 for n in (height, width))
@@ -67,7 +67,7 @@ class Cnn(nn.Module):
 
     def forward(self, picture: Tensor) -> Tensor:
         """Bytes [..., C, H, W] -> [..., features]."""
-        x = picture.flatten(0, -4).to(self.layers[0].weight.dtype) / self._scale
+        x = picture.flatten(0, -4).to(next(self.parameters()).dtype) / self._scale
         for layer in self.layers:
             x = self._activation.apply(layer(x))
         return x.reshape(*picture.shape[:-3], self.features)

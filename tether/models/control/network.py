@@ -18,8 +18,16 @@ from tether.models.control.cnn import Cnn
 from tether.models.control.lstm import Lstm
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
 from tether.models.control.normalize import RunningNormalizer
-from tether.models.control.pictures import PICTURE
-from tether.models.control.spec import Memory, Observations, Passed, PolicySpec, Review, numbers_of, with_numbers
+from tether.models.control.spec import (
+    Memory,
+    Observations,
+    Passed,
+    PolicySpec,
+    Review,
+    numbers_of,
+    picture_of,
+    with_numbers,
+)
 
 
 class Torso(nn.Module):
@@ -49,7 +57,7 @@ class Torso(nn.Module):
         """
         x = numbers_of(obs)
         if self.cnn is not None:
-            x = torch.cat([self.cnn(obs[PICTURE]), x], dim=-1)
+            x = torch.cat([self.cnn(picture_of(obs)), x], dim=-1)
         for layer in self.hidden:
             x = self._activation.apply(layer(x))
         if self.lstm is None:
@@ -215,8 +223,7 @@ class NetworkPolicy(nn.Module):
         rows, of_each = len(obs), 1 if memory is None else memory.kept.shape[1]
         size = rows if self.micro_batch is None else max(1, self.micro_batch // of_each)
         for first in range(0, rows, size):
-            piece = slice(first, first + size)
-            yield obs[piece], None if memory is None else memory.each(lambda column, piece=piece: column[piece])
+            yield obs[first : first + size], None if memory is None else memory.rows(slice(first, first + size))
 
     def _kept(self, obs: Observations, memory: Memory | None) -> tuple[Tensor, Tensor | None]:
         """Outputs and values of the decisions that are kept."""

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head
-from tether.models.control.pictures import NUMBERS, Pictures
+from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
 
 Observations = Tensor | TensorDict
 """[..., O], or, where the policy sees pictures, what `Pictures` makes of it."""
@@ -78,6 +78,10 @@ class Memory:
         """The same change of each column."""
         return Memory(change(self.starts), change(self.state), change(self.kept))
 
+    def rows(self, which: slice | Tensor) -> Memory:
+        """Some of the sequences."""
+        return Memory(self.starts[which], self.state[which], self.kept[which])
+
 
 @dataclass(frozen=True)
 class Passed:
@@ -104,7 +108,15 @@ class Review:
 
 def numbers_of(obs: Observations) -> Tensor:
     """The numbers [..., O] of observations."""
-    return obs if isinstance(obs, Tensor) else obs[NUMBERS]
+    numbers: Tensor = obs if isinstance(obs, Tensor) else obs[NUMBERS]
+    return numbers
+
+
+def picture_of(obs: Observations) -> Tensor:
+    """The picture [..., C, H, W] of observations that have one."""
+    assert not isinstance(obs, Tensor)
+    picture: Tensor = obs[PICTURE]
+    return picture
 
 
 def with_numbers(obs: Observations, numbers: Tensor) -> Observations:

@@ -51,6 +51,11 @@ class VlaSpec:
         return FIRST_BYTE + BYTES + ACTION_BINS
 
     @property
+    def choices(self) -> tuple[int, ...]:
+        """Alternatives of each column of an action."""
+        return (ACTION_BINS,) * self.action_width
+
+    @property
     def action_tokens(self) -> int:
         """A = K * D."""
         return self.num_action_chunks * self.action_width

@@ -34,6 +34,8 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
     weights = torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None
     alpha = algorithm.lam_actor_alpha
     decoupled = alpha is not None or algorithm.lam_critic != algorithm.lam
+    # The other estimators that can whiten have a default of their own.
+    whitening = {"normalize_advantages": algorithm.normalize_advantages} if algorithm.adv_estimator == "gae" else {}
 
     def estimate(batch: TrainBatch) -> None:
         result = estimator(
@@ -52,6 +54,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
             lam=length_adaptive_lambda(batch.response_mask, alpha) if alpha else algorithm.lam,
             critic_lam=algorithm.lam_critic if decoupled else None,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            **whitening,
         )
         batch.advantages, batch.returns = result.advantages, result.returns
 
@@ -60,10 +63,11 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
 
 def build_reward_shaping(config: RunConfig) -> RewardShaping | None:
     """What changes scores; None where nothing does."""
-    penalty, how = _length_penalty(config), config.algorithm.normalize_rewards
-    if penalty is None and how == "none":
+    penalty, how, scale = _length_penalty(config), config.algorithm.normalize_rewards, config.reward_model.reward_scale
+    if penalty is None and how == "none" and scale == 1:
         return None
-    return RewardShaping(penalty, RunningRewardNormalizer() if how == "running" else None, per_batch=how == "batch")
+    running = RunningRewardNormalizer() if how == "running" else None
+    return RewardShaping(penalty, running, per_batch=how == "batch", scale=scale)
 
 
 def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
@@ -72,7 +76,7 @@ def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
         return None
     rollout = config.actor_rollout_ref.rollout
     greedy = SamplingParams(max_new_tokens=rollout.response_length, temperature=0.0, ignore_eos=rollout.ignore_eos)
-    return GreedyBaseline(greedy, _length_penalty(config))
+    return GreedyBaseline(greedy, _length_penalty(config), config.reward_model.reward_scale)
 
 
 def build_reward_components(config: RunConfig) -> RewardComponents | None:

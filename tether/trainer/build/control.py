@@ -14,9 +14,12 @@ from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
-from tether.envs.protocol import VectorEnv
+from tether.envs.protocol import DiscreteActions, VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.execution.machine import set_threads, usable_cores
 from tether.models.control.policy import ControlPolicy, Policy, load_policy
+from tether.models.control.spec import PolicySpec
+from tether.models.vla.spec import VlaSpec
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
@@ -67,7 +70,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
-        env = make_env(config.env.train, "env.train", _pacing(config), view_of(config))
+        env = make_training_env(config)
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
         if not isinstance(policy, ControlPolicy):
@@ -101,17 +104,31 @@ def identity_of(config: RunConfig) -> dict[str, str]:
 
 
 def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
-    """The test of an embodied configuration by a policy of this kind; `envs` closes its environments.
+    """The test of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Raises:
-        ValueError: see `make_env`; or what writes videos is not installed.
+        ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
     pacing = {"chunk": config.policy.num_action_chunks}
     env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
     envs.callback(env.close)
+    acted = acted_in(env, policy)
+    _check_fit(acted, policy.spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
-    return ControlEvaluation(acted_in(env, policy), test.num_episodes, test.seed, test.confidence, opened)
+    return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def _check_fit(env: VectorEnv | StagedEnv, spec: PolicySpec | VlaSpec) -> None:
+    """Refuse to test a policy where it cannot act."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {env.obs_dim} numbers and takes {env.actions}; the policy reads {spec.obs_dim} "
+        f"and {acts}. Name an environment like the one that it was trained in."
+    )
 
 
 def video_folder(config: RunConfig) -> Path:
@@ -138,13 +155,34 @@ def make_env(
     *,
     render: bool = False,
 ) -> VectorEnv:
-    """The environments of a section; for the arguments see `env_options`.
+    """The environments of a section.
+
+    Args:
+        section: of the configuration.
+        role: its name, for messages.
+        pacing: fields of `tether.envs.make.Pacing`.
+        view: fields of `tether.envs.make.View`.
+        render: the environments can show themselves.
 
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
     options = env_options(section, role, pacing, view, render=render)
     made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
+    return made
+
+
+def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
+    """The environments of ``env.train``.
+
+    Raises:
+        ValueError: see `make_env`.
+    """
+    train, role = config.env.train, "env.train"
+    if train.pipeline_stage_num == 1:
+        return make_env(train, role, _pacing(config), view_of(config))
+    options = env_options(train, role, _pacing(config), view_of(config))
+    made: StagedEnv = importlib.import_module("tether.envs.make").make_stages(options, train.pipeline_stage_num)
     return made
 
 
@@ -156,14 +194,7 @@ def env_options(
     *,
     render: bool = False,
 ) -> Any:
-    """The `tether.envs.make.EnvOptions` of a section.
-
-    Args:
-        section: of the configuration.
-        role: its name, for messages.
-        pacing: fields of `tether.envs.make.Pacing`.
-        view: fields of `tether.envs.make.View`.
-        render: the environments can show themselves.
+    """The `tether.envs.make.EnvOptions` of a section; for the arguments see `make_env`.
 
     Raises:
         ValueError: Gymnasium is not installed.
@@ -253,7 +284,7 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv | StagedEnv, policy: Policy) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,

@@ -72,7 +72,13 @@ def build_dataset(
             reward_fn_key=data.reward_fn_key,
         )
     else:
-        rows = load_rows(files, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key)
+        rows = load_rows(
+            files,
+            prompt_key=data.prompt_key,
+            reward_fn_key=data.reward_fn_key,
+            answer_key=data.answer_key,
+            data_source=data.data_source,
+        )
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -150,7 +151,7 @@ def build_actor(
             reference=reference if _needs_full_kl(actor) else None,
         ),
         loss=_policy_loss(actor, correction, config.data.max_response_length),
-        plan=update_plan(actor, rollout.n, config.trainer.seed),
+        plan=replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
         infer_forward=PolicyModel(
             model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
         ),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tether.envs.protocol import VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.models.control.cnn import SMALLEST
 
 Parts = tuple[tuple[int, int, int, int], ...]
 
 
-def find_pictures(env: VectorEnv, model_type: str) -> Parts:
+def find_pictures(env: VectorEnv | StagedEnv, model_type: str) -> Parts:
     """``PolicySpec.pictures``: those among the parts of an observation.
 
     Raises:
@@ -22,7 +23,11 @@ def find_pictures(env: VectorEnv, model_type: str) -> Parts:
             f"policy.model_type={model_type}: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out "
             "with env.train.drop_observations."
         )
-    return tuple((part.entries.start, *part.shape) for part in pictures)  # type: ignore[misc]
+    parts = []
+    for part in pictures:
+        height, width, channels = part.shape
+        parts.append((part.start, height, width, channels))
+    return tuple(parts)
 
 
 def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
@@ -43,7 +48,7 @@ def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
     return asked if asked != "auto" else "nature" if fits else "small"
 
 
-def refuse_texts(env: VectorEnv, model_type: str) -> None:
+def refuse_texts(env: VectorEnv | StagedEnv, model_type: str) -> None:
     """No policy of numbers and pictures reads a text.
 
     Raises:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from tether.config import RunConfig
 from tether.config.schema.env import VlaType
 from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.envs.staged import StagedEnv
 from tether.models.control.network import NetworkPolicy
 from tether.models.control.policy import ControlPolicy, Policy, load_policy, make_policy
 from tether.models.control.spec import PolicySpec
@@ -25,11 +27,12 @@ Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 OF_THE_START = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
 """Fields of a policy's shape in which the one that a run starts from may be another."""
 
+Envs = VectorEnv | StagedEnv
 _OTHERS = (ControlPolicy, NetworkPolicy)
 """Policies that choose no action tokens."""
 
 
-def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
+def start_policy(config: RunConfig, env: Envs) -> Policy:
     """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
 
     Raises:
@@ -44,7 +47,7 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
     return policy
 
 
-def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) -> Policy:
+def new_policy(config: RunConfig, env: Envs, bounds: Bounds | None = None) -> Policy:
     """A policy for the environment, with the weights of the seed.
 
     Args:
@@ -99,14 +102,18 @@ def saved_policy(path: Path, key: str) -> Policy:
     return load_policy(checkpoint / POLICY)
 
 
-def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv:
+def acted_in(env: Envs, policy: Policy) -> Envs:
     """The environments as the policy acts in them: with bins for actions, where it chooses action tokens."""
     bounds = bounds_of(policy)
-    if bounds is None:
+    if bounds is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != len(bounds[0]):
         return env
-    bins = importlib.import_module("tether.envs.bins")
-    made: VectorEnv = bins.BinnedEnv(env, bins.ActionBins(*bounds))
-    return made
+    module = importlib.import_module("tether.envs.bins")
+    wrap = partial(module.BinnedEnv, bins=module.ActionBins(*bounds))
+    if isinstance(env, StagedEnv):
+        env.wrap(wrap)
+        return env
+    wrapped: VectorEnv = wrap(env)
+    return wrapped
 
 
 def bounds_of(policy: Policy) -> Bounds | None:
@@ -116,7 +123,7 @@ def bounds_of(policy: Policy) -> Bounds | None:
     return policy.spec.low, policy.spec.high
 
 
-def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy:
+def _new_vla(config: RunConfig, env: Envs, bounds: Bounds | None) -> Policy:
     if not isinstance(env.actions, ContinuousActions):
         raise ValueError(
             f"policy.model_type={config.policy.model_type}: its action tokens stand for numbers, and the actions of "
