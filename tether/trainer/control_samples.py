@@ -120,7 +120,7 @@ def make_samples(
     obs = policy.normalized(rollout.obs)
     decided = (rollout.final_at[0] // chunk, rollout.final_at[1])
     final_obs = policy.normalized(rollout.final_obs)
-    said = policy.review(obs, rollout.actions, rollout.starts, rollout.state, final_obs, decided)
+    said = policy.review(obs, rollout.starts, rollout.state, final_obs, decided, rollout.actions)
     steps = _steps(rollout, rewards, valid, options.reward_level)
     values, estimate = _estimate(steps, said, options)
     lay = _Layout(valid.T[::chunk], in_sequences=policy.state_width > 0)

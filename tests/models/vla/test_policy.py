@@ -47,14 +47,14 @@ def test_what_is_said_of_a_rollout_is_what_is_trained_on(kind):
     noise = policy.head.noise((3, 3), torch.Generator().manual_seed(3)).double()
     actions = torch.stack([policy.act(obs[c], noise[c]) for c in range(3)])
     at = (torch.tensor([0, 2]), torch.tensor([1, 1]))
-    said = policy.review(obs, actions, torch.zeros(4, 3, dtype=torch.bool), torch.zeros(3, 0), final, at)
+    said = policy.review(obs, torch.zeros(4, 3, dtype=torch.bool), torch.zeros(3, 0), final, at, actions)
     rows, chosen = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
-    passed = policy.run(rows, chosen, None)
+    passed = policy.run(rows, None, chosen)
     torch.testing.assert_close(said.outputs.flatten(0, 1), passed.outputs)
     torch.testing.assert_close(said.values[:-1].flatten(0, 1), passed.values)
     torch.testing.assert_close(said.values[-1], policy.values(obs[-1]))
     torch.testing.assert_close(said.final_values, policy.values(final))
-    torch.testing.assert_close(policy.outputs(rows, chosen, None), passed.outputs)
+    torch.testing.assert_close(policy.outputs(rows, None, chosen), passed.outputs)
     columns = policy.head.evaluate(passed.outputs, chosen).log_probs
     torch.testing.assert_close(policy.log_probs(rows, chosen), columns)
     # What was sampled is the largest of score + noise.
@@ -108,7 +108,7 @@ def test_the_gradient_of_the_value_reaches_the_transformer():
     assert found["critic.layers.0.weight"].any()
     assert not found["model.language.model.layers.0.mlp.up_proj.weight"].any()  # a warm-up trains the critic alone
     obs, actions = look(3), bins(3)
-    passed = policy.run(obs, actions, None)
+    passed = policy.run(obs, None, actions)
     policy.backward(passed, None, torch.ones_like(passed.values))
     assert policy.model.language.model.layers[0].mlp.up_proj.weight.grad.any()
 
@@ -173,7 +173,7 @@ class TestLora:
         adapted = VlaPolicy(VlaSpec(model_type="openvla", **SPEC, lora_rank=2), seed=5).double()
         adapted.load_plain(plain.plain_state())
         obs, actions = look(4), bins(4)
-        torch.testing.assert_close(adapted.outputs(obs, actions, None), plain.outputs(obs, actions, None))
+        torch.testing.assert_close(adapted.outputs(obs, None, actions), plain.outputs(obs, None, actions))
         torch.testing.assert_close(adapted.values(obs), plain.values(obs))
         policy_side, critic = adapted.parameter_groups()
         names = {name for name, value in adapted.named_parameters() if any(value is one for one in policy_side)}
@@ -192,7 +192,7 @@ class TestLora:
         plain = make("openvla_oft", seed=9)
         plain.load_plain(adapted.plain_state())
         obs, actions = look(4), bins(4)
-        torch.testing.assert_close(plain.outputs(obs, actions, None), adapted.outputs(obs, actions, None))
+        torch.testing.assert_close(plain.outputs(obs, None, actions), adapted.outputs(obs, None, actions))
 
     def test_files_give_adapters_back(self, tmp_path):
         adapted = make("openvla", lora_rank=2).float()
@@ -200,4 +200,4 @@ class TestLora:
         loaded = load_policy(tmp_path / "policy")
         obs, actions = look(4).float(), bins(4)
         obs[PICTURE] = obs[PICTURE].to(torch.uint8)
-        assert torch.equal(loaded.outputs(obs, actions, None), adapted.outputs(obs, actions, None))
+        assert torch.equal(loaded.outputs(obs, None, actions), adapted.outputs(obs, None, actions))

@@ -140,11 +140,11 @@ class NetworkPolicy(nn.Module):
         return self.head.evaluate(outputs, actions).log_probs
 
     @torch.no_grad()
-    def outputs(self, obs: Observations, actions: Tensor, memory: Memory | None) -> Tensor:
+    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
         """Outputs [B, outputs], as `run`."""
         return torch.cat([self._kept(*piece)[0] for piece in self._pieces(obs, memory)])
 
-    def run(self, obs: Observations, actions: Tensor, memory: Memory | None) -> Passed:
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Passed:
         """Say something of B decisions, for `backward`.
 
         In micro-batches only what is said is kept, and `backward` passes forward again. So what the losses make of all
@@ -152,8 +152,8 @@ class NetworkPolicy(nn.Module):
 
         Args:
             obs: normalised, [B, ...]; with an LSTM [M, C, ...].
-            actions: those that were taken, for policies whose outputs depend on them.
             memory: with an LSTM: the rest; the B decisions that it keeps are the result.
+            actions: those that were taken, for policies whose outputs depend on them.
         """
         pieces = list(self._pieces(obs, memory))
         with torch.set_grad_enabled(len(pieces) == 1):
@@ -186,21 +186,21 @@ class NetworkPolicy(nn.Module):
     def review(
         self,
         obs: Observations,
-        actions: Tensor,
         starts: Tensor,
         state: Tensor,
         final_obs: Observations,
         final_at: tuple[Tensor, Tensor],
+        actions: Tensor | None = None,
     ) -> Review:
         """Pass over a rollout.
 
         Args:
             obs: normalised, [C + 1, M, ...].
-            actions: [C, M, K * D]: see `run`.
             starts: [C + 1, M]: decisions that begin an episode.
             state: [M, S]: before the first decision.
             final_obs: normalised, [F, ...]: last observations of episodes.
             final_at: [F], [F]: decision and column after which they were seen.
+            actions: [C, M, K * D]: see `run`.
         """
         columns = starts.shape[1]
         size = columns if self.micro_batch is None else max(1, self.micro_batch // len(starts))

@@ -77,11 +77,11 @@ class ControlPolicy(nn.Module):
         return self.head.evaluate(self.actor(obs), actions).log_probs
 
     @torch.no_grad()
-    def outputs(self, obs: Tensor, actions: Tensor, memory: Memory | None) -> Tensor:
+    def outputs(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
         """Outputs [B, outputs] of normalised observations [B, O]."""
         return self.actor(obs)
 
-    def run(self, obs: Tensor, actions: Tensor, memory: Memory | None) -> Passed:
+    def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Passed:
         """Say something of normalised observations [B, O], for `backward`."""
         hidden = self.actor.activations(obs)
         if self.critic is None:
@@ -110,11 +110,11 @@ class ControlPolicy(nn.Module):
     def review(
         self,
         obs: Tensor,
-        actions: Tensor,
         starts: Tensor,
         state: Tensor,
         final_obs: Tensor,
         final_at: tuple[Tensor, Tensor],
+        actions: Tensor | None = None,
     ) -> Review:
         """Pass over a rollout: normalised observations [C + 1, M, O] and [F, O]; see `NetworkPolicy.review`."""
         outputs = self.actor(obs[:-1].flatten(0, 1)).unflatten(0, (len(obs) - 1, -1))

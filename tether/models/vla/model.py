@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -129,6 +130,7 @@ class VlaModel(nn.Module):
         marks = embed(torch.tensor([[BEGIN, END]], device=numbers.device)).expand(rows, -1, -1)
         parts = [marks[:, :1]]
         if self.encoder is not None:
+            assert isinstance(obs, TensorDict)
             parts.append(self.encoder(obs[PICTURE]))
         if self.numbers is not None:
             parts.append(self.numbers(numbers[:, self._others])[:, None])

@@ -94,7 +94,7 @@ class VlaPolicy(nn.Module):
         return VlaActor(self)
 
     @torch.no_grad()
-    def outputs(self, obs: Observations, actions: Tensor, memory: Memory | None) -> Tensor:
+    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Tensor:
         """Outputs [B, A * bins]."""
         pieces = zip(obs.split(ROWS), actions.split(ROWS), strict=True)
         return torch.cat([self(*piece)[0] for piece in pieces])
@@ -103,11 +103,11 @@ class VlaPolicy(nn.Module):
     def review(
         self,
         obs: Observations,
-        actions: Tensor,
         starts: Tensor,
         state: Tensor,
         final_obs: Observations,
         final_at: tuple[Tensor, Tensor],
+        actions: Tensor,
     ) -> Review:
         """Pass over a rollout: observations [C + 1, M, ...] and [F, ...], actions [C, M, A]."""
         shape = actions.shape[:2]
@@ -119,7 +119,7 @@ class VlaPolicy(nn.Module):
         values = torch.cat([*(piece for _, piece in said if piece is not None), self.values(obs[-1])])
         return Review(outputs, values.unflatten(0, (len(obs), -1)), self.values(final_obs))
 
-    def run(self, obs: Observations, actions: Tensor, memory: Memory | None) -> Passed:
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Passed:
         """Say something of B decisions, for `backward`; see `tether.models.control.network.NetworkPolicy.run`."""
         pieces = list(self._pieces(obs, actions))
         with torch.set_grad_enabled(len(pieces) == 1):
