@@ -75,7 +75,8 @@ RUNS = {
         *MAZES, "policy.num_action_chunks=2", "env.train.rollout_epoch=2", "env.train.max_steps_per_rollout_epoch=32",
     ],
     "lstm in groups": [
-        *MAZES, "policy.share_critic=False", "algorithm.adv_estimator=grpo", "env.train.auto_reset=False", "env.train.group_size=2",
+        *MAZES, "policy.share_critic=False", "algorithm.adv_estimator=grpo", "env.train.auto_reset=False",
+        "env.train.group_size=2",
     ],
     "cnn and lstm": ["env.train.id=tether/Spot-v0", *CNN, *LSTM, f"{ACTOR}.target_kl=0.01"],
 }  # fmt: skip

@@ -8,7 +8,7 @@ import gymnasium
 
 
 class SuccessByReward(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Says in the infos that a task is solved, which MiniGrid and BabyAI say by a reward above 0 and by nothing else."""
+    """Says in the infos that a task is solved, which MiniGrid and BabyAI say by a reward above 0 only."""
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """See `gymnasium.Env.step`."""
