@@ -113,8 +113,9 @@ def test_the_gradient_of_the_value_reaches_the_transformer():
     assert policy.model.language.model.layers[0].mlp.up_proj.weight.grad.any()
 
 
-def test_masked_actions_have_no_part_in_gradients():
-    first, second = make("openvla_oft"), make("openvla_oft")
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_actions_have_no_part_in_gradients(kind):
+    first, second = make(kind), make(kind)
     given = samples(first)
     other = torch.where(given.mask.repeat_interleave(2, 1), given.actions, (given.actions + 9) % ACTION_BINS)
     learner(first).gradients(given, torch.Generator())

@@ -108,8 +108,7 @@ class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
     model_type: Literal["mlp_policy", "cnn_policy"] | VlaType = "mlp_policy"
-    """Kind of network: perceptrons; a convolutional network on what observations show as pictures of bytes; or a
-    transformer on pictures, numbers and a text, which writes action tokens one by one (openvla) or all at once."""
+    """Perceptrons, a CNN on pictures of bytes, or a transformer on pictures, numbers and a text (docs/vla.md)."""
     cnn_type: Literal["auto", "nature", "small"] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
     pixel_scale: PositiveFloat = 255.0

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 from tether.config import RunConfig
 from tether.config.schema.env import VlaType
@@ -102,6 +102,10 @@ def saved_policy(path: Path, key: str) -> Policy:
     return load_policy(checkpoint / POLICY)
 
 
+@overload
+def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv: ...
+@overload
+def acted_in(env: StagedEnv, policy: Policy) -> StagedEnv: ...
 def acted_in(env: Envs, policy: Policy) -> Envs:
     """The environments as the policy acts in them: with bins for actions, where it chooses action tokens."""
     bounds = bounds_of(policy)
