@@ -35,7 +35,9 @@ SPEED = NoEffect("changes speed, and no result")
 VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 SCRATCH = Refuses("control policies start untrained", fine=("", None))
-NO_SIMULATOR = "tether has no adapter of this simulator yet; with gymnasium or envpool, give the task as env.train.id"
+NO_SIMULATOR = (
+    "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
+)
 
 
 def training_steps(value: Any, values: Values) -> Any:
