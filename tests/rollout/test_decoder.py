@@ -33,7 +33,7 @@ def error(model: PreTrainedModel, decoder: Decoder) -> float:
     options = {"use_cache": False, "attention_layout": LAYOUT}
     expected = model(input_ids=ids, position_ids=positions, **options).logits[0]
     some = torch.tensor([6, 19])
-    assert decoder(ids, positions, LAYOUT, some).equal(found[some])
+    torch.testing.assert_close(decoder(ids, positions, LAYOUT, some), found[some], rtol=2e-2, atol=1e-6)
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
