@@ -7,6 +7,7 @@ from tether.config import ConfigError, load_config
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 CARTPOLE = "env.train.id=CartPole-v1"
+MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 
 
 def test_an_id_is_enough():
@@ -25,6 +26,26 @@ def test_defaults_are_those_of_the_task():
     assert mujoco.env.train.max_steps_per_rollout_epoch == 2048
     assert mujoco.policy.normalize_observations
     assert mujoco.actor_rollout_ref.actor.ppo_mini_batch_size == 64
+
+
+def test_defaults_are_those_of_the_policy():
+    policy = load_config(None, [CARTPOLE, "policy.model_type=cnn_policy"]).config.policy
+    assert (policy.hidden_dim, policy.num_layers, policy.activation, policy.share_critic) == (512, 1, "relu", True)
+    loaded = load_config(None, ["env.train.id=MiniGrid-DoorKey-5x5-v0"])
+    assert loaded.config.policy.model_type == "cnn_policy"
+    assert loaded.config.policy.hidden_dim == 128
+    assert loaded.config.env.train.drop_observations == ("mission",)
+    assert loaded.notes == ()
+    plain = load_config(None, ["env.train.id=minigrid:MiniGrid-Empty-5x5-v0", "policy.model_type=mlp_policy"])
+    assert plain.config.policy.share_critic is False
+    assert load_config(None, [CARTPOLE, "policy.pixel_scale=3"]).notes == (
+        "no effect: policy.pixel_scale=3.0 (policy.model_type is mlp_policy)",
+    )
+
+
+def test_micro_batches_are_mini_batches_unless_asked():
+    actor = load_config(None, [CARTPOLE, "policy.lstm_dim=8"]).config.actor_rollout_ref.actor
+    assert actor.ppo_micro_batch_size_per_gpu == actor.ppo_mini_batch_size == 256
 
 
 def test_the_user_goes_over_them():
@@ -73,10 +94,18 @@ def test_text_keys_are_said_to_do_nothing():
         ("env.train.group_size=3", "env.train.total_num_envs", "set it to a multiple of 3"),
         ("policy.num_action_chunks=3", "env.train.max_steps_per_rollout_epoch", "set it to 126"),
         ("policy.hidden_dims=3", "policy.hidden_dims", "did you mean policy.hidden_dim?"),
+        (
+            "env.train.max_steps_per_rollout_epoch=100 policy.lstm_dim=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "set it to a multiple of 100",
+        ),
+        (f"{MICRO}=64 policy.lstm_dim=8", MICRO, "set it to a multiple of 128"),
+        (f"{MICRO}=64", MICRO, "leave it out"),
+        (f"{MICRO}=512 policy.model_type=cnn_policy", MICRO, "leave it out"),
     ],
 )
 def test_contradictions(override, path, fix):
-    assert problems_of(CARTPOLE, override, base=[])[path].endswith(fix)
+    assert problems_of(CARTPOLE, *override.split(), base=[])[path].endswith(fix)
 
 
 WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.train.group_size=2"]

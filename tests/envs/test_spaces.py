@@ -50,7 +50,9 @@ def test_actions_by_hand():
     assert codec.decode(np.array([[-3, 3]], dtype=np.float32)).tolist() == [[[-1.0, 2.0]]]
 
 
-@pytest.mark.parametrize("space", [spaces.Text(5), spaces.Dict({"a": spaces.Graph(spaces.Discrete(2), None)})])
+@pytest.mark.parametrize(
+    "space", [spaces.Sequence(spaces.Discrete(2)), spaces.Dict({"a": spaces.Graph(spaces.Discrete(2), None)})]
+)
 def test_an_observation_that_is_no_number(space):
     with pytest.raises(ValueError, match=r"Odd-v0: no policy reads the observation space"):
         flat_size(space, "Odd-v0")

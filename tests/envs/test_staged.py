@@ -14,16 +14,16 @@ from tether.envs.staged import StagedEnv  # noqa: E402
 from tether.rollout.env import EnvCollector  # noqa: E402
 
 STEPS, ENVS = 30, 4
-COLUMNS = ("obs", "actions", "rewards", "terminated", "truncated", "valid", "final_obs")
+COLUMNS = ("obs", "actions", "rewards", "terminated", "truncated", "valid", "starts", "state", "final_obs")
 
 
-def act(obs, noise):
-    """Depends on what is seen, and on nothing else."""
-    return (obs[:, 2] + obs[:, 3] > 0).astype(np.int64)[:, None].repeat(2, axis=1)[:, : noise.shape[1]]
+def act(obs, noise, state):
+    """Depends on what is seen, and on nothing else; remembers how much that was."""
+    return (obs[:, 2] + obs[:, 3] > 0).astype(np.int64)[:, None].repeat(2, axis=1)[:, : noise.shape[1]], state + 1
 
 
 def collect(env, chunk):
-    collector = EnvCollector(env, STEPS, chunk=chunk)
+    collector = EnvCollector(env, STEPS, chunk=chunk, state_width=1)
     collector.restart(seed=3)
     noise = torch.zeros(1, STEPS // chunk, ENVS, chunk)
     rollouts = [vars(collector.collect(act, noise)) for _ in range(2)]
@@ -40,6 +40,7 @@ def test_stages_change_nothing(pacing):
         torch.testing.assert_close(staged[key], column, rtol=0, atol=0, msg=key)
     assert [at.tolist() for at in staged_finals] == [at.tolist() for at in finals]
     assert whole["truncated"].any()
+    assert whole["state"].max() > 0
 
 
 def test_envpool_is_staged_alike():
@@ -54,7 +55,7 @@ def test_envpool_is_staged_alike():
 class Waits:
     """A step ends when the policy has decided for the other stage, which it never does without overlap."""
 
-    id, num_envs, obs_dim, actions = "waits", 1, 1, DiscreteActions((2,))
+    id, num_envs, obs_dim, layout, actions = "waits", 1, 1, (), DiscreteActions((2,))
 
     def __init__(self, number, decided):
         self._number, self._decided = number, decided
@@ -74,9 +75,9 @@ class Waits:
 def test_the_policy_decides_while_environments_step():
     decided = [threading.Event(), threading.Event()]
 
-    def act(obs, noise):
+    def act(obs, noise, state):
         decided[int(obs[0, 0])].set()
-        return np.zeros((1, 1), dtype=np.int64)
+        return np.zeros((1, 1), dtype=np.int64), state
 
     env = StagedEnv([Waits(number, decided) for number in range(2)])
     collector = EnvCollector(env, 3)
@@ -94,6 +95,6 @@ def test_what_a_stage_raises_says_where():
     collector = EnvCollector(env, 3)
     collector.restart(0)
     with pytest.raises(RuntimeError, match="broken") as error:
-        collector.collect(lambda obs, noise: np.zeros((1, 1), dtype=np.int64), torch.zeros(1, 3, 2, 1))
+        collector.collect(lambda obs, noise, state: (np.zeros((1, 1), dtype=np.int64), state), torch.zeros(1, 3, 2, 1))
     assert "raised by waits at step 1" in error.value.__notes__[0]
     env.close()

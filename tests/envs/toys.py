@@ -79,6 +79,59 @@ class Recite(gymnasium.Env):
         return np.zeros(3, dtype=np.float32), reward, self._t == 3, False, {}
 
 
+class Spot(gymnasium.Env):
+    """One step an episode: a picture of 5 x 5 with one lit cell, whose column is the right action.
+
+    With `shift` a number stands beside the picture, and the right action is so many columns further on.
+    """
+
+    action_space = spaces.Discrete(5)
+
+    def __init__(self, channels_first=False, shift=False):
+        self._first, self._shift = channels_first, shift
+        picture = spaces.Box(0, 255, (3, 5, 5) if channels_first else (5, 5, 3), np.uint8)
+        self.observation_space = spaces.Dict({"picture": picture, "shift": spaces.Discrete(3)}) if shift else picture
+
+    def _draw(self):
+        row, self._column, channel = self.np_random.integers([5, 5, 3])
+        picture = self.np_random.integers(0, 60, (5, 5, 3), dtype=np.uint8)
+        picture[row, self._column, channel] = 255
+        picture = picture.transpose(2, 0, 1) if self._first else picture
+        self._by = int(self.np_random.integers(3)) if self._shift else 0
+        return {"picture": picture, "shift": self._by} if self._shift else picture
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._draw(), {}
+
+    def step(self, action):
+        reward = float(action == (self._column + self._by) % 5)
+        return self._draw(), reward, True, False, {}
+
+
+class TMaze(gymnasium.Env):
+    """A cue at the first step, and a fork at the last, where it says which way is right; nothing in between.
+
+    At the fork both ways look the same, so without a memory nobody is right more than half of the time.
+    """
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length=5):
+        self._length = length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._cue, self._t = int(self.np_random.integers(2)), 0
+        return np.array([2 * self._cue - 1, 0], dtype=np.float32), {}
+
+    def step(self, action):
+        self._t += 1
+        at_fork, done = self._t == self._length - 1, self._t == self._length
+        return np.array([0, at_fork], dtype=np.float32), float(done and action == self._cue), done, False, {}
+
+
 SPACES = {
     "discrete": spaces.Discrete(4, start=2),
     "multi-discrete": spaces.MultiDiscrete([3, 2]),
@@ -93,5 +146,7 @@ def register():
         return
     gymnasium.register("tether/Countdown-v0", entry_point=Countdown, max_episode_steps=5)
     gymnasium.register("tether/Recite-v0", entry_point=Recite)
+    gymnasium.register("tether/Spot-v0", entry_point=Spot)
+    gymnasium.register("tether/TMaze-v0", entry_point=TMaze)
     for name, space in SPACES.items():
         gymnasium.register(f"tether/Identity-{name}-v0", entry_point=Identity, kwargs={"space": space})

@@ -145,6 +145,7 @@ def control(folder: Path) -> Situation:
         f"trainer.default_local_dir={folder / 'control'}",
     ]  # fmt: skip
     in_envpool = ["env.train.id=CartPole-v1"]
+    in_pictures = ["env.train.id=tether/Spot-v0"]
     filmed = ["env.train.id=CartPole-v1", "trainer.total_training_steps=1"]
     whole_episodes = ["env.train.auto_reset=False"]
     video = "env.eval.video_cfg"
@@ -153,6 +154,8 @@ def control(folder: Path) -> Situation:
         "algorithm.rewards_upper_bound": whole_episodes,
         "algorithm.norm_adv_by_std_in_grpo": [*whole_episodes, "env.train.group_size=2"],
         **{f"{video}.{name}": filmed for name in ("save_video", "video_base_dir", "fps")},
+        "policy.cnn_type": in_pictures,
+        "policy.pixel_scale": in_pictures,
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
@@ -161,6 +164,7 @@ def control(folder: Path) -> Situation:
     }
     others = {
         "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
+        "env.train.drop_observations": ["[nothing]"],
         "trainer.device": ["cuda"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
     }

@@ -19,8 +19,8 @@ from tether.rollout.episodes import Episode, EpisodeTracker, episode_metrics  # 
 GAMMA = 0.9
 
 
-def act(obs, noise):
-    return np.zeros((len(obs), 1), dtype=np.int64)
+def act(obs, noise, state):
+    return np.zeros((len(obs), 1), dtype=np.int64), state
 
 
 def value(obs):
@@ -124,5 +124,5 @@ def test_what_an_environment_raises_says_where():
     collector.restart(seed=0)
     collector.collect(act, torch.zeros(1, 2, ENVS, 1))
     with pytest.raises(AssertionError) as error:
-        collector.collect(lambda obs, noise: act(obs, noise) + 7, torch.zeros(1, 2, ENVS, 1))
+        collector.collect(lambda obs, noise, state: (act(obs, noise, state)[0] + 7, state), torch.zeros(1, 2, ENVS, 1))
     assert error.value.__notes__ == ["raised by tether/Countdown-v0 at step 3 of its environments"]

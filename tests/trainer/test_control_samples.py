@@ -10,7 +10,6 @@ from tether.algorithms import masked_mean_ratio  # noqa: E402
 from tether.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
 from tether.envs.paced import PacedEnv  # noqa: E402
 from tether.envs.sync import SyncVectorEnv  # noqa: E402
-from tether.models.control.acting import Actor  # noqa: E402
 from tether.models.control.policy import ControlPolicy, PolicySpec  # noqa: E402
 from tether.rollout.env import EnvCollector, EnvRollout  # noqa: E402
 from tether.rollout.episodes import Episode  # noqa: E402
@@ -38,7 +37,7 @@ def countdown(policy, steps, chunk=1, epochs=1, **pacing):
     collector = EnvCollector(env, steps, chunk=chunk, epochs=epochs)
     collector.restart(0)
     noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
-    return collector.collect(Actor(policy), noise, () if pacing.get("auto_reset", True) else range(epochs))
+    return collector.collect(policy.acting(), noise, () if pacing.get("auto_reset", True) else range(epochs))
 
 
 def first(columns, decisions=3):
@@ -101,7 +100,7 @@ def test_chunks_of_one_are_no_chunks():
         collector = EnvCollector(PacedEnv(loop) if paced else loop, 60)
         collector.restart(5)
         noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
-        rollouts.append(collector.collect(Actor(policy), noise))
+        rollouts.append(collector.collect(policy.acting(), noise))
     plain, paced = (vars(rollout) for rollout in rollouts)
     assert plain["episodes"] == paced["episodes"] != ()
     for name in ("obs", "actions", "rewards", "terminated", "valid", "final_obs"):
@@ -122,6 +121,7 @@ def made_up(rewards, lengths, lost=()):
         actions=torch.zeros(steps, columns, 1, dtype=torch.int64),
         rewards=torch.where(valid, rewards, torch.nan),
         terminated=last, truncated=cut, valid=valid,
+        starts=torch.zeros(steps + 1, columns, dtype=torch.bool), state=torch.zeros(columns, 0),
         final_obs=torch.zeros(0, 1), final_at=(torch.zeros(0).long(), torch.zeros(0).long()), episodes=(),
     )  # fmt: skip
 

@@ -297,5 +297,5 @@ def test_the_kl_leads_the_learning_rate():
 def test_nothing_to_learn_from_is_no_update():
     policy = make_policy(SPECS["discrete"])
     learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, 1e-2)
-    nothing = next(make_samples(policy).split(1))._each(lambda column: column[:0])
+    nothing = next(make_samples(policy).split(1)).each(lambda column: column[:0])
     assert learner.update(nothing, 0, torch.Generator())["actor/epochs"] == 0

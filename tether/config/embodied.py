@@ -23,6 +23,7 @@ COMMON: Mapping[str, Any] = {
     "algorithm.gamma": 0.99,
     "algorithm.lam": 0.95,
     f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": f"${{{ACTOR}.ppo_mini_batch_size}}",
     f"{ACTOR}.ppo_epochs": 4,
     f"{ACTOR}.shuffle": True,
     f"{ACTOR}.clip_ratio_c": None,
@@ -61,6 +62,25 @@ CONTINUOUS: Mapping[str, Any] = {
     "policy.normalize_rewards": True,
     "trainer.total_env_steps": 1_000_000,
 }
+MINIGRID: Mapping[str, Any] = {
+    **DISCRETE,
+    "env.train.total_num_envs": 16,
+    # A text that is the same in all episodes of most tasks.
+    "env.train.drop_observations": ("mission",),
+    "policy.model_type": "cnn_policy",
+    "policy.hidden_dim": 128,
+    # The bytes are numbers of objects, up to 10, of colours and of states.
+    "policy.pixel_scale": 10.0,
+}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "cnn_policy": {
+        "policy.hidden_dim": 512,
+        "policy.num_layers": 1,
+        "policy.activation": "relu",
+        "policy.share_critic": True,
+    },
+}
+"""``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         (
@@ -69,6 +89,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         ),
         CONTINUOUS,
     ),
+    "*MiniGrid-*": MINIGRID,
     "*": DISCRETE,
 }  # fmt: skip
 """Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
@@ -78,7 +99,8 @@ READS = (
     "algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.normalize_advantages",
     "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_rewards", "algorithm.rewards_*", "algorithm.bootstrap_type",
     "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",
-    f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio*",
+    f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size*", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle",
+    f"{ACTOR}.clip_ratio*",
     f"{ACTOR}.entropy_coeff", f"{ACTOR}.target_kl*", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.*",
     f"{ACTOR}.policy_loss.*", f"{ACTOR}.tau_*", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor",
     "critic.cliprange_value", "critic.huber_delta", "critic.loss_coef", "critic.optim.lr",
@@ -101,7 +123,9 @@ def with_defaults(given: Given) -> Given:
         return given
     name = str(given[SWITCH].value)
     preset = next(values for pattern, values in PRESETS.items() if fnmatchcase(name, pattern))
-    return {key: Setting(value, SOURCE, -1) for key, value in {**COMMON, **preset}.items()} | given
+    model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
+    defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
+    return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | given
 
 
 def reads(path: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tether.config.advantage_rules import ADVANTAGE_RULES
 from tether.config.embodied_rules import RULES as TASK_RULES
+from tether.config.network_rules import NETWORK_RULES
 from tether.config.off_policy_rules import OFF_POLICY_RULES
 from tether.config.problems import Problem
 from tether.config.schema.optim import OptimConfig
@@ -264,6 +265,7 @@ EMBODIED_RULES: tuple[Rule, ...] = (
     policy_loss_is_aggregated_as_defined,
     clip_cov_bounds_enclose_something,
     *TASK_RULES,
+    *NETWORK_RULES,
 )
 
 

@@ -43,6 +43,7 @@ class Switch:
 EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
+CNN = Switch("policy.model_type", on=("cnn_policy",))
 VIDEO = Switch("env.eval.video_cfg.save_video", on=(True,))
 FILTER = Switch("algorithm.filter_rewards", on=(True,))
 GAE = Switch("algorithm.adv_estimator", on=("gae",))
@@ -147,6 +148,8 @@ SWITCHED: Mapping[str, Switch | None] = {
     "env.*": EMBODIED,
     "policy.clip_observations": OBS_NORM,
     "policy.clip_rewards": REWARD_NORM,
+    "policy.cnn_type": CNN,
+    "policy.pixel_scale": CNN,
     "policy.*": EMBODIED,
     "critic.enable": None,
     "critic.*": Switch("critic.enable", on=(True,)),

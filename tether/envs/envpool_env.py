@@ -9,7 +9,7 @@ from typing import Any
 import envpool
 from numpy.typing import NDArray
 
-from tether.envs.make import EnvOptions
+from tether.envs.make import EnvOptions, View
 from tether.envs.protocol import EnvStep, Floats
 from tether.envs.vector import GymnasiumVectorEnv
 
@@ -26,7 +26,8 @@ class EnvPool:
         self.id = id
         self._make = make
         self._pool = make(0)
-        self.num_envs, self.obs_dim, self.actions = self._pool.num_envs, self._pool.obs_dim, self._pool.actions
+        self.num_envs, self.actions = self._pool.num_envs, self._pool.actions
+        self.obs_dim, self.layout = self._pool.obs_dim, self._pool.layout
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""
@@ -58,6 +59,11 @@ def make_envpool(options: EnvOptions) -> EnvPool:
         raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
     if options.wrappers:
         raise ValueError(f"{options.role}.wrappers: envpool steps in C++, which wraps nothing. Use env_type=gymnasium.")
+    if options.view != View():
+        raise ValueError(
+            "env.train.drop_observations, env.train.frame_stack: envpool shows what it shows. Stack frames with "
+            f"{options.role}.init_params.stack_num, or use env_type=gymnasium."
+        )
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make(seed: int) -> GymnasiumVectorEnv:

@@ -14,7 +14,9 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
+from gymnasium.wrappers import FilterObservation, FrameStackObservation
 
+from tether.envs.minigrid import SuccessByReward
 from tether.envs.paced import PacedEnv
 from tether.envs.protocol import VectorEnv
 from tether.envs.staged import StagedEnv
@@ -34,6 +36,20 @@ ADAPTERS = {
     "metaworld": "tether.envs.metaworld_env",
 }
 """env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
+
+
+MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+"""Beginning of ids -> module that registers them."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What of an environment's observations is seen."""
+
+    drop: tuple[str, ...] = ()
+    """Parts of a Dict that are left out."""
+    frame_stack: int = 1
+    """Observations of so many last steps together."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,7 @@ class EnvOptions:
     init_params: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     """``module:Class`` of wrappers around each environment, the first innermost."""
+    view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
     first: int = 0
     """Number of the first environment, where these are a part of more."""
@@ -116,7 +133,8 @@ def make_stages(options: EnvOptions, stages: int) -> StagedEnv:
 
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     spec = _find(options)
-    needs_loop = options.pacing != Pacing() or options.ignore_terminations or bool(options.wrappers)
+    paced = options.pacing != Pacing()
+    needs_loop = paced or options.ignore_terminations or bool(options.wrappers) or options.view != View()
     own_code = spec.vector_entry_point is not None and not needs_loop
     if options.vectorization == "vector" or (options.vectorization == "auto" and own_code and options.num_envs >= 8):
         if not own_code:
@@ -153,12 +171,13 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Some environments in a loop; a module's function, so that it can be sent to a process."""
-    make = partial(_make_one, options)
+    make = partial(make_one, options)
     ignore = options.ignore_terminations
     return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds, first=options.first)
 
 
-def _make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
+def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
+    """Make one environment as those that `make_vector_env` steps together, which says what it raises."""
     try:
         if options.env_type == "gymnasium":
             env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
@@ -171,13 +190,31 @@ def _make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
         raise ValueError(
             f"{options.role}.init_params: {options.id} does not take its arguments ({error}). {fix}"
         ) from error
+    if options.id.rpartition(":")[2].startswith(tuple(MODULES)):
+        env = SuccessByReward(env)
     for name in options.wrappers:
         env = _wrapped(env, name, options.role)
+    env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
 
 
 def _adapter(options: EnvOptions) -> ModuleType:
     return importlib.import_module(ADAPTERS[options.env_type])
+
+
+def _seen(env: gymnasium.Env[Any, Any], options: EnvOptions) -> gymnasium.Env[Any, Any]:
+    view, space = options.view, env.observation_space
+    if view.drop:
+        names = list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else []
+        missing = [name for name in view.drop if name not in names]
+        if missing:
+            has = f"only {', '.join(names)}" if names else "one part only"
+            raise ValueError(
+                f"env.train.drop_observations: {options.id} shows no {missing[0]}, but {has}. Correct the name, or "
+                "set env.train.drop_observations=[]."
+            )
+        env = FilterObservation(env, [name for name in names if name not in view.drop])
+    return env if view.frame_stack == 1 else FrameStackObservation(env, view.frame_stack)
 
 
 def _wrapped(env: gymnasium.Env[Any, Any], name: str, role: str) -> gymnasium.Env[Any, Any]:
@@ -209,6 +246,7 @@ def _arguments(options: EnvOptions) -> dict[str, Any]:
 def _find(options: EnvOptions) -> EnvSpec:
     """The registered environment; ``module:Name-v0`` imports the module first."""
     module, _, name = options.id.rpartition(":")
+    module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module:
         importlib.import_module(module)
     if name in gymnasium.registry:

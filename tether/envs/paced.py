@@ -38,7 +38,8 @@ class PacedEnv:
         first: int = 0,
     ) -> None:
         self._env = env
-        self.id, self.num_envs, self.obs_dim, self.actions = env.id, env.num_envs, env.obs_dim, env.actions
+        self.id, self.num_envs, self.actions = env.id, env.num_envs, env.actions
+        self.obs_dim, self.layout = env.obs_dim, env.layout
         self._chunk, self._auto_reset = chunk, auto_reset
         self._group_size, self._fixed_seed, self._first = group_size, fixed_seed, first
 

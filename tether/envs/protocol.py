@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,28 @@ ActionSpec = DiscreteActions | ContinuousActions
 
 
 @dataclass(frozen=True)
+class ObsPart:
+    """One stretch of a flat observation."""
+
+    name: str
+    """Key in the Dict that the environment gives, keys of a nested one joined by dots; of a plain space ``state`` or
+    ``image``; of a text always ``task``."""
+    kind: Literal["vector", "image", "text"]
+    shape: tuple[int, ...]
+    """(n,) numbers; (height, width, channels) of a picture of bytes; (longest,) bytes of a text, zeros behind it."""
+    start: int
+    """Entry at which it begins."""
+
+    @property
+    def entries(self) -> slice:
+        """Where it is in a row."""
+        return slice(self.start, self.start + math.prod(self.shape))
+
+
+ObsLayout = tuple[ObsPart, ...]
+
+
+@dataclass(frozen=True)
 class EnvStep:
     """What one step of N environments gave. The arrays may be overwritten by the next step."""
 
@@ -65,6 +88,7 @@ class VectorEnv(Protocol):
     num_envs: int
     obs_dim: int
     """O: entries of a flat observation."""
+    layout: ObsLayout
     actions: ActionSpec
 
     def reset(self, seed: int) -> Floats:
@@ -94,6 +118,7 @@ class HeldEnv(Protocol):
     id: str
     num_envs: int
     obs_dim: int
+    layout: ObsLayout
     actions: ActionSpec
 
     def begin(self, seeds: Mapping[int, int | None]) -> Floats:

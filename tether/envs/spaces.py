@@ -14,7 +14,7 @@ from tether.envs.protocol import ActionSpec, ContinuousActions, DiscreteActions,
 
 
 def flat_size(space: Space[Any], env_id: str) -> int:
-    """Entries of a flat observation: choices count one for each alternative.
+    """Entries of a flat observation: choices count one for each alternative, texts one for each byte.
 
     Raises:
         ValueError: the space holds something that is no number.
@@ -24,6 +24,8 @@ def flat_size(space: Space[Any], env_id: str) -> int:
             return int(np.prod(space.shape))
         case spaces.Discrete():
             return int(space.n)
+        case spaces.Text():
+            return int(space.max_length)
         case spaces.MultiDiscrete():
             return int(space.nvec.sum())
         case spaces.Dict():
@@ -32,13 +34,23 @@ def flat_size(space: Space[Any], env_id: str) -> int:
             return sum(flat_size(inner, env_id) for inner in space.spaces)
     raise ValueError(
         f"{env_id}: no policy reads the observation space {space}. Use Box, Discrete, MultiDiscrete, MultiBinary, "
-        "or Dict and Tuple of these."
+        "Text, or Dict and Tuple of these; or leave a part of a Dict out with env.train.drop_observations."
     )
 
 
 def flatten(space: Space[Any], obs: Any, rows: int) -> Floats:
-    """Lay `rows` observations of a space out as [rows, `flat_size`]: choices one-hot, parts of a Dict by its order."""
+    """Lay `rows` observations of a space out as [rows, `flat_size`].
+
+    Choices are one-hot, pictures [height, width, channels], and the parts of a Dict in its order.
+
+    Raises:
+        ValueError: a text is longer than its space allows.
+    """
     match space:
+        case spaces.Box() if is_picture(space):
+            return as_picture(np.asarray(obs).reshape(rows, *space.shape)).astype(np.float32).reshape(rows, -1)
+        case spaces.Text():
+            return np.stack([text_codes(text, space.max_length) for text in np.asarray(obs).reshape(rows).tolist()])
         case spaces.Discrete():
             return _one_hot(np.asarray(obs).reshape(rows, 1) - space.start, [int(space.n)])
         case spaces.MultiDiscrete():
@@ -49,6 +61,29 @@ def flatten(space: Space[Any], obs: Any, rows: int) -> Floats:
         case spaces.Tuple():
             return np.concatenate([flatten(inner, obs[i], rows) for i, inner in enumerate(space.spaces)], axis=1)
     return np.asarray(obs, dtype=np.float32).reshape(rows, -1)
+
+
+def is_picture(space: Space[Any]) -> bool:
+    """Whether a space holds bytes in two to four dimensions."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
+
+
+def as_picture(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Bring pictures to [rows, height, width, channels].
+
+    They come as [rows, height, width]; as [rows, height, width, channels]; as [rows, channels, height, width], which is
+    meant where the last axis is longer than 4 and the first the shortest; or with a stack of frames before either,
+    which become channels.
+    """
+    if pixels.ndim == 3:
+        return pixels[..., None]
+    *_, first, second, third = pixels.shape
+    if third > 4 and first < min(second, third):
+        pixels = np.moveaxis(pixels, -3, -1)
+    if pixels.ndim == 4:
+        return pixels
+    rows, frames, height, width, channels = pixels.shape
+    return np.moveaxis(pixels, 1, 3).reshape(rows, height, width, frames * channels)
 
 
 @dataclass(frozen=True)
@@ -100,6 +135,22 @@ class ActionCodec:
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
+    def encode(self, action: Any) -> NDArray[Any]:
+        """The row [width] that `decode` makes this action of the space from.
+
+        Raises:
+            ValueError: it is of another shape.
+        """
+        given = np.asarray(action)
+        if given.shape != (self.space.shape or ()):
+            raise ValueError(f"{self.env_id}: an action of shape {given.shape} is none of {self.space}")
+        match self.space:
+            case spaces.Discrete() | spaces.MultiDiscrete():
+                return np.asarray(given - self.space.start, dtype=np.int64).reshape(-1)
+            case spaces.Box():
+                return given.astype(np.float32).reshape(-1)
+        return given.astype(np.int64).reshape(-1)
+
 
 def check_finite(actions: NDArray[Any], env_id: str) -> None:
     """Refuse actions [N, width] that hold a number that is not finite.
@@ -115,6 +166,18 @@ def check_finite(actions: NDArray[Any], env_id: str) -> None:
             "out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
             "actor_rollout_ref.actor.target_kl."
         )
+
+
+def text_codes(text: str, size: int) -> Floats:
+    """The bytes of a text as `size` numbers, zeros behind it.
+
+    Raises:
+        ValueError: it is longer.
+    """
+    codes = text.encode()
+    if len(codes) > size:
+        raise ValueError(f"the text {text!r} has {len(codes)} bytes, more than its space allows ({size})")
+    return np.frombuffer(codes.ljust(size, b"\0"), dtype=np.uint8).astype(np.float32)
 
 
 def _one_hot(numbers: NDArray[Any], choices: list[int]) -> Floats:

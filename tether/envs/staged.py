@@ -25,7 +25,7 @@ class StagedEnv:
 
     def __init__(self, stages: Sequence[VectorEnv]) -> None:
         first = stages[0]
-        self.id, self.obs_dim, self.actions = first.id, first.obs_dim, first.actions
+        self.id, self.obs_dim, self.layout, self.actions = first.id, first.obs_dim, first.layout, first.actions
         self.num_envs = sum(stage.num_envs for stage in stages)
         ends = accumulate((stage.num_envs for stage in stages), initial=0)
         self.parts = [slice(begin, end) for begin, end in pairwise(ends)]

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from tether.envs.layout import layout_of
 from tether.envs.protocol import EnvStep, Floats
 from tether.envs.spaces import ActionCodec, flat_size, flatten
 
@@ -51,6 +52,7 @@ class SyncVectorEnv:
         self._waiting = np.full(num_envs, holds)
         self.actions = self._codec.spec
         self.obs_dim = flat_size(self._space, id)
+        self.layout = layout_of(self._space, id)
         self._obs = np.zeros((num_envs, self.obs_dim), dtype=np.float32)
         self._final_obs = np.zeros_like(self._obs)
         self._reward = np.zeros(num_envs, dtype=np.float32)

@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
+from tether.envs.layout import layout_of
 from tether.envs.protocol import EnvStep, Flags, Floats
 from tether.envs.spaces import ActionCodec, flat_size, flatten
 
@@ -35,6 +36,7 @@ class GymnasiumVectorEnv:
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.actions = self._codec.spec
         self.obs_dim = flat_size(self._space, id)
+        self.layout = layout_of(self._space, id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Floats:

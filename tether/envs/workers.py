@@ -58,7 +58,8 @@ class WorkerVectorEnv:
     ) -> None:
         probe = make(1)  # here, so that what is wrong with the environment is raised here
         probe.close()
-        self.id, self.num_envs, self.obs_dim, self.actions = id, num_envs, probe.obs_dim, probe.actions
+        self.id, self.num_envs, self.actions = id, num_envs, probe.actions
+        self.obs_dim, self.layout = probe.obs_dim, probe.layout
         self._make, self._holds, self._first = make, holds, first
         self._context: BaseContext = multiprocessing.get_context()
         self._seed = 0

@@ -7,7 +7,7 @@ environments, one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.envs.staged import OneStage, StagedEnv
+from tether.models.control.acting import Act
+from tether.models.control.pictures import Pictures
+from tether.models.control.spec import Observations
 from tether.rollout.episodes import Episode, EpisodeTracker
-
-Act = Callable[[Floats, Floats | None], NDArray[Any]]
-"""(observations [N, O], noise [N, ...] or None for the likeliest) -> actions of a chunk [N, K * width]."""
+from tether.rollout.observations import ObservationBuffer
 
 Finals = list[tuple[int, int, Floats]]
 """(step, environment, last observation of its episode)."""
@@ -31,8 +32,8 @@ Finals = list[tuple[int, int, Floats]]
 class EnvRollout:
     """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
 
-    obs: Tensor
-    """[C + 1, M, O]: before each decision, and after the last step."""
+    obs: Observations
+    """[C + 1, M, ...]: before each decision, and after the last step."""
     actions: Tensor
     """[C, M, K * width]: the actions of a chunk one after the other."""
     rewards: Tensor
@@ -43,8 +44,12 @@ class EnvRollout:
     """[T, M]"""
     valid: Tensor
     """[T, M]: False where no action was carried out."""
-    final_obs: Tensor
-    """[F, O]: last observations of the episodes whose end is bootstrapped."""
+    starts: Tensor
+    """[C + 1, M]: decisions that begin an episode. Where none was carried out, the next one does, too."""
+    state: Tensor
+    """[M, S]: of the policy's memory, before the first decision."""
+    final_obs: Observations
+    """[F, ...]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
     """[F], [F]: step and column of each."""
     episodes: tuple[Episode, ...]
@@ -65,17 +70,19 @@ class EnvRollout:
 class _Rows:
     """Columns of the buffers."""
 
-    obs: Floats
+    obs: ObservationBuffer
     actions: NDArray[Any]
     rewards: Floats
     terminated: Flags
     truncated: Flags
     valid: Flags
+    starts: Flags
     success: Flags
 
     def part(self, columns: slice) -> _Rows:
         """Some of the columns."""
-        return _Rows(**{name: column[:, columns] for name, column in vars(self).items()})
+        others = {name: column[:, columns] for name, column in vars(self).items() if name != "obs"}
+        return _Rows(obs=self.obs.part(columns), **others)
 
 
 class EnvCollector:
@@ -87,6 +94,8 @@ class EnvCollector:
         chunk: K.
         epochs: E.
         bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
+        pictures: what the policy sees as a picture.
+        state_width: S, of the policy's memory.
     """
 
     def __init__(
@@ -97,6 +106,8 @@ class EnvCollector:
         chunk: int = 1,
         epochs: int = 1,
         bootstrap_terminations: bool = False,
+        pictures: Pictures | None = None,
+        state_width: int = 0,
     ) -> None:
         assert steps % chunk == 0, (steps, chunk)
         self.env = env
@@ -108,23 +119,29 @@ class EnvCollector:
         shape = (steps, epochs * env.num_envs)
         decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = torch.zeros(steps + 1, epochs * env.num_envs, env.obs_dim)
+        self._obs = ObservationBuffer.allocate((steps + 1, shape[1]), env.obs_dim, pictures)
         self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
+        self._starts = torch.zeros(decisions[0] + 1, shape[1], dtype=torch.bool)
+        self._states = torch.zeros(shape[1], state_width)
         self._rows = _Rows(
-            self._obs.numpy(),
+            self._obs,
             self._actions.numpy(),
             self._rewards.numpy(),
             self._terminated.numpy(),
             self._truncated.numpy(),
             self._valid.numpy(),
+            self._starts.numpy(),
             np.zeros(shape, dtype=np.bool_),
         )
         self._tells_success = False
         self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
+        self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
+        self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
+        """The next decision that is carried out begins an episode."""
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
@@ -136,8 +153,10 @@ class EnvCollector:
         return self.epochs, self.steps // self.chunk, self.env.num_envs
 
     def restart(self, seed: int) -> None:
-        """Begin new episodes everywhere; what was unfinished is dropped."""
+        """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
         self._now = self.env.reset(seed).copy()
+        self._state.fill(0)
+        self._fresh.fill(True)
         self._tracker = EpisodeTracker(self.env.num_envs)
 
     def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
@@ -161,13 +180,15 @@ class EnvCollector:
             episodes += ended
         rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
         return EnvRollout(
-            self._obs[:: self.chunk],
+            self._obs.tensors[:: self.chunk],
             self._actions,
             self._rewards,
             self._terminated,
             self._truncated,
             self._valid,
-            torch.from_numpy(rows),
+            self._starts,
+            self._states,
+            self._obs.pack(rows),
             (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
             tuple(episodes),
         )
@@ -177,7 +198,8 @@ class EnvCollector:
         envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
         rows = self._rows.part(columns)
-        rows.obs[0] = self._now
+        rows.obs.write(0, self._now)
+        self._states.numpy()[columns] = self._state
         rows.valid.fill(True)
         rows.success.fill(False)
         self._tells_success = False
@@ -190,7 +212,7 @@ class EnvCollector:
                 actions = play.send(self._receive(stage, t))
                 if t + 1 < self.steps:
                     self._stages.send(stage, actions)
-        self._now = rows.obs[-1].copy()
+        rows.starts[-1] = self._fresh
         self._check(rows.obs, rows.rewards, finals)
         self._done += self.steps
         success = rows.success if self._tells_success else None
@@ -202,19 +224,25 @@ class EnvCollector:
     ) -> Generator[NDArray[Any], EnvStep, None]:
         """Fill the columns of one stage: gives the actions of each step, takes what came of them."""
         width, rows, noise = self.env.actions.width, all_rows.part(part), noise[:, part]
+        state, fresh = self._state[part], self._fresh[part]
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
-                rows.actions[decision] = act(rows.obs[t], noise[decision])
+                rows.starts[decision] = fresh
+                state[fresh] = 0.0
+                rows.actions[decision], state[:] = act(rows.obs.read(t), noise[decision], state)
             step = yield rows.actions[decision][:, k * width : (k + 1) * width]
-            rows.obs[t + 1], rows.rewards[t] = step.obs, step.reward
+            rows.obs.write(t + 1, step.obs)
+            rows.rewards[t] = step.reward
             rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
             if step.valid is not None:
                 rows.valid[t] = step.valid
+            fresh[:] = (fresh & ~rows.valid[t]) | step.terminated | step.truncated
             if step.final_obs is not None:
                 finals += [(t, part.start + n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
                 self._tells_success, rows.success[t] = True, step.success
+        self._now[part] = step.obs
         yield rows.actions[-1]  # not carried out
 
     def _receive(self, stage: int, t: int) -> EnvStep:
@@ -236,8 +264,9 @@ class EnvCollector:
             cut = cut & step.valid
         return np.flatnonzero(cut).tolist()
 
-    def _check(self, obs: Floats, rewards: Floats, finals: Finals) -> None:
-        bad = [(t, n, f"entry {entry} of the observation is {obs[t + 1, n, entry]}") for t, n, entry in _bad(obs[1:])]
+    def _check(self, obs: ObservationBuffer, rewards: Floats, finals: Finals) -> None:
+        numbers = obs.numbers[1:]
+        bad = [(t, n, f"entry {obs.entry(i)} of the observation is {numbers[t, n, i]}") for t, n, i in _bad(numbers)]
         bad += [(t, n, f"the reward is {rewards[t, n]}") for t, n in _bad(rewards)]
         bad += [
             (t, n, f"entry {entry} of the last observation is {row[entry]}")

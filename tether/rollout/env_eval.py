@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tether.envs.protocol import VectorEnv
-from tether.rollout.env import Act
+from tether.models.control.acting import Act
 from tether.rollout.episodes import Episode, EpisodeTracker
 
 
@@ -20,6 +20,7 @@ def evaluate(
     *,
     chunk: int = 1,
     watch: Callable[[], None] | None = None,
+    state_width: int = 0,
 ) -> list[Episode]:
     """Play `num_episodes` episodes with the likeliest actions.
 
@@ -34,18 +35,23 @@ def evaluate(
         progress: called with (episodes done, episodes in all).
         chunk: actions that the policy decides on at once.
         watch: called at the start and after each step.
+        state_width: of the policy's memory, which each episode begins without.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
     wanted[: num_episodes % env.num_envs] += 1
     tracker = EpisodeTracker(env.num_envs)
     obs, episodes = env.reset(seed), list[Episode]()
+    state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
     if watch is not None:
         watch()
     while wanted.any():
-        for actions in np.split(act(obs, None), chunk, axis=1):
+        state[fresh] = 0.0
+        chosen, state = act(obs, None, state)
+        for actions in np.split(chosen, chunk, axis=1):
             step = env.step(actions)
             ended = step.terminated | step.truncated
             valid = np.ones_like(ended) if step.valid is None else step.valid
+            fresh = (fresh & ~valid) | ended
             success = None if step.success is None else step.success[None]
             finished = tracker.add(step.reward[None], ended[None], valid[None], success)
             for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):

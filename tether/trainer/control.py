@@ -17,8 +17,8 @@ import torch
 from tether.envs.protocol import VectorEnv
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
-from tether.models.control.acting import Actor
-from tether.models.control.policy import ControlPolicy
+from tether.models.control.policy import Policy
+from tether.models.control.spec import numbers_of
 from tether.rollout.env import EnvCollector
 from tether.rollout.env_eval import evaluate
 from tether.rollout.episodes import Episode, episode_metrics
@@ -44,9 +44,7 @@ class ControlEvaluation:
     open_video: OpenVideo | None = None
     """Records the first environment; None: nothing is recorded."""
 
-    def run(
-        self, policy: ControlPolicy, name: str, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, float]:
+    def run(self, policy: Policy, name: str, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
         """Metrics of episodes without noise.
 
         Args:
@@ -57,7 +55,14 @@ class ControlEvaluation:
         chunk = policy.spec.num_action_chunks
         with self.open_video(name) if self.open_video else nullcontext() as watch:
             episodes = evaluate(
-                self.env, Actor(policy), self.num_episodes, self.seed, progress, chunk=chunk, watch=watch
+                self.env,
+                policy.acting(),
+                self.num_episodes,
+                self.seed,
+                progress,
+                chunk=chunk,
+                watch=watch,
+                state_width=policy.state_width,
             )
         return episode_metrics(episodes, "eval", self.confidence)
 
@@ -66,7 +71,7 @@ class ControlEvaluation:
 class ControlTrainer:
     """All parts of an embodied run; `tether.trainer.build.control` makes one from a configuration."""
 
-    policy: ControlPolicy
+    policy: Policy
     collector: EnvCollector
     learner: ControlLearner
     rewards: RewardShaping
@@ -97,7 +102,7 @@ class ControlTrainer:
         with time("step"):
             with time("gen"):
                 noise = self.policy.head.noise(self.collector.noise_shape, generator(self.seed, number, "noise"))
-                rollout = self.collector.collect(Actor(self.policy), noise, self._start_seeds(number))
+                rollout = self.collector.collect(self.policy.acting(), noise, self._start_seeds(number))
             with time("adv"):
                 samples, metrics = make_samples(rollout, self.rewards(rollout), self.policy, self.options)
             with time("update_actor"):
@@ -105,7 +110,8 @@ class ControlTrainer:
                 train_policy = self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", 0.0))
                 metrics |= self.learner.update(samples, number - 1, order, train_policy=train_policy)
             if self.policy.normalizer:  # for the next rollout: this one was sampled, and learned from, without
-                self.policy.normalizer.update(rollout.obs[:-1].flatten(0, 1)[rollout.decided.flatten()])
+                numbers = numbers_of(rollout.obs)[:-1]
+                self.policy.normalizer.update(numbers.flatten(0, 1)[rollout.decided.flatten()])
         self.step_number = number
         taken = int(rollout.valid.sum())
         self.env_steps += taken

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tether.models.control.policy import ControlPolicy, save_policy
+from tether.models.control.policy import Policy, save_policy
 from tether.training.checkpoint import CheckpointStore, save_state
 
 POLICY = "policy"
@@ -31,7 +31,7 @@ class ControlPersistence:
     """Key of the configuration -> value that must not change between the runs of a checkpoint."""
     run_yaml: str
 
-    def save(self, step: int, policy: ControlPolicy, learner: dict[str, Any], trainer: dict[str, Any]) -> Path:
+    def save(self, step: int, policy: Policy, learner: dict[str, Any], trainer: dict[str, Any]) -> Path:
         """Write the checkpoint of a step; see `CheckpointStore.save`."""
 
         def write(folder: Path) -> None:

@@ -22,7 +22,8 @@ from tether.algorithms import (
     masked_whiten,
 )
 from tether.metrics.data import group_metrics
-from tether.models.control.policy import ControlPolicy
+from tether.models.control.policy import Policy
+from tether.models.control.spec import Memory, Observations, Review, numbers_of, with_numbers
 from tether.rollout.env import EnvRollout
 from tether.training.levels import Level, at_level, per_column
 from tether.training.samples import Samples
@@ -65,9 +66,41 @@ class _Steps:
     """Step and column of what is bootstrapped."""
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """How what C decisions in M columns have becomes rows of samples: [S, ...] of those that are kept, or, to be cut
+    into sequences, [M * C, ...] of all."""
+
+    kept: Tensor
+    """[C, M]: decisions that are learned from."""
+    in_sequences: bool
+
+    def decisions(self, of: Observations) -> Any:
+        """Rows of what is [C, M, ...]."""
+        if self.in_sequences:
+            return of.transpose(0, 1).flatten(0, 1)
+        return of.flatten(0, 1)[self.kept.flatten()]
+
+    def columns(self, of: Tensor) -> Tensor:
+        """Rows [..., R / C] of what is [M, R]."""
+        return self.decisions(of.unflatten(1, (len(self.kept), -1)).transpose(0, 1))
+
+    def sequences(self, samples: Samples, starts: Tensor, state: Tensor) -> Samples:
+        """Cut rows of all decisions into the columns [M, C, ...] in which something is kept.
+
+        What a decision saw that is not kept is set to zero, so that it has no part in any gradient.
+        """
+        kept = self.kept.T
+        some = kept.any(dim=1)
+        numbers = torch.where(kept.flatten()[:, None], numbers_of(samples.obs), 0.0)
+        samples = replace(samples, obs=with_numbers(samples.obs, numbers))
+        samples = samples.each(lambda column: column.unflatten(0, kept.shape)[some])
+        return replace(samples, memory=Memory(starts[:-1].T, state, kept).rows(some))
+
+
 @torch.no_grad()
 def make_samples(
-    rollout: EnvRollout, rewards: Tensor, policy: ControlPolicy, options: SampleOptions
+    rollout: EnvRollout, rewards: Tensor, policy: Policy, options: SampleOptions
 ) -> tuple[Samples, dict[str, float]]:
     """Value what the policy saw, estimate advantages, and lay the decisions that were carried out as rows.
 
@@ -82,31 +115,30 @@ def make_samples(
     Returns:
         The samples, and metrics of the rollout.
     """
-    chunk, decisions = rollout.chunk, len(rollout.actions)
+    chunk = rollout.chunk
     valid, metrics = _valid(rollout, options)
     obs = policy.normalized(rollout.obs)
+    decided = (rollout.final_at[0] // chunk, rollout.final_at[1])
+    said = policy.review(obs, rollout.starts, rollout.state, policy.normalized(rollout.final_obs), decided)
     steps = _steps(rollout, rewards, valid, options.reward_level)
-    values, estimate = _estimate(steps, obs, policy, policy.normalized(rollout.final_obs), options)
-    rows = valid.T[::chunk].flatten()
-
-    def of_decisions(columns: Tensor) -> Tensor:
-        """[M, R] -> [S, R / C]."""
-        return columns.T.unflatten(0, (decisions, -1)).transpose(1, 2).flatten(0, 1)[rows]
-
-    seen, actions = obs[:-1].flatten(0, 1)[rows], rollout.actions.flatten(0, 1)[rows]
-    mask = of_decisions(valid) if chunk > 1 else None
-    columns = policy.head.evaluate(policy.actor(seen), actions).log_probs
+    values, estimate = _estimate(steps, said, options)
+    lay = _Layout(valid.T[::chunk], in_sequences=policy.state_width > 0)
+    actions = lay.decisions(rollout.actions)
+    mask = lay.columns(valid) if chunk > 1 else None
+    columns = policy.head.evaluate(lay.decisions(said.outputs), actions).log_probs
     log_probs = at_level(columns, options.logprob_level, chunk, mask)
     samples = Samples(
-        obs=seen,
+        obs=lay.decisions(obs[:-1]),
         actions=actions,
         old_log_probs=log_probs,
-        advantages=per_column(of_decisions(estimate.advantages), log_probs.shape[1]),
-        values=None if values is None else of_decisions(values),
-        returns=None if values is None else of_decisions(estimate.returns),
+        advantages=per_column(lay.columns(estimate.advantages), log_probs.shape[1]),
+        values=None if values is None else lay.columns(values),
+        returns=None if values is None else lay.columns(estimate.returns),
         mask=mask,
-        weights=None if options.episode_length is None else _episode_weights(valid, rows, options.episode_length),
+        weights=None if options.episode_length is None else _episode_weights(valid, lay, options.episode_length),
     )
+    if policy.state_width:
+        samples = lay.sequences(samples, rollout.starts, rollout.state)
     if len(samples):
         metrics["critic/rewards/mean"] = float(steps.rewards[steps.valid].mean())
     if len(samples) and values is not None:
@@ -151,9 +183,7 @@ def _steps(rollout: EnvRollout, rewards: Tensor, valid: Tensor, level: str) -> _
     return replace(steps, rewards=sums, **flags, final_at=(rollout.final_at[0] // rollout.chunk, rollout.final_at[1]))
 
 
-def _estimate(
-    steps: _Steps, obs: Tensor, policy: ControlPolicy, final_obs: Tensor, options: SampleOptions
-) -> tuple[Tensor | None, Advantages]:
+def _estimate(steps: _Steps, said: Review, options: SampleOptions) -> tuple[Tensor | None, Advantages]:
     """Values [M, R], where there is a critic, and advantages."""
     count = steps.rewards.shape[1]
     if options.estimator != CRITIC:
@@ -161,10 +191,12 @@ def _estimate(
         estimator = ADVANTAGE_ESTIMATORS[options.estimator]
         return None, estimator(steps.rewards, steps.valid, uid=uid, gamma=options.gamma, **options.estimator_options)
     # Of a chunk's observation come the values before each of its actions: in the order of time, one after the other.
-    values = policy.values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2]).transpose(1, 2).flatten(0, 1)[: count + 1]
+    assert said.values is not None
+    assert said.final_values is not None
+    values = said.values.transpose(1, 2).flatten(0, 1)[: count + 1]
     next_values = values[1:].clone()
     next_values[steps.terminated.T] = 0.0
-    next_values[steps.final_at] = policy.values(final_obs)[:, 0]
+    next_values[steps.final_at] = said.final_values[:, 0]
     estimate = episodic_gae(
         steps.rewards, values[:-1].T, next_values.T, steps.ended, steps.valid, gamma=options.gamma, lam=options.lam
     )
@@ -173,12 +205,11 @@ def _estimate(
     return values[:-1].T, estimate
 
 
-def _episode_weights(valid: Tensor, rows: Tensor, episode_length: float) -> Tensor:
+def _episode_weights(valid: Tensor, lay: _Layout, episode_length: float) -> Tensor:
     """Weight [S, 1] of each row: episode_length over the steps of its episode, the column.
 
     RLinf's mean runs over all rows, of which only those that were carried out are here; so the weight has their share
     in it.
     """
-    steps = valid.sum(dim=1).clamp(min=1)
-    weights = (episode_length / steps).expand(len(rows) // len(steps), -1).flatten()[rows]
-    return weights[:, None] * rows.float().mean()
+    weights = (episode_length / valid.sum(dim=1).clamp(min=1)) * lay.kept.float().mean()
+    return lay.decisions(weights.expand(len(lay.kept), -1)[..., None])

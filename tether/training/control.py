@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tether.algorithms import POLICY_LOSSES, TokenLoss, kl_penalty, masked_mean, merge_metrics, value_loss
-from tether.models.control.policy import ControlPolicy
+from tether.models.control.policy import Policy
 from tether.training.flat import FlatAdamW, FlatParameters
 from tether.training.levels import Level, at_level, mask_at, per_column, to_columns
 from tether.training.loss_gradients import policy_gradient, value_gradient
@@ -91,7 +91,7 @@ class ControlLearner:
     """
 
     def __init__(
-        self, policy: ControlPolicy, loss: ControlLoss, plan: ControlPlan, options: OptimizerOptions, critic_lr: float
+        self, policy: Policy, loss: ControlLoss, plan: ControlPlan, options: OptimizerOptions, critic_lr: float
     ) -> None:
         self.policy = policy
         self.loss = loss
@@ -101,8 +101,7 @@ class ControlLearner:
         self._chunk = policy.spec.num_action_chunks
         self._rate_factor = 1.0
         self._policy_gradient = policy_gradient(loss.name, loss.options, loss.selection)
-        critic = [] if policy.critic is None else list(policy.critic.parameters())
-        self._flat = FlatParameters([[*policy.actor.parameters(), *policy.head.parameters()], critic])
+        self._flat = FlatParameters(policy.parameter_groups())
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
     @torch.no_grad()
@@ -146,26 +145,27 @@ class ControlLearner:
     @torch.no_grad()
     def gradients(self, batch: Samples, generator: torch.Generator, *, train_policy: bool = True) -> Outputs:
         """Put the gradient of the loss of a mini-batch into every parameter's ``grad``."""
-        policy, loss, mask = self.policy, self.loss, batch.mask
-        passed = policy.actor.activations(batch.obs)
-        done = policy.head.evaluate(passed[-1], batch.actions)
+        policy, loss = self.policy, self.loss
+        passed, rows = policy.run(batch.obs, batch.memory), batch.decisions()
+        mask = rows.mask
+        done = policy.head.evaluate(passed.outputs, rows.actions)
         log_probs = at_level(done.log_probs, loss.logprob_level, self._chunk, mask)
-        features = passed[-2] if policy.spec.share_critic else batch.obs
-        values, features_grad = self._critic_gradients(features, batch)
+        values_grad = None if passed.values is None else self._values_gradient(passed.values, rows)
         if not train_policy:
+            policy.backward(passed, None, values_grad)
             self._flat.grads[self._flat.slices[0]].zero_()
-            return Outputs(log_probs, done.entropy, values, None)
+            return Outputs(log_probs, done.entropy, passed.values, None)
         counted = mask_at(loss.logprob_level, mask, policy.head.width)
-        found = self._policy_gradient(log_probs, batch.old_log_probs, batch.advantages, counted, generator)
-        weights = loss_weights(loss.aggregation, log_probs, counted, batch.weights, loss.max_length)
-        output_grad = policy.head.backward(
+        found = self._policy_gradient(log_probs, rows.old_log_probs, rows.advantages, counted, generator)
+        weights = loss_weights(loss.aggregation, log_probs, counted, rows.weights, loss.max_length)
+        outputs_grad = policy.head.backward(
             done,
-            batch.actions,
+            rows.actions,
             to_columns(found.by_log_probs * weights, policy.head.width, mask),
             self._entropy_gradient(done.entropy, mask),
         )
-        policy.actor.backward(passed, output_grad, features_grad if policy.spec.share_critic else None)
-        return Outputs(log_probs, done.entropy, values, found.loss)
+        policy.backward(passed, outputs_grad, values_grad)
+        return Outputs(log_probs, done.entropy, passed.values, found.loss)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and the rate that is led by the KL; the weights are the policy's."""
@@ -176,34 +176,20 @@ class ControlLearner:
         self._optimizer.load_state_dict(state)
         self._rate_factor = state["rate_factor"]
 
-    def _critic_gradients(self, features: Tensor, batch: Samples) -> tuple[Tensor | None, Tensor | None]:
-        """Put the critic's gradient in place; returns its values, and the gradient of what it read where it is shared.
-
-        Args:
-            features: what the critic reads: observations, or the actor's last hidden layer.
-            batch: the mini-batch.
-        """
-        critic, loss = self.policy.critic, self.loss
-        if critic is None:
-            return None, None
-        assert batch.values is not None
-        assert batch.returns is not None
-        passed = critic.activations(features)
-        counted = _of_values(batch.mask, passed[-1])
+    def _values_gradient(self, values: Tensor, rows: Samples) -> Tensor:
+        """Gradient of the loss by the values, [B, V]."""
+        loss = self.loss
+        assert rows.values is not None
+        assert rows.returns is not None
+        counted = _of_values(rows.mask, values)
         mode = EPISODES_ALIKE if loss.aggregation == EPISODES_ALIKE else "token-mean"
-        weights = loss_weights(mode, passed[-1], counted, batch.weights, None)
+        weights = loss_weights(mode, values, counted, rows.weights, None)
         grad = value_gradient(
-            passed[-1],
-            batch.values,
-            batch.returns,
-            cliprange_value=loss.cliprange_value,
-            huber_delta=loss.huber_delta,
+            values, rows.values, rows.returns, cliprange_value=loss.cliprange_value, huber_delta=loss.huber_delta
         )
         if counted is not None:
             grad = torch.where(counted, grad, 0.0)
-        grad = grad * weights * loss.value_coeff
-        critic.backward(passed, grad)
-        return passed[-1], grad @ critic.linear[0][0] if self.policy.spec.share_critic else None
+        return grad * weights * loss.value_coeff
 
     def _entropy_gradient(self, entropy: Tensor, mask: Tensor | None) -> Tensor:
         """Gradient of the loss by the entropy of each column [B, K * D], or [1, 1] where it is the same for all."""
@@ -223,7 +209,7 @@ class ControlLearner:
         """What the losses say of all samples, each as it was when its mini-batch came."""
         if not outputs:
             return {}
-        loss = self.loss
+        loss, samples = self.loss, samples.decisions()
         columns = torch.cat([output.entropy for output in outputs])
         entropy = at_level(columns, loss.entropy_level, self._chunk, samples.mask)
         counted = mask_at(loss.entropy_level, samples.mask, self.policy.head.width)
@@ -274,7 +260,7 @@ class ControlLearner:
 
     def _kl(self, samples: Samples) -> float:
         """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a decision."""
-        outputs = self.policy.actor.activations(samples.obs)[-1]
+        outputs, samples = self.policy.outputs(samples.obs, samples.memory), samples.decisions()
         columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
         log_probs = at_level(columns, self.loss.logprob_level, self._chunk, samples.mask)
         counted = mask_at(self.loss.logprob_level, samples.mask, self.policy.head.width)

@@ -1,13 +1,19 @@
-"""What a control policy learns from: decisions, each on the actions of a chunk, and how their losses are weighed."""
+"""What a control policy learns from: decisions, each on the actions of a chunk, and how their losses are weighed.
+
+S decisions are rows. For a policy with a memory they stand in M sequences of C, one for each column of the rollout, and
+what is said below to be [S, ...] is [M, C, ...]; the memory says which of them are learned from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tether.models.control.spec import Memory, Observations
 
 EPISODES_ALIKE = "masked_mean_ratio"
 
@@ -16,8 +22,8 @@ EPISODES_ALIKE = "masked_mean_ratio"
 class Samples:
     """Decisions to learn from, one a row. K: actions of a chunk; D: columns of an action; L: see `levels`."""
 
-    obs: Tensor
-    """[S, O]: as the networks see them."""
+    obs: Observations
+    """[S, ...]: as the networks see them."""
     actions: Tensor
     """[S, K * D]"""
     old_log_probs: Tensor
@@ -32,24 +38,39 @@ class Samples:
     """[S, K]: actions that were carried out, at least the first; None: all."""
     weights: Tensor | None = None
     """[S, 1]: of the row in the loss, where episodes weigh alike."""
+    memory: Memory | None = None
 
     def __len__(self) -> int:
+        """Rows, or sequences."""
         return len(self.obs)
 
     def shuffled(self, generator: torch.Generator) -> Samples:
-        """The same rows in a random order."""
+        """The same rows, or sequences, in a random order."""
         order = torch.randperm(len(self), generator=generator)
-        return self._each(lambda column: column.index_select(0, order))
+        return self.each(lambda column: column[order])
 
     def split(self, size: int) -> Iterator[Samples]:
-        """Pieces of `size` rows, the last one of what is left."""
+        """Pieces of `size` decisions, the last one of what is left; sequences stay whole."""
+        if self.memory is not None:
+            size //= self.memory.kept.shape[1]
         for start in range(0, len(self), size):
-            yield self._each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
+            yield self.each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Samples:
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: None if column is None else change(column) for name, column in columns.items()}
-        return Samples(**changed)
+    def decisions(self) -> Samples:
+        """What is learned from, one decision a row, whatever the memory; the observations stay as they are."""
+        if self.memory is None:
+            return self
+        kept = self.memory.kept
+        return replace(self.each(lambda column: column[kept], "obs", "memory"), memory=None)
+
+    def each(self, change: Callable[[Tensor], Tensor], *but: str) -> Samples:
+        """The same change of each column but some."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if column is not None and field.name not in but:
+                changed[field.name] = column.each(change) if isinstance(column, Memory) else change(column)
+        return replace(self, **changed)
 
 
 def loss_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from tether.config.schema.section import Fraction, Inherits, Options, Positive, Section, Strings
+from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Strings
 
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
@@ -49,6 +49,10 @@ class TrainEnvConfig(Section):
     """Arguments of the environment's constructor."""
     wrappers: Strings = ()
     """Gymnasium's wrappers around each environment, as module:Class, the first innermost. (tether's own key.)"""
+    drop_observations: Strings = ()
+    """Parts of a Dict observation that the policy does not see, in tests neither. (tether's own key.)"""
+    frame_stack: Positive = 1
+    """Observations of so many last steps that are seen together, in tests, too. (tether's own key.)"""
 
 
 class VideoConfig(Section):
@@ -102,12 +106,18 @@ class EnvConfig(Section):
 class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
-    model_type: Literal["mlp_policy"] = "mlp_policy"
-    """Kind of network."""
+    model_type: Literal["mlp_policy", "cnn_policy"] = "mlp_policy"
+    """Kind of network: perceptrons, or a convolutional network on what observations show as pictures of bytes."""
+    cnn_type: Literal["auto", "nature", "small"] = "auto"
+    """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
+    pixel_scale: PositiveFloat = 255.0
+    """Pixels are divided by this; for pictures whose bytes are numbers of things, the largest of these."""
     hidden_dim: Positive = 256
     """Width of the hidden layers."""
     num_layers: Positive = 3
     """Hidden layers."""
+    lstm_dim: Positive | None = None
+    """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
     activation: Literal["tanh", "relu", "elu"] = "tanh"
     """Nonlinearity of the hidden layers."""
     share_critic: bool = False

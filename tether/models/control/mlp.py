@@ -33,6 +33,14 @@ ACTIVATIONS = {
 }
 
 
+def orthogonal_linear(sees: int, gives: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    """A linear layer with an orthogonal start (Saxe et al. 2014) scaled by `gain`, and a bias of 0."""
+    layer = nn.Linear(sees, gives)
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Mlp(nn.Module):
     """Linear layers with a nonlinearity between them.
 
@@ -46,11 +54,8 @@ class Mlp(nn.Module):
     def __init__(self, sizes: list[int], activation: str, output_gain: float, generator: torch.Generator) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        layers = [nn.Linear(wide, narrow) for wide, narrow in pairwise(sizes)]
-        for layer in layers:
-            gain = output_gain if layer is layers[-1] else self.activation.gain
-            nn.init.orthogonal_(layer.weight, gain, generator=generator)
-            nn.init.zeros_(layer.bias)
+        gains = [self.activation.gain] * (len(sizes) - 2) + [output_gain]
+        layers = [orthogonal_linear(*pair, gain, generator) for pair, gain in zip(pairwise(sizes), gains, strict=True)]
         self.layers = nn.ModuleList(layers)
         # Looked up once: a module's attributes are slow to reach, and an update reaches them many times.
         self.linear: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in layers]

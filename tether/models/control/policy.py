@@ -1,64 +1,45 @@
-"""A control policy: an actor, a critic and the statistics of what they see."""
+"""Control policies: an actor, a critic and the statistics of what they see."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tether.models.control.heads import CategoricalHead, GaussianHead
+from tether.models.control.acting import Actor
 from tether.models.control.mlp import Mlp
+from tether.models.control.network import NetworkPolicy
 from tether.models.control.normalize import RunningNormalizer
+from tether.models.control.spec import Memory, Passed, PolicySpec, Review
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
 
 
-@dataclass(frozen=True)
-class PolicySpec:
-    """The shape of a policy: enough to build it again."""
-
-    obs_dim: int
-    choices: tuple[int, ...] | None
-    """Alternatives of each column of an action; None: actions are numbers."""
-    action_width: int
-    """D: columns of an action."""
-    num_action_chunks: int = 1
-    """K: actions that are decided on at once; the head has K * D columns, those of an action side by side."""
-    value_width: int = 1
-    """Values of an observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
-    share_critic: bool = False
-    """The critic is a linear layer on the actor's last hidden layer, not a network of its own."""
-    hidden_dim: int = 256
-    num_layers: int = 3
-    activation: str = "tanh"
-    init_logstd: float = -0.5
-    normalize_observations: bool = False
-    clip_observations: float = 10.0
-
-
 class ControlPolicy(nn.Module):
-    """Actor and critic over one normalised observation.
+    """Actor and critic as perceptrons over one normalised observation, with gradients by hand.
 
     Args:
         spec: the shape.
         seed: of the first weights.
     """
 
+    state_width = 0
+    """There is no memory."""
+    pictures = None
+    """Nothing is seen as a picture."""
+
     def __init__(self, spec: PolicySpec, seed: int) -> None:
         super().__init__()
         self.spec = spec
         generator = torch.Generator().manual_seed(seed)
         hidden = [spec.obs_dim] + [spec.hidden_dim] * spec.num_layers
-        self.head = (
-            GaussianHead(spec.action_width * spec.num_action_chunks, spec.init_logstd)
-            if spec.choices is None
-            else CategoricalHead(spec.choices * spec.num_action_chunks)
-        )
+        self.head = spec.make_head()
         self.actor = Mlp([*hidden, self.head.outputs], spec.activation, 0.01 * math.sqrt(2), generator)
         self.critic: Mlp | None = None
         if spec.value_width:
@@ -68,25 +49,83 @@ class ControlPolicy(nn.Module):
         if spec.normalize_observations:
             self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
 
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters of the actor, and of the critic."""
+        critic = [] if self.critic is None else list(self.critic.parameters())
+        return [*self.actor.parameters(), *self.head.parameters()], critic
+
     def normalized(self, obs: Tensor) -> Tensor:
-        """What the networks see of raw observations [..., obs_dim]."""
+        """What the networks see of raw observations [..., O]."""
         return obs if self.normalizer is None else self.normalizer(obs)
+
+    def acting(self) -> Actor:
+        """What acts with the weights of this moment."""
+        return Actor(self)
 
     @torch.no_grad()
     def values(self, obs: Tensor) -> Tensor:
-        """Values [B, value_width] of normalised observations [B, obs_dim]."""
+        """Values [B, V] of normalised observations [B, O]."""
         assert self.critic is not None
         return self.critic(self.actor.activations(obs)[-2] if self.spec.share_critic else obs)
 
+    @torch.no_grad()
+    def outputs(self, obs: Tensor, memory: Memory | None) -> Tensor:
+        """Outputs [B, outputs] of normalised observations [B, O]."""
+        return self.actor(obs)
 
-def save_policy(policy: ControlPolicy, folder: Path) -> None:
+    def run(self, obs: Tensor, memory: Memory | None) -> Passed:
+        """Say something of normalised observations [B, O], for `backward`."""
+        hidden = self.actor.activations(obs)
+        if self.critic is None:
+            return Passed(hidden[-1], None, (hidden, None))
+        valued = self.critic.activations(hidden[-2] if self.spec.share_critic else obs)
+        return Passed(hidden[-1], valued[-1], (hidden, valued))
+
+    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+        """Write the gradient of every parameter but the head's into its existing ``grad``.
+
+        Args:
+            passed: what `run` gave.
+            outputs_grad: of the loss by the outputs, [B, outputs]; None leaves the actor's gradients as they are.
+            values_grad: by the values, [B, V]; None: there is no critic.
+        """
+        hidden, valued = passed.saved
+        hidden_grad = None
+        if self.critic is not None and values_grad is not None:
+            self.critic.backward(valued, values_grad)
+            if self.spec.share_critic:
+                hidden_grad = values_grad @ self.critic.linear[0][0]
+        if outputs_grad is not None:
+            self.actor.backward(hidden, outputs_grad, hidden_grad)
+
+    @torch.no_grad()
+    def review(
+        self, obs: Tensor, starts: Tensor, state: Tensor, final_obs: Tensor, final_at: tuple[Tensor, Tensor]
+    ) -> Review:
+        """Pass over a rollout: normalised observations [C + 1, M, O] and [F, O]; see `NetworkPolicy.review`."""
+        outputs = self.actor(obs[:-1].flatten(0, 1)).unflatten(0, (len(obs) - 1, -1))
+        if self.critic is None:
+            return Review(outputs, None, None)
+        values = self.values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+        return Review(outputs, values, self.values(final_obs))
+
+
+Policy = ControlPolicy | NetworkPolicy
+
+
+def make_policy(spec: PolicySpec, seed: int) -> Policy:
+    """The policy of a shape, with first weights by `seed`."""
+    return ControlPolicy(spec, seed) if spec.is_plain else NetworkPolicy(spec, seed)
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
     """Write the spec as JSON and the weights, statistics among them, as safetensors."""
     folder.mkdir()
     (folder / SPEC_FILE).write_text(json.dumps(asdict(policy.spec), indent=2))
     save_file({name: value.detach().clone() for name, value in policy.state_dict().items()}, folder / WEIGHTS_FILE)
 
 
-def load_policy(folder: Path) -> ControlPolicy:
+def load_policy(folder: Path) -> Policy:
     """Load what `save_policy` wrote.
 
     Raises:
@@ -95,7 +134,11 @@ def load_policy(folder: Path) -> ControlPolicy:
     if not (folder / SPEC_FILE).is_file():
         raise ValueError(f"{folder}: no control policy here ({SPEC_FILE} is missing); name a checkpoint of such a run")
     fields = json.loads((folder / SPEC_FILE).read_text())
-    fields["choices"] = None if fields["choices"] is None else tuple(fields["choices"])
-    policy = ControlPolicy(PolicySpec(**fields), seed=0)
+    policy = make_policy(PolicySpec(**{name: _as_tuple(value) for name, value in fields.items()}), seed=0)
     policy.load_state_dict(load_file(folder / WEIGHTS_FILE))
     return policy
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

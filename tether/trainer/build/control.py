@@ -18,10 +18,13 @@ from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
 from tether.envs.staged import StagedEnv
 from tether.execution.machine import set_threads, usable_cores
-from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy
+from tether.models.control.network import NetworkPolicy
+from tether.models.control.policy import Policy, load_policy, make_policy
+from tether.models.control.spec import PolicySpec
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
+from tether.trainer.build.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.trainer.build.run import build_run_loggers
 from tether.trainer.control import ControlEvaluation, ControlTrainer, OpenVideo
 from tether.trainer.control_persistence import POLICY, ControlPersistence
@@ -71,10 +74,12 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         env = make_training_env(config)
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
+        if isinstance(policy, NetworkPolicy):
+            policy.micro_batch = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
         trainer = ControlTrainer(
             policy=policy,
-            collector=_collector(config, env),
+            collector=_collector(config, env, policy),
             learner=_learner(config, policy, schedule.total_steps),
             rewards=_rewards(config),
             options=_sample_options(config),
@@ -101,7 +106,8 @@ def build_evaluation(config: RunConfig, spec: PolicySpec, envs: ExitStack) -> Co
         ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
-    env = make_env(test, "env.eval", {"chunk": config.policy.num_action_chunks}, render=video.save_video)
+    pacing = {"chunk": config.policy.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, _view(config), render=video.save_video)
     envs.callback(env.close)
     _check_fit(env, spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
@@ -137,7 +143,12 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
 
 
 def make_env(
-    section: TrainEnvConfig | EvalEnvConfig, role: str, pacing: Mapping[str, Any], *, render: bool = False
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
 ) -> VectorEnv:
     """The environments of a section.
 
@@ -145,13 +156,14 @@ def make_env(
         section: of the configuration.
         role: its name, for messages.
         pacing: fields of `tether.envs.make.Pacing`.
+        view: fields of `tether.envs.make.View`.
         render: the environments can show themselves.
 
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
     envs = _envs(role)
-    made: VectorEnv = envs.make_vector_env(_env_options(envs, section, role, pacing, render=render))
+    made: VectorEnv = envs.make_vector_env(_env_options(envs, section, role, pacing, view, render=render))
     return made
 
 
@@ -163,9 +175,10 @@ def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
     """
     train, role = config.env.train, "env.train"
     if train.pipeline_stage_num == 1:
-        return make_env(train, role, _pacing(config))
+        return make_env(train, role, _pacing(config), _view(config))
     envs = _envs(role)
-    made: StagedEnv = envs.make_stages(_env_options(envs, train, role, _pacing(config)), train.pipeline_stage_num)
+    options = _env_options(envs, train, role, _pacing(config), _view(config))
+    made: StagedEnv = envs.make_stages(options, train.pipeline_stage_num)
     return made
 
 
@@ -184,6 +197,7 @@ def _env_options(
     section: TrainEnvConfig | EvalEnvConfig,
     role: str,
     pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
     *,
     render: bool = False,
 ) -> Any:
@@ -197,13 +211,21 @@ def _env_options(
         ignore_terminations=section.ignore_terminations,
         init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
         wrappers=section.wrappers,
+        view=envs.View(**view),
         pacing=envs.Pacing(**pacing),
         role=role,
     )
 
 
-def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> ControlPolicy:
+def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> Policy:
+    """A policy for the environment, with the weights of the seed.
+
+    Raises:
+        ValueError: what the environment shows is not for this kind of policy.
+    """
     policy, actions = config.policy, env.actions
+    refuse_texts(env, policy.model_type)
+    pictures = find_pictures(env) if policy.model_type == "cnn_policy" else ()
     spec = PolicySpec(
         obs_dim=env.obs_dim,
         choices=actions.choices if isinstance(actions, DiscreteActions) else None,
@@ -217,8 +239,12 @@ def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> ControlPolicy:
         init_logstd=policy.init_logstd,
         normalize_observations=policy.normalize_observations,
         clip_observations=policy.clip_observations,
+        pictures=pictures,
+        cnn_type=fitting_cnn(policy.cnn_type, pictures, env.id),
+        pixel_scale=policy.pixel_scale,
+        lstm_dim=policy.lstm_dim,
     )
-    return ControlPolicy(spec, config.trainer.seed)
+    return make_policy(spec, config.trainer.seed)
 
 
 def _value_width(config: RunConfig) -> int:
@@ -235,6 +261,10 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
         "group_size": train.group_size,
         "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
     }
+
+
+def _view(config: RunConfig) -> dict[str, Any]:
+    return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
 
 
 def _rewards(config: RunConfig) -> RewardShaping:
@@ -284,17 +314,19 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv | StagedEnv) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv | StagedEnv, policy: Policy) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
         chunk=config.policy.num_action_chunks,
         epochs=config.env.train.rollout_epoch,
         bootstrap_terminations=config.algorithm.bootstrap_type == "always",
+        pictures=policy.pictures,
+        state_width=policy.state_width,
     )
 
 
-def _learner(config: RunConfig, policy: ControlPolicy, total_steps: int) -> ControlLearner:
+def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLearner:
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
     selection = token_selection(actor)
     loss = ControlLoss(

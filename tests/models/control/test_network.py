@@ -1,0 +1,189 @@
+"""Policies with a CNN or an LSTM: what they compute, how they act, and what a file gives back."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tether.models.control.cnn import Cnn
+from tether.models.control.lstm import Lstm
+from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
+from tether.models.control.policy import load_policy, make_policy, save_policy
+from tether.models.control.spec import Memory, PolicySpec
+
+SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "relu"}
+PICTURED = {"pictures": ((2, 3, 4, 2),), "pixel_scale": 10.0}  # of 30 entries, 2 to 25
+SPECS = {
+    "cnn": PolicySpec(30, (3,), 1, **SMALL, **PICTURED, share_critic=True),
+    "two cnns": PolicySpec(30, None, 2, **SMALL, **PICTURED, normalize_observations=True),
+    "lstm": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, share_critic=True),
+    "two lstms": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, normalize_observations=True),
+    "cnn and lstm": PolicySpec(30, None, 2, **SMALL, **PICTURED, lstm_dim=4, num_action_chunks=2, value_width=2),
+    "no critic": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, value_width=0),
+}
+
+
+def make(spec):
+    policy = make_policy(spec, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    if policy.normalizer:
+        policy.normalizer.update(1 + 2 * torch.randn(50, len(policy.normalizer.mean), generator=generator))
+    return policy
+
+
+def flat(spec, *shape, seed=1):
+    """Flat observations of whole numbers from 0 to 10, as a picture of things has."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 11, (*shape, spec.obs_dim)).astype(np.float32)
+
+
+def seen(policy, rows):
+    """Flat observations of any leading shape, as the networks see them."""
+    packed = rows.reshape(-1, rows.shape[-1])
+    packed = policy.pictures(packed) if policy.pictures else torch.from_numpy(packed)
+    return policy.normalized(packed.unflatten(0, rows.shape[:-1]))
+
+
+def test_pictures_are_taken_out_of_flat_rows():
+    pictures = Pictures(14, ((0, 2, 2, 1), (5, 2, 2, 2)))
+    packed = pictures(np.arange(28, dtype=np.float32).reshape(2, 14))
+    assert pictures.shape == (3, 2, 2)
+    assert packed[NUMBERS][0].tolist() == [4, 13]
+    assert packed[PICTURE].dtype == torch.uint8
+    assert packed[PICTURE][0].tolist() == [[[0, 1], [2, 3]], [[5, 7], [9, 11]], [[6, 8], [10, 12]]]
+    assert packed[PICTURE][1, 0].tolist() == [[14, 15], [16, 17]]
+
+
+def test_the_nature_cnn_is_that_of_the_paper():
+    net = Cnn((4, 84, 84), "nature", "relu", 255.0, torch.Generator())
+    assert [tuple(layer.weight.shape) for layer in net.layers] == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3)]
+    assert net.features == 3136
+    picture = torch.randint(0, 256, (2, 5, 4, 84, 84), dtype=torch.uint8)
+    first = nn.functional.conv2d(picture.flatten(0, 1) / 255.0, net.layers[0].weight, stride=4).relu()
+    second = nn.functional.conv2d(first, net.layers[1].weight, stride=2).relu()
+    expected = nn.functional.conv2d(second, net.layers[2].weight).relu().flatten(1)
+    torch.testing.assert_close(net(picture), expected.unflatten(0, (2, 5)))
+
+
+@pytest.mark.parametrize("size", [(3, 7, 7), (1, 1, 1), (2, 5, 3)])
+def test_the_small_cnn_fits_any_picture(size):
+    net = Cnn(size, "small", "tanh", 10.0, torch.Generator())
+    assert net(torch.zeros(2, *size, dtype=torch.uint8)).shape == (2, net.features)
+
+
+def test_the_lstm_is_torchs():
+    ours, theirs = Lstm(3, 4, torch.Generator().manual_seed(0)), nn.LSTM(3, 4, batch_first=True)
+    with torch.no_grad():
+        theirs.weight_ih_l0.copy_(
+            ours.inputs.weight.view(4, 4, 3)[[1, 0, 2, 3]].view(16, 3)
+        )  # input gate before forget
+        theirs.weight_hh_l0.copy_(ours.recurrent.weight.view(4, 4, 4)[[1, 0, 2, 3]].view(16, 4))
+        theirs.bias_ih_l0.zero_()
+        theirs.bias_hh_l0.zero_()
+    x, state = torch.randn(2, 6, 3), torch.randn(2, 8)
+    expected, (_, cell) = theirs(x, (state[None, :, :4].contiguous(), state[None, :, 4:].contiguous()))
+    states = ours(x, None, state)
+    torch.testing.assert_close(states[..., :4], expected)
+    torch.testing.assert_close(states[:, -1, 4:], cell[0])
+
+
+def test_an_episode_knows_nothing_of_the_one_before():
+    lstm = Lstm(3, 4, torch.Generator().manual_seed(0))
+    x, state, starts = torch.randn(2, 6, 3), torch.randn(2, 8), torch.zeros(2, 6, dtype=torch.bool)
+    starts[0, 4] = starts[1, 0] = True
+    states = lstm(x, starts, state)
+    nothing = torch.zeros(1, 8)
+    torch.testing.assert_close(states[:1, :4], lstm(x[:1, :4], None, state[:1]))
+    torch.testing.assert_close(states[:1, 4:], lstm(x[:1, 4:], None, nothing))
+    torch.testing.assert_close(states[1:], lstm(x[1:], None, nothing))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_acting_and_learning_see_the_same(name):
+    policy, decisions, columns = make(SPECS[name]), 5, 4
+    rows = flat(policy.spec, decisions + 1, columns)
+    starts = torch.zeros(decisions + 1, columns, dtype=torch.bool)
+    starts[0, 0] = starts[3, 1] = True
+    before = torch.randn(columns, policy.state_width, generator=torch.Generator().manual_seed(2))
+    final_at = torch.tensor([2, 4]), torch.tensor([3, 1])
+    final_rows = flat(policy.spec, 2, seed=7)
+    review = policy.review(seen(policy, rows), starts, before, seen(policy, final_rows), final_at)
+
+    act, state, states = policy.acting(), before.numpy().copy(), []
+    for t in range(decisions):
+        state[starts[t].numpy()] = 0
+        packed = policy.pictures(rows[t]) if policy.pictures else rows[t]
+        again, _ = act(packed, None, state)
+        chosen, state = act(rows[t], None, state)
+        assert np.array_equal(again, chosen)
+        states.append(state.copy())
+        best = review.outputs[t]
+        if policy.spec.choices is None:
+            torch.testing.assert_close(torch.from_numpy(chosen), best, atol=1e-5, rtol=1e-5)
+        else:
+            expected = torch.stack([part.argmax(1) for part in best.split(policy.spec.choices, 1)], 1)
+            assert chosen.tolist() == expected.tolist()
+
+    memory = None
+    if policy.state_width:
+        memory = Memory(starts[:-1].T, before, torch.ones(columns, decisions, dtype=torch.bool))
+        obs = seen(policy, rows[:-1].swapaxes(0, 1).copy())
+    else:
+        obs = seen(policy, rows[:-1].swapaxes(0, 1).reshape(-1, rows.shape[-1]))
+    passed = policy.run(obs, memory)
+    torch.testing.assert_close(passed.outputs, review.outputs.transpose(0, 1).flatten(0, 1), atol=1e-5, rtol=1e-5)
+    if policy.critic is None:
+        assert passed.values is review.values is review.final_values is None
+        return
+    torch.testing.assert_close(passed.values, review.values[:-1].transpose(0, 1).flatten(0, 1), atol=1e-5, rtol=1e-5)
+    for row, (t, column) in enumerate(zip(*(part.tolist() for part in final_at), strict=True)):
+        with torch.no_grad():
+            after = torch.from_numpy(states[t][column : column + 1])
+            value = policy(seen(policy, final_rows[row : row + 1]).unsqueeze(1), None, after)[1][0, 0]
+        torch.testing.assert_close(review.final_values[row], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_review_in_pieces_says_the_same(name):
+    policy = make(SPECS[name])
+    rows, starts = flat(policy.spec, 4, 5), torch.rand(4, 5) < 0.3
+    nobody = torch.zeros(0).long(), torch.zeros(0).long()
+    arguments = (
+        seen(policy, rows),
+        starts,
+        torch.zeros(5, policy.state_width),
+        seen(policy, flat(policy.spec, 0)),
+        nobody,
+    )
+    whole = policy.review(*arguments)
+    policy.micro_batch = 8
+    pieces = policy.review(*arguments)
+    torch.testing.assert_close(pieces.outputs, whole.outputs)
+    if policy.critic is not None:
+        torch.testing.assert_close(pieces.values, whole.values)
+        assert whole.final_values.shape == (0, policy.spec.value_width)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_saved_and_loaded(name, tmp_path):
+    policy = make(SPECS[name])
+    save_policy(policy, tmp_path / "policy")
+    loaded = load_policy(tmp_path / "policy")
+    assert loaded.spec == policy.spec
+    rows, state = flat(policy.spec, 9), np.ones((9, policy.state_width), dtype=np.float32)
+    for left, right in zip(loaded.acting()(rows, None, state), policy.acting()(rows, None, state), strict=True):
+        assert np.array_equal(left, right)
+
+
+def test_first_weights_are_orthogonal_and_the_policy_begins_undecided():
+    policy = make_policy(SPECS["cnn and lstm"], seed=0)
+    weight = policy.torso.lstm.recurrent.weight
+    torch.testing.assert_close(weight.t() @ weight, torch.eye(4), atol=1e-5, rtol=0)
+    weight = policy.torso.cnn.layers[1].weight.flatten(1)
+    torch.testing.assert_close(weight @ weight.t(), 2 * torch.eye(32), atol=1e-5, rtol=0)
+    assert policy.actor.weight.abs().max() < 0.1
+    again = make_policy(SPECS["cnn and lstm"], seed=0)
+    assert all(torch.equal(*pair) for pair in zip(policy.parameters(), again.parameters(), strict=True))

@@ -1,0 +1,215 @@
+"""Runs with pictures or a memory: they learn what cannot be learned without, with ratio one, and resume exactly."""
+
+import numpy as np
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+
+from tests.envs import toys  # noqa: E402
+from tests.envs.test_vector import MAKERS  # noqa: E402
+from tests.trainer.test_control import contents, learned, train, without_clocks  # noqa: E402
+from tests.trainer.tiny_run import same  # noqa: E402
+from tether.config import load_config  # noqa: E402
+from tether.models.control.network import NetworkPolicy  # noqa: E402
+from tether.models.control.policy import make_policy  # noqa: E402
+from tether.models.control.spec import PolicySpec, numbers_of  # noqa: E402
+from tether.rollout.env import EnvCollector  # noqa: E402
+from tether.trainer.build.control import build_control_run  # noqa: E402
+from tether.trainer.control_samples import SampleOptions, make_samples  # noqa: E402
+
+ACTOR = "actor_rollout_ref.actor"
+CNN = ["policy.model_type=cnn_policy", "policy.hidden_dim=64"]
+LSTM = ["policy.lstm_dim=16", "policy.hidden_dim=16", "policy.num_layers=1", "policy.share_critic=True"]
+
+
+@pytest.fixture(autouse=True)
+def _toys():
+    toys.register()
+
+
+SHOWN = {
+    "channels last": [],
+    "channels first": ["env.train.init_params.channels_first=True"],
+    "and a number": ["env.train.init_params.shift=True"],
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN.values(), ids=SHOWN)
+def test_a_picture_is_understood(shown, tmp_path):
+    one_step = ["env.train.max_steps_per_rollout_epoch=24", "algorithm.gamma=0"]
+    fast = [f"{ACTOR}.ppo_mini_batch_size=96", f"{ACTOR}.optim.lr=1e-2"]
+    assert learned(tmp_path, "Spot", 20, *CNN, *one_step, *fast, *shown) > 0.95
+
+
+MAZE = ["env.train.max_steps_per_rollout_epoch=20", f"{ACTOR}.ppo_mini_batch_size=80", "env.eval.num_episodes=400"]
+
+
+def test_a_memory_finds_the_way(tmp_path):
+    assert learned(tmp_path, "TMaze", 40, *MAZE, *LSTM) > 0.95
+
+
+def test_without_a_memory_nobody_does(tmp_path):
+    # The negative control: 0.5 is the most that any function of the last observation can get. 400 episodes are right
+    # more than 0.62 of the time once in a million such policies.
+    assert learned(tmp_path, "TMaze", 40, *MAZE) < 0.62
+
+
+def overrides(folder, *more):
+    return [
+        "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", f"{ACTOR}.ppo_mini_batch_size=32",
+        "trainer.logger=file", "trainer.log_freq=1", "trainer.total_training_steps=4", "trainer.save_freq=2",
+        "trainer.test_freq=3", "env.eval.num_episodes=3", f"trainer.default_local_dir={folder}", *more,
+    ]  # fmt: skip
+
+
+MAZES = ["env.train.id=tether/TMaze-v0", *LSTM, "policy.normalize_observations=True"]
+RUNS = {
+    "cnn": ["env.train.id=tether/Spot-v0", *CNN, "env.train.init_params.shift=True"],
+    "frames": [
+        "env.train.id=tether/Spot-v0", *CNN, "env.train.frame_stack=3", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+    ],
+    "lstm": [*MAZES, "policy.normalize_rewards=True"],
+    "two lstms": [*MAZES, "policy.share_critic=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"],
+    "lstm over chunks": [
+        *MAZES, "policy.num_action_chunks=2", "env.train.rollout_epoch=2", "env.train.max_steps_per_rollout_epoch=32",
+    ],
+    "lstm in groups": [
+        *MAZES, "policy.share_critic=False", "algorithm.adv_estimator=grpo", "env.train.auto_reset=False",
+        "env.train.group_size=2",
+    ],
+    "cnn and lstm": ["env.train.id=tether/Spot-v0", *CNN, *LSTM, f"{ACTOR}.target_kl=0.01"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_resuming_is_exact(options, tmp_path):
+    whole = train(overrides(tmp_path / "whole", *options))
+    train(overrides(tmp_path / "parts", *options), until=2)
+    again = train(overrides(tmp_path / "parts", *options))
+    assert again.resumed_from == tmp_path / "parts" / "global_step_2"
+    assert same(contents(whole.directory / "global_step_4"), contents(again.directory / "global_step_4"))
+    assert without_clocks(whole.directory) == without_clocks(again.directory)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_the_first_ratio_of_every_rollout_is_one(options, tmp_path):
+    batch = [f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.optim.lr=1e-2"]
+    single = [option for option in options if "micro_batch" not in option and ".rollout_epoch" not in option]
+    run = build_control_run(load_config(None, overrides(tmp_path, *single, *batch)))
+    run.trainer.collector.restart(0)
+    for _ in range(3):  # the later ones begin with what is remembered
+        metrics = run.trainer.step()
+        assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-6)
+    run.close()
+
+
+def test_micro_batches_change_nothing_but_rounding(tmp_path):
+    policies = []
+    for size in (32, 16):
+        more = [*RUNS["lstm"], f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}", "trainer.save_freq=-1"]
+        policies.append(train(overrides(tmp_path / str(size), *more)).trainer.policy)
+    assert [policy.micro_batch for policy in policies] == [32, 16]
+    for left, right in zip(*(policy.parameters() for policy in policies), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_learned_from_is_what_was_done_in_every_mode(name):
+    policy = make_policy(PolicySpec(1, (2,), 1, hidden_dim=4, num_layers=1, lstm_dim=3), seed=0)
+    with torch.no_grad():
+        policy.actor.weight.mul_(100)
+    collector = EnvCollector(MAKERS[name](), 13, state_width=policy.state_width)
+    collector.restart(0)
+    for number in range(3):
+        acting, outputs = policy.acting(), []
+
+        def act(obs, noise, state, acting=acting, outputs=outputs):
+            with torch.no_grad():
+                outputs.append(policy.act(torch.from_numpy(obs), torch.from_numpy(state))[0])
+            return acting(obs, noise, state)
+
+        noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(number))
+        rollout = collector.collect(act, noise)
+        samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.9, 0.9))
+        done = torch.stack(outputs).log_softmax(-1).gather(-1, rollout.actions)
+        torch.testing.assert_close(samples.old_log_probs[rollout.valid.T], done.transpose(0, 1)[rollout.valid.T])
+        assert bool(rollout.valid.all()) == (name != "NextStep")
+
+
+def test_a_step_that_only_resets_has_no_part_in_anything():
+    policy = make_policy(PolicySpec(1, (2,), 1, hidden_dim=4, num_layers=1, lstm_dim=3), seed=0)
+    collector = EnvCollector(MAKERS["NextStep"](), 13, state_width=policy.state_width)
+    collector.restart(0)
+    noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
+    rollout = collector.collect(policy.acting(), noise)
+    expected, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.9, 0.9))
+    lost = ~rollout.valid
+    numbers_of(rollout.obs)[:-1][lost] = torch.nan
+    rollout.rewards[lost] = torch.nan
+    found, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.9, 0.9))
+    assert same(vars(found.decisions()) | {"obs": found.obs}, vars(expected.decisions()) | {"obs": expected.obs})
+    assert bool(lost.any())
+    assert torch.isfinite(found.obs).all()
+
+
+def test_the_value_of_an_end_is_that_of_a_memory_of_its_episode():
+    policy = make_policy(PolicySpec(1, (2,), 1, hidden_dim=4, num_layers=1, lstm_dim=3), seed=3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(2)
+    collector = EnvCollector(MAKERS["loop"](), 7, state_width=policy.state_width)
+    collector.restart(0)
+    noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
+    rollout = collector.collect(policy.acting(), noise)
+    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.5, 1.0, normalize_advantages=False))
+    with torch.no_grad():  # the observations of an episode of five steps, and its last one
+        values = policy(torch.arange(6.0)[None, :, None], None, torch.zeros(1, policy.state_width))[1][0, :, 0]
+    torch.testing.assert_close(samples.returns[0, 4, 0], 5 + 0.5 * values[5])
+    torch.testing.assert_close(samples.values[0, :5, 0], values[:5])
+
+
+def test_pictures_are_kept_as_bytes(tmp_path):
+    run = build_control_run(load_config(None, overrides(tmp_path, *RUNS["cnn"])))
+    assert isinstance(run.trainer.policy, NetworkPolicy)
+    kept = run.trainer.collector._obs.tensors
+    assert kept["picture"].dtype == torch.uint8
+    assert kept["picture"].shape == (17, 4, 3, 5, 5)
+    assert kept["numbers"].shape == (17, 4, 3)
+    run.close()
+
+
+def test_what_is_not_finite_is_named_beside_a_picture(tmp_path):
+    run = build_control_run(load_config(None, overrides(tmp_path, *RUNS["cnn"])))
+    collector = run.trainer.collector
+    collector.restart(0)
+    collector._now[2, -1] = np.inf
+    step = collector.env.step
+    collector.env.step = lambda actions: poisoned(step(actions))
+
+    def poisoned(taken):
+        taken.obs[2, -1] = np.inf
+        return taken
+
+    with pytest.raises(ValueError, match=r"Spot-v0: entry 77 of the observation is inf in environment 2 at step 1\."):
+        run.trainer.step()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["env.train.id=CartPole-v1", *CNN], r"cnn_policy: CartPole-v1 shows no picture of bytes \(state \(4,\)\)"),
+        (["env.train.id=tether/Spot-v0", *CNN, "policy.cnn_type=nature"], r"cnn_type=nature: it needs .* 36 x 36"),
+        (
+            [*RUNS["cnn"], "env.train.drop_observations=[mission]"],
+            r"drop_observations: tether/Spot-v0 shows no mission, but only picture, shift\. Correct",
+        ),
+        ([*RUNS["cnn"], "env.train.drop_observations=[picture]"], r"shows no picture of bytes \(shift \(3,\)\)"),
+        (["env.train.id=CartPole-v1", "env.train.drop_observations=[x]"], r"shows no x, but one part only"),
+    ],
+)  # fmt: skip
+def test_bad_input(more, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build_control_run(load_config(None, overrides(tmp_path, *more)))

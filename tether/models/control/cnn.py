@@ -1,0 +1,73 @@
+"""Convolutional networks over a picture of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tether.models.control.mlp import ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One layer."""
+
+    channels: int
+    kernel: int
+    stride: int
+    padding: int = 0
+
+
+CNNS: Mapping[str, tuple[Convolution, ...]] = {
+    "nature": (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)),
+    "small": (Convolution(16, 3, 1, 1), Convolution(32, 3, 2, 1)),
+}
+"""Nature: of Mnih et al. 2015 (DQN). Small: for pictures of a few cells, each of which counts."""
+SMALLEST = {"nature": 36, "small": 1}
+"""Height and width that a network needs."""
+
+
+class Cnn(nn.Module):
+    """From a picture to features.
+
+    Args:
+        picture: its channels, height and width, at least `SMALLEST`.
+        kind: in `CNNS`.
+        activation: in ``ACTIVATIONS``, after each layer.
+        pixel_scale: pixels are divided by this.
+        generator: of the orthogonal start.
+    """
+
+    def __init__(
+        self,
+        picture: tuple[int, int, int],
+        kind: str,
+        activation: str,
+        pixel_scale: float,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self._activation, self._scale = ACTIVATIONS[activation], pixel_scale
+        channels, height, width = picture
+        layers = []
+        for asked in CNNS[kind]:
+            layer = nn.Conv2d(channels, asked.channels, asked.kernel, asked.stride, asked.padding)
+            nn.init.orthogonal_(layer.weight, self._activation.gain, generator=generator)
+            nn.init.zeros_(layer.get_parameter("bias"))
+            layers.append(layer)
+            channels = asked.channels
+            height, width = ((n + 2 * asked.padding - asked.kernel) // asked.stride + 1 for n in (height, width))
+        assert height > 0, (picture, kind)
+        assert width > 0, (picture, kind)
+        self.layers = nn.ModuleList(layers)
+        self.features = channels * height * width
+
+    def forward(self, picture: Tensor) -> Tensor:
+        """Bytes [..., C, H, W] -> [..., features]."""
+        x = picture.flatten(0, -4).to(next(self.parameters()).dtype) / self._scale
+        for layer in self.layers:
+            x = self._activation.apply(layer(x))
+        return x.reshape(*picture.shape[:-3], self.features)

@@ -1,0 +1,226 @@
+"""Control policies that see pictures or remember: a CNN, hidden layers, an LSTM, with gradients by autograd.
+
+Where `ControlPolicy` has two perceptrons, these have a torso each for actor and critic, or one for both, with a linear
+layer on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from tether.models.control.acting import NetworkActor
+from tether.models.control.cnn import Cnn
+from tether.models.control.lstm import Lstm
+from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
+from tether.models.control.normalize import RunningNormalizer
+from tether.models.control.spec import (
+    Memory,
+    Observations,
+    Passed,
+    PolicySpec,
+    Review,
+    numbers_of,
+    picture_of,
+    with_numbers,
+)
+
+
+class Torso(nn.Module):
+    """From observations to features: what the spec asks for of a CNN, hidden layers and an LSTM, in this order."""
+
+    def __init__(self, spec: PolicySpec, generator: torch.Generator) -> None:
+        super().__init__()
+        pictures, sees = spec.make_pictures(), spec.obs_dim
+        self.cnn: Cnn | None = None
+        if pictures is not None:
+            self.cnn = Cnn(pictures.shape, spec.cnn_type, spec.activation, spec.pixel_scale, generator)
+            sees = len(pictures.numbers) + self.cnn.features
+        self._activation = ACTIVATIONS[spec.activation]
+        sizes = [sees] + [spec.hidden_dim] * spec.num_layers
+        gain = self._activation.gain
+        self.hidden = nn.ModuleList([orthogonal_linear(*pair, gain, generator) for pair in pairwise(sizes)])
+        self.lstm = None if spec.lstm_dim is None else Lstm(spec.hidden_dim, spec.lstm_dim, generator)
+        self.width = spec.lstm_dim or spec.hidden_dim
+
+    def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [..., width], and the states after each decision: [M, C, S] with an LSTM, else nothing of use.
+
+        Args:
+            obs: normalised, [B, ...]; with an LSTM [M, C, ...].
+            starts: see `Lstm`.
+            state: [M, S], S = 0 without an LSTM.
+        """
+        x = numbers_of(obs)
+        if self.cnn is not None:
+            x = torch.cat([self.cnn(picture_of(obs)), x], dim=-1)
+        for layer in self.hidden:
+            x = self._activation.apply(layer(x))
+        if self.lstm is None:
+            return x, state
+        states = self.lstm(x, starts, state)
+        return states[..., : self.width], states
+
+
+class NetworkPolicy(nn.Module):
+    """Actor and critic over pictures, or with a memory.
+
+    Args:
+        spec: the shape.
+        seed: of the first weights.
+    """
+
+    def __init__(self, spec: PolicySpec, seed: int) -> None:
+        super().__init__()
+        self.spec = spec
+        generator = torch.Generator().manual_seed(seed)
+        self.pictures = spec.make_pictures()
+        self.head = spec.make_head()
+        self.torso = Torso(spec, generator)
+        self.actor = orthogonal_linear(self.torso.width, self.head.outputs, 0.01 * math.sqrt(2), generator)
+        self.critic_torso: Torso | None = None
+        self.critic: nn.Linear | None = None
+        if spec.value_width:
+            self.critic_torso = None if spec.share_critic else Torso(spec, generator)
+            self.critic = orthogonal_linear(self.torso.width, spec.value_width, 1.0, generator)
+        self.normalizer: RunningNormalizer | None = None
+        if spec.normalize_observations:
+            numbers = spec.obs_dim if self.pictures is None else len(self.pictures.numbers)
+            self.normalizer = RunningNormalizer(numbers, spec.clip_observations)
+        self.micro_batch: int | None = None
+        """Decisions of a forward and backward pass, or one sequence where that is more; None: all at once."""
+
+    @property
+    def state_width(self) -> int:
+        """S: of the memory: that of the actor, and of a critic with a torso of its own."""
+        return 2 * (self.spec.lstm_dim or 0) * (1 if self.critic_torso is None else 2)
+
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters of the actor, what it shares among them, and of the critic."""
+        actor = [*self.torso.parameters(), *self.actor.parameters(), *self.head.parameters()]
+        critic = [module for module in (self.critic_torso, self.critic) if module is not None]
+        return actor, [parameter for module in critic for parameter in module.parameters()]
+
+    def normalized(self, obs: Observations) -> Observations:
+        """What the networks see of raw observations."""
+        return obs if self.normalizer is None else with_numbers(obs, self.normalizer(numbers_of(obs)))
+
+    def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Outputs [..., outputs], values [..., V] and states; for the rest see `Torso.forward`."""
+        actors = 2 * (self.spec.lstm_dim or 0)
+        features, states = self.torso(obs, starts, state[..., :actors])
+        outputs = self.actor(features)
+        if self.critic is None:
+            return outputs, None, states
+        if self.critic_torso is not None:
+            features, critic_states = self.critic_torso(obs, starts, state[..., actors:])
+            states = torch.cat([states, critic_states], dim=-1)
+        return outputs, self.critic(features), states
+
+    def acting(self) -> NetworkActor:
+        """What acts with the weights of this moment."""
+        return NetworkActor(self)
+
+    @torch.no_grad()
+    def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [N, outputs] for raw observations [N, ...], and the next state, from the state [N, S] before."""
+        obs = self.normalized(obs)
+        if self.spec.lstm_dim is None:
+            return self.actor(self.torso(obs, None, state)[0]), state
+        outputs, _, states = self(obs.unsqueeze(1), None, state)
+        return outputs[:, 0], states[:, 0]
+
+    @torch.no_grad()
+    def outputs(self, obs: Observations, memory: Memory | None) -> Tensor:
+        """Outputs [B, outputs], as `run`."""
+        return torch.cat([self._kept(*piece)[0] for piece in self._pieces(obs, memory)])
+
+    def run(self, obs: Observations, memory: Memory | None) -> Passed:
+        """Say something of B decisions, for `backward`.
+
+        In micro-batches only what is said is kept, and `backward` passes forward again. So what the losses make of all
+        of it (denominators, choices between decisions) does not depend on the size of a micro-batch.
+
+        Args:
+            obs: normalised, [B, ...]; with an LSTM [M, C, ...].
+            memory: with an LSTM: the rest; the B decisions that it keeps are the result.
+        """
+        pieces = list(self._pieces(obs, memory))
+        with torch.set_grad_enabled(len(pieces) == 1):
+            said = [self._kept(*piece) for piece in pieces]
+        outputs = torch.cat([piece.detach() for piece, _ in said])
+        values = torch.cat([piece.detach() for _, piece in said if piece is not None]) if self.critic else None
+        return Passed(outputs, values, (pieces, said))
+
+    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+        """Write the gradient of every parameter but the head's into its existing ``grad``.
+
+        Args:
+            passed: what `run` gave.
+            outputs_grad: of the loss by the outputs, [B, outputs]; None: there is none.
+            values_grad: by the values, [B, V].
+        """
+        networks = [module for module in (self.torso, self.actor, self.critic_torso, self.critic) if module is not None]
+        for network in networks:
+            network.zero_grad(set_to_none=False)
+        pieces, said = passed.saved
+        ends = torch.tensor([0, *(len(outputs) for outputs, _ in said)]).cumsum(0).tolist()
+        for piece, (start, stop), first in zip(pieces, pairwise(ends), said, strict=True):
+            with torch.enable_grad():
+                outputs, values = first if len(pieces) == 1 else self._kept(*piece)
+            sides = [(outputs, outputs_grad), (values, values_grad)]
+            given = [(side, grad[start:stop]) for side, grad in sides if side is not None and grad is not None]
+            torch.autograd.backward([side for side, _ in given], [grad for _, grad in given])
+
+    @torch.no_grad()
+    def review(
+        self,
+        obs: Observations,
+        starts: Tensor,
+        state: Tensor,
+        final_obs: Observations,
+        final_at: tuple[Tensor, Tensor],
+    ) -> Review:
+        """Pass over a rollout.
+
+        Args:
+            obs: normalised, [C + 1, M, ...].
+            starts: [C + 1, M]: decisions that begin an episode.
+            state: [M, S]: before the first decision.
+            final_obs: normalised, [F, ...]: last observations of episodes.
+            final_at: [F], [F]: decision and column after which they were seen.
+        """
+        columns = starts.shape[1]
+        size = columns if self.micro_batch is None else max(1, self.micro_batch // len(starts))
+        parts = []
+        for first in range(0, columns, size):
+            piece = slice(first, first + size)
+            parts.append(self(obs[:, piece].transpose(0, 1), starts[:, piece].T, state[piece]))
+        outputs = torch.cat([part[0] for part in parts])[:, :-1].transpose(0, 1)
+        if self.critic is None:
+            return Review(outputs, None, None)
+        values = torch.cat([part[1] for part in parts]).transpose(0, 1)
+        decision, column = final_at
+        after = torch.cat([part[2] for part in parts])
+        after = after[column, decision] if self.spec.lstm_dim else after[column]
+        final_values = self(final_obs.unsqueeze(1), None, after)[1][:, 0]
+        return Review(outputs, values, final_values)
+
+    def _pieces(self, obs: Observations, memory: Memory | None) -> Iterator[tuple[Observations, Memory | None]]:
+        """Micro-batches of `run`."""
+        rows, of_each = len(obs), 1 if memory is None else memory.kept.shape[1]
+        size = rows if self.micro_batch is None else max(1, self.micro_batch // of_each)
+        for first in range(0, rows, size):
+            yield obs[first : first + size], None if memory is None else memory.rows(slice(first, first + size))
+
+    def _kept(self, obs: Observations, memory: Memory | None) -> tuple[Tensor, Tensor | None]:
+        """Outputs and values of the decisions that are kept."""
+        if memory is None:
+            outputs, values, _ = self(obs, None, torch.zeros(len(obs), 0))
+            return outputs, values
+        outputs, values, _ = self(obs, memory.starts, memory.state)
+        return outputs[memory.kept], None if values is None else values[memory.kept]

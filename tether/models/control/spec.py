@@ -1,0 +1,124 @@
+"""The shape of a control policy, and what passes between it and what trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from tether.models.control.heads import CategoricalHead, GaussianHead, Head
+from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
+
+Observations = Tensor | TensorDict
+"""[..., O], or, where the policy sees pictures, what `Pictures` makes of it."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """The shape of a policy: enough to build it again."""
+
+    obs_dim: int
+    """O: entries of a flat observation."""
+    choices: tuple[int, ...] | None
+    """Alternatives of each column of an action; None: actions are numbers."""
+    action_width: int
+    """D: columns of an action."""
+    num_action_chunks: int = 1
+    """K: actions that are decided on at once; the head has K * D columns, those of an action side by side."""
+    value_width: int = 1
+    """V: values of an observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    share_critic: bool = False
+    """The critic is a linear layer on what the actor's is on, not a network of its own."""
+    hidden_dim: int = 256
+    num_layers: int = 3
+    activation: str = "tanh"
+    init_logstd: float = -0.5
+    normalize_observations: bool = False
+    clip_observations: float = 10.0
+    pictures: tuple[tuple[int, int, int, int], ...] = ()
+    """What a CNN reads: see `Pictures`; none: there is no CNN."""
+    cnn_type: str = "small"
+    """In ``tether.models.control.cnn.CNNS``."""
+    pixel_scale: float = 255.0
+    """Pixels are divided by this."""
+    lstm_dim: int | None = None
+    """Width of the LSTM after the hidden layers; None: there is none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but perceptrons, whose gradients are taken by hand."""
+        return not self.pictures and self.lstm_dim is None
+
+    def make_pictures(self) -> Pictures | None:
+        """What takes the pictures out of flat observations, where a CNN reads them."""
+        return Pictures(self.obs_dim, self.pictures) if self.pictures else None
+
+    def make_head(self) -> Head:
+        """The distribution of actions."""
+        if self.choices is None:
+            return GaussianHead(self.action_width * self.num_action_chunks, self.init_logstd)
+        return CategoricalHead(self.choices * self.num_action_chunks)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a policy with an LSTM needs beside the observations [M, C, ...] of M sequences of C decisions."""
+
+    starts: Tensor
+    """[M, C]: decisions that begin an episode, before which the state is zero."""
+    state: Tensor
+    """[M, S]: before the first decision, as the policy had it when it acted."""
+    kept: Tensor
+    """[M, C]: decisions that are learned from."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Memory:
+        """The same change of each column."""
+        return Memory(change(self.starts), change(self.state), change(self.kept))
+
+    def rows(self, which: slice | Tensor) -> Memory:
+        """Some of the sequences."""
+        return Memory(self.starts[which], self.state[which], self.kept[which])
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a policy said of B decisions, and what its ``backward`` has to know of that."""
+
+    outputs: Tensor
+    """[B, outputs of the head]"""
+    values: Tensor | None
+    """[B, V]; None: there is no critic."""
+    saved: Any
+
+
+@dataclass(frozen=True)
+class Review:
+    """What a policy says of a whole rollout of C decisions in M columns."""
+
+    outputs: Tensor
+    """[C, M, outputs of the head]"""
+    values: Tensor | None
+    """[C + 1, M, V]; None: there is no critic."""
+    final_values: Tensor | None
+    """[F, V]: of the last observations of episodes."""
+
+
+def numbers_of(obs: Observations) -> Tensor:
+    """The numbers [..., O] of observations."""
+    numbers: Tensor = obs if isinstance(obs, Tensor) else obs[NUMBERS]
+    return numbers
+
+
+def picture_of(obs: Observations) -> Tensor:
+    """The picture [..., C, H, W] of observations that have one."""
+    assert not isinstance(obs, Tensor)
+    picture: Tensor = obs[PICTURE]
+    return picture
+
+
+def with_numbers(obs: Observations, numbers: Tensor) -> Observations:
+    """The same observations with other numbers."""
+    return numbers if isinstance(obs, Tensor) else obs.clone(recurse=False).set(NUMBERS, numbers)
