@@ -9,6 +9,7 @@ import torch
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from tether.envs.layout import layout_of
 from tether.envs.protocol import EnvStep, Flags, Floats
 from tether.envs.spaces import ActionCodec, flat_size, flatten
 
@@ -51,7 +52,7 @@ class BatchedEnv:
         self._space: Space[Any] = env.unwrapped.single_observation_space
         self._codec = ActionCodec.of(env.unwrapped.single_action_space, id)
         self.actions = self._codec.spec
-        self.obs_dim = flat_size(self._space, id)
+        self.obs_dim, self.layout = flat_size(self._space, id), layout_of(self._space, id)
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""

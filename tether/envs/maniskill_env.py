@@ -13,7 +13,7 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
 from tether.envs.batched import BatchedEnv
-from tether.envs.make import EnvOptions, Pacing
+from tether.envs.make import EnvOptions, Pacing, View
 
 GPU = ("gpu", "cuda", "physx_cuda")
 WITHOUT_PICTURES = ("state", "state_dict")
@@ -33,6 +33,7 @@ def make_batch(options: EnvOptions, arguments: Mapping[str, Any]) -> BatchedEnv 
         return None
     for key, asked in {
         "wrappers": bool(options.wrappers),
+        "drop_observations or frame_stack": options.view != View(),
         "group_size, auto_reset, use_fixed_reset_state_ids or policy.num_action_chunks": options.pacing != Pacing(),
         "video_cfg.save_video": "render_mode" in arguments,
         "pipeline_stage_num": options.first > 0,
