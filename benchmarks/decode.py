@@ -1,109 +1,117 @@
-"""Decoding speed of the native engine beside transformers.generate, on the same prompts, in one run.
+"""Decoding speed: the native engine beside transformers.generate and vLLM, on the same prompts, in turns.
 
-    python -m benchmarks.decode --model DIR [--rows 64] [--prompt-length 60] [--new-tokens 64] [--dtype bfloat16]
-
-Both sample at temperature 1 from the whole vocabulary and go on for exactly `--new-tokens`. Runs alternate, so that a
-busy machine disturbs both; medians are compared. The limit is what the model's matrix products alone would allow:
-the time of its linear layers on `--rows` tokens, with nothing else in between.
+All sample at temperature 1 from the whole vocabulary and go on for exactly so many tokens; prefill is included, and
+every round has prompts of its own, so that no cache of an earlier one helps.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from benchmarks.speed.machine import seconds_of_products
+from benchmarks.speed.peers.processes import Skipped, Worker
+from benchmarks.speed.setting import Setting
+from benchmarks.speed.table import Goal, Section
+from benchmarks.speed.timing import seconds, take_turns
 from tether.rollout.native import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 
+PROMPT_LENGTH = 60  # mean; lengths differ by up to 10
+NEW_TOKENS = 64
+SHARE_OF_PRODUCTS = 0.65
+CASES = {64: (4.0, 2.5), 1: (2.0, 2.0)}
+"""Rows -> how many times the speed of transformers.generate and of vLLM is the goal."""
 
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
-
-def ragged_prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(max(1, length - 10), length + 11, (rows,), generator=generator).tolist()
+def ragged_prompts(rows: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(PROMPT_LENGTH - 10, PROMPT_LENGTH + 11, (rows,), generator=generator).tolist()
     return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
 def left_padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask [R, W]."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     return ids, mask
 
 
-def matrix_limit(model: PreTrainedModel, rows: int) -> float:
-    """Tokens a second if a step were the model's linear layers and nothing else."""
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights}
-
-    def products() -> None:
-        for weight in weights:
-            F.linear(inputs[weight.shape[1]], weight)
-
-    with torch.inference_mode():
-        return rows / min(seconds(products) for _ in range(10))
+def start_vllm(setting: Setting) -> Worker:
+    """vLLM's process; the same one for all tables."""
+    arguments = [str(setting.model), str(setting.threads)]
+    return setting.peers.start("vllm", "benchmarks.speed.peers.vllm_worker", arguments)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory of a causal LM")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt-length", type=int, default=60, help="mean; lengths differ by up to 10")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--profile", action="store_true", help="also print where the time of one tether run goes")
-    args = parser.parse_args()
-
-    torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype)
-    theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    theirs.generation_config.eos_token_id = None
-    engine = NativeEngine(
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
-        eos_token_ids=frozenset(),
-        max_num_seqs=args.rows,
-        dtype=dtype,
-    )
-    prompts = ragged_prompts(args.rows, args.prompt_length, theirs.config.vocab_size)
+def by_transformers(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> object:
+    """One call of ``generate`` that does not stop early."""
     ids, mask = left_padded(prompts)
-    sampling = SamplingParams(max_new_tokens=args.new_tokens)
-    length = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens}
-
-    def tether() -> object:
-        return engine.generate(prompts, sampling, NoiseKey(seed=0, step=0))
-
-    def transformers() -> object:
-        return theirs.generate(ids, attention_mask=mask, do_sample=True, top_k=0, pad_token_id=0, **length)
-
-    tether(), transformers()
-    runs = [(seconds(tether), seconds(transformers)) for _ in range(args.runs)]
-    tokens = args.rows * args.new_tokens
-    ours, peer = (tokens / statistics.median(times) for times in zip(*runs, strict=True))
-    print(f"{args.rows} rows, {args.prompt_length}-token prompts, {args.new_tokens} new tokens each")
-    print(f"{args.dtype}, {args.threads} threads, medians of {args.runs} runs")
-    print(f"tether native          {ours:8.1f} tokens/s  (prefill included)")
-    print(f"transformers.generate  {peer:8.1f} tokens/s")
-    print(f"ratio                  {ours / peer:8.2f}")
-    print(f"matrix-product limit   {matrix_limit(theirs, args.rows):8.1f} tokens/s")
-    if args.profile:
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            tether()
-        print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+    length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    return model.generate(ids, attention_mask=mask, do_sample=True, top_k=0, pad_token_id=0, **length)
 
 
-if __name__ == "__main__":
-    main()
+def measure(setting: Setting) -> Section:
+    """64 rows, and one."""
+    theirs = setting.plain_model()
+    theirs.generation_config.eos_token_id = None
+    ours = setting.our_model()
+    engine = NativeEngine(ours, eos_token_ids=frozenset(), max_num_seqs=max(CASES))
+    vocabulary = ours.config.get_text_config().vocab_size
+    notes = []
+    try:
+        vllm: Worker | None = start_vllm(setting)
+        assert vllm
+        notes.append(f"vLLM {vllm.hello['version']} (loaded in {vllm.hello['seconds']:.0f} s, default settings).")
+    except Skipped as why:
+        vllm = None
+        notes.append(f"vLLM left out: {why}.")
+    rows_of_table, goals = [], []
+    for rows, (over_transformers, over_vllm) in CASES.items():
+        batches = [ragged_prompts(rows, vocabulary, seed=i) for i in range(setting.runs + 1)]
+        sides: dict[str, Callable[[int], float]] = {
+            "tether": lambda i, b=batches: seconds(
+                lambda: engine.generate(b[i], SamplingParams(NEW_TOKENS), NoiseKey(seed=0, step=i))
+            ),
+            "transformers.generate": lambda i, b=batches: seconds(lambda: by_transformers(theirs, b[i], NEW_TOKENS)),
+        }
+        if vllm:
+            sides["vLLM"] = lambda i, b=batches: float(
+                vllm.ask(prompts=b[i], new_tokens=NEW_TOKENS, ignore_eos=True)["seconds"]
+            )
+        medians = take_turns(sides, setting.runs)
+        tokens = rows * NEW_TOKENS
+        bare = NEW_TOKENS * seconds_of_products(theirs, rows)
+        roof = setting.roofline.decoding(rows, NEW_TOKENS)
+        for name, spent in medians.items():
+            ratio = f"{spent / medians['tether']:.2f}"
+            shares = [f"{bare / spent:.0%}", f"{roof / spent:.0%}"]
+            rows_of_table.append([str(rows), name, f"{tokens / spent:.0f}", ratio, *shares])
+        label = f"{rows} rows" if rows > 1 else "one row"
+        goals.append(
+            Goal(
+                f"{label}: tether / transformers.generate",
+                medians["transformers.generate"] / medians["tether"],
+                over_transformers,
+            )
+        )
+        if vllm:
+            goals.append(Goal(f"{label}: tether / vLLM", medians["vLLM"] / medians["tether"], over_vllm))
+        if rows > 1:
+            goals.append(Goal(f"{label}: share of the limit", roof / medians["tether"], SHARE_OF_PRODUCTS))
+    return Section(
+        "Decoding",
+        [
+            f"Prompts of {PROMPT_LENGTH} tokens on average, {NEW_TOKENS} new tokens each, bfloat16, temperature 1,",
+            "whole vocabulary; prefill included. *its products*: share of the time that the model's linear layers",
+            "alone take, one after the other, on as many rows; *limit*: share of the time that they would take at the",
+            "rate of a large product, or that reading the weights takes at the speed of memory if that is longer.",
+            *notes,
+        ],
+        ("rows", "", "tokens/s", "time / tether's", "its products", "limit"),
+        rows_of_table,
+        goals,
+    )

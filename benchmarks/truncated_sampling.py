@@ -13,7 +13,7 @@ import statistics
 
 import torch
 
-from benchmarks.decode import seconds
+from benchmarks.speed.timing import seconds
 from tether.batch import TrainBatch
 from tether.data.chat import render, tokenize
 from tether.data.rows import Row

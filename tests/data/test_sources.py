@@ -121,7 +121,7 @@ def test_real_parquet_files(test_data: Path) -> None:
 
 def test_real_jsonl_without_the_layout_is_refused(test_data: Path) -> None:
     message = refusal(str(test_data / "gsm8k/train.jsonl"))
-    assert "not in the row layout: no `prompt`, `data_source`, `reward_model`" in message
+    assert "not in the row layout: no `prompt`, `reward_model`, `data_source`" in message
     assert "its keys are question, answer. A row needs `prompt`" in message
     assert len(message.splitlines()) == 1
 

@@ -9,26 +9,46 @@ import pytest
 
 from tests.trainer.tiny_run import measured
 from tether.config import load_config
-from tether.envs.make import EnvOptions, View, make_vector_env
+from tether.envs.make import EnvOptions, Pacing, View, make_vector_env
 from tether.envs.protocol import ContinuousActions, DiscreteActions
 from tether.trainer.build.control import build_control_run
 
 FETCH = EnvOptions("gymnasium_robotics:FetchReach-v4", 1, max_episode_steps=10)
 PICTURE = EnvOptions("MiniGrid-Empty-5x5-v0", 2, max_episode_steps=10, view=View(drop=("mission",)))
 REACH = EnvOptions("metaworld:Meta-World/MT1", 2, max_episode_steps=10, init_params={"env_name": "reach-v3", "seed": 1})
-CASES = {  # direction, and 7 x 7 cells of three numbers; position, goal and state of the arm
-    "minigrid": (PICTURE, 151, DiscreteActions((7,))),
-    "gymnasium_robotics": (FETCH, 16, ContinuousActions(4)),
-    "metaworld": (REACH, 39, ContinuousActions(4)),
+PUSH = EnvOptions("push-v3", 2, env_type="metaworld", max_episode_steps=10)
+MT10 = EnvOptions("MT10", 2, env_type="metaworld", max_episode_steps=10)
+CUBE = EnvOptions("PickCube-v1", 2, env_type="maniskill", max_episode_steps=10, init_params={"sim_backend": "cpu"})
+ARM = ContinuousActions(4)
+CASES = {  # direction, and 7 x 7 cells of three numbers; position, goal and state of the arm; one entry a task
+    "minigrid": ("minigrid", PICTURE, 151, DiscreteActions((7,))),
+    "FetchReach": ("gymnasium_robotics", FETCH, 16, ARM),
+    "MT1 reach": ("metaworld", REACH, 39, ARM),
+    "push": ("metaworld", PUSH, 39, ARM),
+    "MT10": ("metaworld", MT10, 49, ARM),
+    "PickCube": ("mani_skill", CUBE, 42, ContinuousActions(8)),
 }
 
 
-@pytest.mark.parametrize("module", CASES)
-def test_a_simulator_is_stepped_and_learned_from(module, tmp_path):
+def has_vulkan():
+    sapien = importlib.import_module("sapien")
+    try:
+        sapien.render.RenderMaterial()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_simulator_is_stepped_and_learned_from(name, tmp_path):
+    module, options, obs_dim, actions = CASES[name]
     pytest.importorskip(module)
     if module == "gymnasium_robotics" and int(version("mujoco").split(".")[0]) >= 4:
         pytest.skip("gymnasium-robotics 1.4 does not know the joints of mujoco 4")
-    options, obs_dim, actions = CASES[module]
+    if module == "mani_skill" and not has_vulkan():
+        with pytest.raises(ValueError, match="PickCube-v1 finds no Vulkan driver"):
+            make_vector_env(options)
+        pytest.skip("ManiSkill's tasks need a Vulkan driver even where nothing is drawn")
     env = make_vector_env(options)
     assert (env.obs_dim, env.actions) == (obs_dim, actions)
     obs = env.reset(0).copy()
@@ -44,7 +64,8 @@ def test_a_simulator_is_stepped_and_learned_from(module, tmp_path):
         load_config(
             None,
             [
-                f"env.train.id={options.id}", "env.train.total_num_envs=2", "env.train.max_episode_steps=10",
+                f"env.train.id={options.id}", f"env.train.env_type={options.env_type}",
+                "env.train.total_num_envs=2", "env.train.max_episode_steps=10",
                 *[f"env.train.init_params.{key}={value}" for key, value in options.init_params.items()],
                 "env.train.max_steps_per_rollout_epoch=20",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=20", "trainer.total_training_steps=2",
@@ -57,7 +78,28 @@ def test_a_simulator_is_stepped_and_learned_from(module, tmp_path):
     run.close()
     last = measured(tmp_path)[2]
     assert last["env/episode_len"] == 10
-    assert "eval/success_once" in last
+    for metric in ("env/success_once", "env/success_at_end", "eval/success_once"):
+        assert metric in last
+
+
+def test_a_suite_of_metaworld_draws_its_tasks_by_the_seed():
+    pytest.importorskip("metaworld")
+    groups = EnvOptions("MT10", 6, env_type="metaworld", pacing=Pacing(group_size=2))
+    env = make_vector_env(groups)
+    obs = env.reset(3)
+    tasks = obs[:, 39:]
+    assert np.array_equal(tasks.sum(axis=1), np.ones(6))
+    assert np.array_equal(obs[::2], obs[1::2])  # a group is one task with one goal
+    assert len({tuple(task) for task in tasks.tolist()}) > 1
+    env.close()
+
+
+def test_names_and_numbers_that_metaworld_does_not_have_are_refused():
+    pytest.importorskip("metaworld")
+    with pytest.raises(ValueError, match=r"MetaWorld has no reach-v2\. Did you mean reach-v3"):
+        make_vector_env(EnvOptions("reach-v2", 1, env_type="metaworld"))
+    with pytest.raises(ValueError, match=r"total_num_envs: 8, but .* always makes 10\. Set it to 10"):
+        make_vector_env(EnvOptions("metaworld:Meta-World/MT10", 8))
 
 
 def test_minigrid_tells_success_and_drops_its_mission():

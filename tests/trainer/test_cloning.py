@@ -110,6 +110,10 @@ def test_only_what_succeeds_is_kept(cloned, tmp_path):
         ),
         (["collect", *ENV, "--from", "{cloned}/nowhere"], "--from={cloned}/nowhere: no checkpoint here"),
         (["collect", *TEXT, "--from", "{cloned}/expert.py:act"], "env.train.id: name the simulator"),
+        (
+            ["collect", *ENV, "env.train.env_type=envpool", "--from", "{cloned}/expert.py:act"],
+            "env.train.env_type: envpool makes no single environment",
+        ),
         (["bc", *ENV, "--data", "{cloned}/nothing"], "{cloned}/nothing: no dataset of episodes here"),
         (
             ["bc", "env.train.id=Acrobot-v1", "--data", "{cloned}/demos"],

@@ -183,7 +183,10 @@ def test_the_command(stored: Path, inputs: Path, tmp_path: Path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["env.train.id=CartPole-v1"], "env.train.id: embodied runs store no rollouts"),
+        (
+            ["env.train.id=CartPole-v1", "~actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"],
+            "env.train.id: embodied runs store no rollouts",
+        ),
         (["algorithm.adv_estimator=reinforce_plus_plus"], "critic.enable: there is no critic to train"),
         ([], "name the stored rollouts: --rollouts FOLDER, or trainer.rollout_data_dir=FOLDER"),
     ],

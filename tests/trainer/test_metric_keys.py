@@ -22,6 +22,7 @@ RUNS = {
         "algorithm.gdpo_reward_keys=[score,acc]",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.top_k=20",
+        "actor_rollout_ref.actor.early_stop_imp_ratio=5",
     ],
     "corrected": [
         "algorithm.adv_estimator=grpo",

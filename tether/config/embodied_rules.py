@@ -150,7 +150,7 @@ def waiting_environments_are_gymnasiums(cfg: RunConfig) -> Problem | None:
         (EVAL, cfg.env.eval, chunk),
     )
     for role, section, reason in sections:
-        if reason and section.env_type != "gymnasium":
+        if reason and section.env_type == "envpool":
             what = f"{section.env_type} begins episodes by itself, which {reason} does not allow"
             return Problem(f"{role}.env_type", what, "use gymnasium")
         if reason and section.vectorization == "vector":
@@ -178,20 +178,20 @@ def stages_overlap(cfg: RunConfig) -> Problem | None:
     if count % stages:
         what = f"{count} environments cannot be dealt to {TRAIN}.pipeline_stage_num={stages} stages"
         return Problem(f"{TRAIN}.total_num_envs", what, f"set it to a multiple of {stages}")
-    if train.env_type == "gymnasium" and train.vectorization in ("sync", "vector"):
+    if train.env_type != "envpool" and train.vectorization in ("sync", "vector"):
         what = f"{train.vectorization} steps in this process, so {TRAIN}.pipeline_stage_num={stages} overlaps nothing"
         return Problem(f"{TRAIN}.vectorization", what, "use auto or subprocess")
     return None
 
 
 def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
-    """Only Gymnasium's environments, stepped one by one, show a picture."""
+    """Only environments that are stepped one by one show a picture."""
     test = cfg.env.eval
     if not test.video_cfg.save_video:
         return None
-    if test.env_type == "gymnasium" and test.vectorization != "vector":
+    if test.env_type != "envpool" and test.vectorization != "vector":
         return None
-    key = "vectorization" if test.env_type == "gymnasium" else "env_type"
+    key = "env_type" if test.env_type == "envpool" else "vectorization"
     what = f"{getattr(test, key)} shows no pictures for {EVAL}.video_cfg.save_video"
     return Problem(f"{EVAL}.{key}", what, "use sync" if key == "vectorization" else "use gymnasium")
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -26,9 +27,16 @@ from tether.files import import_python_file
 
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
-    "gymnasium_robotics": "robotics", "metaworld": "metaworld",
+    "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill", "libero": "libero",
 }  # fmt: skip
 """Module that an environment could not import -> extra of tether that brings it."""
+
+ADAPTERS = {
+    "libero": "tether.envs.libero_env",
+    "maniskill": "tether.envs.maniskill_env",
+    "metaworld": "tether.envs.metaworld_env",
+}
+"""env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
 
 
 MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
@@ -99,7 +107,9 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         if options.env_type == "envpool":
             adapter = importlib.import_module("tether.envs.envpool_env")
             return adapter.make_envpool(options)
-        return _make_gymnasium(options)
+        if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
+            return batch
+        return _make_gymnasium(options) if options.env_type == "gymnasium" else _make_loop(options)
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
         raise ValueError(_missing(options, error)) from error
 
@@ -134,7 +144,23 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
             raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
         arguments = _arguments(options)
         vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
+        if vector.num_envs != options.num_envs:
+            vector.close()
+            raise ValueError(
+                f"{options.role}.total_num_envs: {options.num_envs}, but {options.id} always makes {vector.num_envs}. "
+                f"Set it to {vector.num_envs}."
+            )
         return GymnasiumVectorEnv(options.id, vector)
+    return _make_loop(options)
+
+
+def _make_loop(options: EnvOptions) -> VectorEnv:
+    """Environments that are made and stepped one by one."""
+    if options.vectorization == "vector":
+        raise ValueError(
+            f"{options.role}.vectorization: {options.env_type} has no vector code. Use sync or subprocess."
+        )
+    paced = options.pacing != Pacing()
     env: SyncVectorEnv | WorkerVectorEnv
     loop = partial(_loop, options, paced)
     if options.vectorization == "subprocess":
@@ -154,7 +180,10 @@ def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
 def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
     """Make one environment as those that `make_vector_env` steps together, which says what it raises."""
     try:
-        env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
+        if options.env_type == "gymnasium":
+            env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
+        else:
+            env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
         fix = f"Correct the names in {options.role}.init_params={dict(options.init_params)}."
         if "render_mode" in str(error):
@@ -168,6 +197,10 @@ def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
         env = _wrapped(env, name, options.role)
     env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
+
+
+def _adapter(options: EnvOptions) -> ModuleType:
+    return importlib.import_module(ADAPTERS[options.env_type])
 
 
 def _seen(env: gymnasium.Env[Any, Any], options: EnvOptions) -> gymnasium.Env[Any, Any]:

@@ -249,7 +249,9 @@ EMBODIED: Mapping[str, MetricInfo] = {
     "bc/best_held_out_loss": MetricInfo("The best of them so far, whose weights are kept.", "falls", when="tether bc"),
     "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
     "group/kept_fraction": MetricInfo(
-        "Embodied runs: share of episodes whose group is within the bounds of algorithm.filter_rewards.", "above 0"
+        "Embodied runs: share of episodes whose group is within the bounds of algorithm.filter_rewards.",
+        "above 0",
+        when="with algorithm.filter_rewards",
     ),
     "perf/env_steps": MetricInfo("Steps of all environments so far."),
     "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),

@@ -10,10 +10,8 @@ Legend: N = tokens of all sequences laid end to end, H = query heads, K = key/va
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tether.models.causal import causal_attention
+from tether.models.norms import replace_norms
+from tether.models.places import places_of
 
 ATTENTION_NAME = "tether"
 
@@ -45,54 +47,33 @@ class AttentionLayout(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences laid end to end in one row of N tokens; each attends causally to itself alone."""
+    """Sequences laid end to end in one row of N tokens; each attends causally to itself alone.
+
+    Sequences may share how they begin, as the responses to one prompt do: `after` says which piece a piece continues,
+    and a piece that others continue is no sequence of its own. The layers then see a shared prompt once.
+    """
 
     lengths: tuple[int, ...]
+    """Tokens of each piece."""
+    after: tuple[int | None, ...] | None = None
+    """Of each piece the number of the one that it continues, which itself continues none; None: all begin anew."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `AttentionLayout.attend`; R is 1 and Q is N.
-
-        Sequences of like length run together as a padded batch: one kernel call each would cost more than the padding.
-        """
-        buckets, place = _bucketed(self.lengths, query.device)
+        """See `AttentionLayout.attend`; R is 1 and Q is N."""
+        places = places_of(self.lengths, self.after, query.device)
+        spread = (places.batches(places.spread(x[0].transpose(0, 1))) for x in (query, key, value))
         outputs = []
-        for tokens in buckets:
-            q, k, v = (x[0, :, tokens].transpose(0, 1) for x in (query, key, value))
-            outputs.append(_causal(q, k, v, spec).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)[place].transpose(0, 1)[None]
+        for q, k, v in zip(*spread, strict=True):
+            out = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return places.collect(torch.cat(outputs)).transpose(0, 1)[None]
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """[1, N]: each token's position in its own sequence."""
-        return torch.cat([torch.arange(length, device=device) for length in self.lengths])[None]
-
-
-LIKE_LENGTH = 0.75
-"""A sequence joins a bucket while it is at least this share as long as the bucket's longest."""
-
-
-@lru_cache(maxsize=8)  # every layer of a forward and of its backward asks for the same
-def _bucketed(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Group packed sequences by length.
-
-    Returns:
-        Of each bucket the token that stands at each place of its padded batch [R, W] (padding repeats a sequence's
-        last token, and stands where no causal query looks); and where among all those places each of the N tokens is.
-    """
-    starts = list(itertools.accumulate(lengths, initial=0))
-    groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if not groups or lengths[row] < LIKE_LENGTH * lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(row)
-    buckets, place, offset = [], torch.empty(starts[-1], dtype=torch.int64), 0
-    for group in groups:
-        width = lengths[group[0]]
-        tokens = torch.stack([starts[row] + torch.arange(width).clamp(max=lengths[row] - 1) for row in group])
-        for number, row in enumerate(group):
-            place[starts[row] : starts[row + 1]] = offset + number * width + torch.arange(lengths[row])
-        buckets.append(tokens.to(device))
-        offset += tokens.numel()
-    return buckets, place.to(device)
+        after = self.after or (None,) * len(self.lengths)
+        first = [0 if prior is None else self.lengths[prior] for prior in after]
+        pieces = zip(first, self.lengths, strict=True)
+        return torch.cat([torch.arange(start, start + length, device=device) for start, length in pieces])[None]
 
 
 @dataclass(frozen=True)
@@ -108,6 +89,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> T
     length = query.shape[2]
     windowed = spec.sliding_window is not None and spec.sliding_window < length
     if not windowed and spec.softcap is None:
+        # The kernel has no head sizes apart for keys and values.
+        if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+            return causal_attention(query, key, value, spec.scale)
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale, enable_gqa=gqa)
     position = torch.arange(length, device=query.device)
@@ -171,5 +155,6 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_interface)
 
 
 def use_tether_attention(model: PreTrainedModel) -> None:
-    """Make `model` call the layouts of this module; its forward then requires ``attention_layout=``."""
+    """Make `model` call the layouts of this module and give it our norms; its forward then needs `attention_layout`."""
     model.set_attn_implementation(ATTENTION_NAME)
+    replace_norms(model)

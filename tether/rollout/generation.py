@@ -18,6 +18,10 @@ from tether.rollout.noise import uniform
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
 from tether.rollout.sampling import draw
 
+Forward = Callable[[Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]
+"""Token ids [R, Q], their positions [R, Q], the layout, and the flat positions [M] where logits are wanted (None: all)
+-> logits [M, V]."""
+
 
 class Generation:
     """One call of `generate`. Result rows are numbered 0..N-1; the R rows being decoded fill the slots 0..R-1."""
@@ -25,6 +29,7 @@ class Generation:
     def __init__(
         self,
         model: PreTrainedModel,
+        forward: Forward,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         key: NoiseKey,
@@ -34,7 +39,7 @@ class Generation:
         max_prefill_tokens: int,
         on_finished: Callable[[FinishedResponse], None] | None,
     ) -> None:
-        self._model, self._prompts, self._sampling, self._key = model, prompts, sampling, key
+        self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
         self._device = model.device
         self._max_prefill_tokens = max_prefill_tokens
         self._on_finished = on_finished
@@ -87,10 +92,10 @@ class Generation:
         length = torch.tensor(lengths)
         ends = (length.cumsum(0) - 1).to(self._device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
-        logits = self._forward(torch.tensor(tokens, device=self._device)[None], positions[None], layout, keep=ends)
+        logits = self._forward(torch.tensor(tokens, device=self._device)[None], positions[None], layout, ends)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))
         self._occupy(length[owner])
-        return logits[0, owner.to(self._device)]
+        return logits[owner.to(self._device)]
 
     def _occupy(self, lengths: Tensor) -> None:
         """Give the next slots to the next waiting rows, whose prompts have these lengths."""
@@ -107,13 +112,7 @@ class Generation:
         rows = slice(0, self._active)
         position = self._position[rows]
         layout = Decode(self._cache, position, self._longest())
-        return self._forward(self._token[rows, None], position[:, None], layout, keep=1)[:, 0]
-
-    def _forward(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: int | Tensor) -> Tensor:
-        output = self._model(
-            input_ids=ids, position_ids=positions, use_cache=False, attention_layout=layout, logits_to_keep=keep
-        )
-        return output.logits
+        return self._forward(self._token[rows, None], position[:, None], layout, None)
 
     def _accept(self, logits: Tensor) -> None:
         """Sample a token for the last `len(logits)` active rows, and let go those that end with it."""

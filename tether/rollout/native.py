@@ -1,6 +1,7 @@
 """The `native` engine: in-process generation over any transformers causal language model.
 
-The model's own forward runs every step; only its attention is ours (`tether.rollout.cache`). Up to `max_num_seqs`
+The common families run by a lean forward of our own (`tether.rollout.decoder`), any other by transformers'; either way
+attention and its cache are ours (`tether.rollout.cache`). Up to `max_num_seqs`
 responses are decoded at a time. One that ends leaves at once, the last row takes its place, and a waiting prompt gets
 the free slot, so the rows being decoded are always the first ones and no time goes into finished ones::
 
@@ -14,6 +15,7 @@ the float rounding of the model's forward, which may differ with the number of r
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,9 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch
-from tether.models.attention import use_tether_attention
-from tether.rollout.generation import Generation
+from tether.models.attention import AttentionLayout, use_tether_attention
+from tether.rollout.decoder import Decoder, decoder_for
+from tether.rollout.generation import Forward, Generation
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -37,8 +42,9 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 class NativeEngine:
     """Generates with the trainer's own model.
 
-    In the model's own dtype the weights are shared and nothing is copied. With another `dtype` the engine keeps a
-    private copy of the parameters in that dtype, refreshed by `sync_weights`; no product casts its operands.
+    In the model's own dtype the weights are shared, and copied only where blocks of them make products faster
+    (`tether.rollout.products`): that is seen to by itself. With another `dtype` the engine keeps a private copy of the
+    parameters in that dtype, refreshed by `sync_weights`; no product casts its operands.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class NativeEngine:
         use_tether_attention(model)
         self._source = model
         self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
+        self._forward: Forward | None = None  # made when it is first used
         self.eos_token_ids = eos_token_ids
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -72,6 +79,8 @@ class NativeEngine:
             with torch.no_grad():
                 for mine, theirs in zip(_tensors(self._model), _tensors(self._source), strict=True):
                     mine.copy_(theirs)
+        if isinstance(self._forward, Decoder):
+            self._forward.refresh()
 
     def generate(
         self,
@@ -92,6 +101,7 @@ class NativeEngine:
         with torch.no_grad(), _evaluating(self._model):
             call = Generation(
                 self._model,
+                self._current_forward(),
                 prompts,
                 sampling,
                 key,
@@ -104,6 +114,28 @@ class NativeEngine:
                 if on_progress is not None:
                     on_progress(call.progress())
         return call.result()
+
+    def _current_forward(self) -> Forward:
+        """The forward pass, with the model's present weights."""
+        if self._forward is None:
+            self._forward = decoder_for(self._model) or self._by_transformers
+            if not isinstance(self._forward, Decoder):
+                name = type(self._model).__name__
+                _log.warning("%s is sampled from with transformers' own forward pass, which is slower", name)
+        if isinstance(self._forward, Decoder):
+            self._forward.refresh()
+        return self._forward
+
+    def _by_transformers(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=False,
+            attention_layout=layout,
+            logits_to_keep=0 if keep is None else keep,
+        )
+        logits: Tensor = output.logits.flatten(0, 1)
+        return logits
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         if not prompts:

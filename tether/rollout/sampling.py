@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tether.rollout.protocol import SamplingParams
 
 _BLOCK = 128
-_SCRATCH = 1 << 24  # elements of the fp32 weights held at once: 64 MiB
+_SCRATCH = 1 << 21  # elements of the fp32 weights held at once: 8 MiB, about what a cache holds
 
 
 class Draw(NamedTuple):
@@ -54,37 +55,30 @@ def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_kept
 
 
 def _greedy(logits: Tensor) -> Draw:
-    top, token = logits.max(dim=-1, keepdim=True)
-    total = _weights(logits, top, 1.0).sum(dim=-1)
-    return Draw(token.squeeze(-1), -total.log(), _none_of(logits))
+    exact = logits.to(_exact(logits))
+    top, token = exact.max(dim=-1)
+    return Draw(token, top - exact.logsumexp(dim=-1), _none_of(logits))
 
 
 def _none_of(logits: Tensor) -> Tensor:
     return torch.empty(len(logits), 0, dtype=torch.bool, device=logits.device)
 
 
+def _exact(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept: bool) -> Draw:
-    top = logits.amax(dim=-1, keepdim=True)
-    weights = _weights(logits, top, sampling.temperature)
+    exact = logits.to(_exact(logits))
+    weights = (exact if sampling.temperature == 1 else exact / sampling.temperature).softmax(dim=-1)
     if 0 < sampling.top_k < logits.shape[-1]:
         floor = weights.topk(sampling.top_k, sorted=False).values.amin(dim=-1, keepdim=True)
         weights.masked_fill_(weights < floor, 0.0)
     if sampling.top_p < 1:
         weights.masked_fill_(weights < _nucleus_floor(weights, sampling.top_p), 0.0)
     token, total = _invert(weights, uniform)
-    chosen = logits.gather(-1, token[:, None]).to(weights.dtype)
-    log_prob = (chosen - top).squeeze(-1) / sampling.temperature - total.log().to(weights.dtype)
-    return Draw(token, log_prob, weights[:, : logits.shape[-1]] > 0 if with_kept else _none_of(logits))
-
-
-def _weights(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """exp((logits - top) / temperature) in at least fp32, with zeros up to a multiple of the block size."""
-    rows, vocabulary = logits.shape
-    width = -(-vocabulary // _BLOCK) * _BLOCK
-    weights = torch.empty(rows, width, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    weights[:, vocabulary:] = 0.0
-    weights[:, :vocabulary].copy_(logits).sub_(top).div_(temperature).exp_()
-    return weights
+    chosen = weights.gather(-1, token[:, None]).squeeze(-1)
+    return Draw(token, chosen.log() - total.log().to(chosen.dtype), weights > 0 if with_kept else _none_of(logits))
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
@@ -105,7 +99,7 @@ def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """The token [R] in which `uniform` of each row's mass ends, and the row's mass [R] in the dtype of `uniform`."""
-    blocks = weights.view(len(weights), -1, _BLOCK)
+    blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     mass = blocks.sum(dim=-1).to(uniform.dtype).cumsum(dim=-1)
     total = mass[:, -1]
     block, before = _first_above(mass, uniform * total)

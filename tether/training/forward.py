@@ -17,6 +17,7 @@ from tether.models.critic import value_head_of, values_from_hidden
 from tether.models.full_kl import full_kl_of_hidden
 from tether.models.kept import KeptSets
 from tether.models.logprobs import lm_head_of, token_log_probs
+from tether.models.places import select_rows
 from tether.training.tokens import TokenRows, token_rows
 
 
@@ -71,7 +72,7 @@ class PolicyModel:
     def __call__(self, batch: TrainBatch) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token."""
         rows = token_rows(batch, packed=self.packed)
-        states, head = _states(self.model, rows)[rows.predicts], lm_head_of(self.model)
+        states, head = select_rows(_states(self.model, rows), rows.predicts), lm_head_of(self.model)
         kept = None
         if batch.kept is not None:
             kept = KeptSets.read(batch.kept, rows.slots, vocabulary=len(head.weight))
@@ -117,7 +118,7 @@ class ValueModel:
         if self.with_bootstrap:
             after = torch.where(batch.truncated, values_from_hidden(states[rows.ends], head), 0.0)
         return ValueOutputs(
-            values=rows.scatter(values_from_hidden(states[rows.predicts], head)),
+            values=rows.scatter(values_from_hidden(select_rows(states, rows.predicts), head)),
             bootstrap_values=after,
             batch_size=batch.batch_size,
         )

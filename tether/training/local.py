@@ -25,7 +25,7 @@ from tether.training.master import MasterWeights
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, UpdatePlan
-from tether.training.tokens import sequence_lengths
+from tether.training.tokens import row_sizes
 
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
 """Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
@@ -64,7 +64,7 @@ class LocalEngine(Generic[Outputs]):
     def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
         """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
         self.model.eval()
-        groups = (micro or self.micro).split(sequence_lengths(batch).tolist())
+        groups = (micro or self.micro).split(row_sizes(batch))
         with torch.no_grad():
             pieces = [forward(batch[torch.tensor(rows)]) for rows in groups]
         place = torch.tensor([row for rows in groups for row in rows]).argsort()
@@ -131,7 +131,7 @@ class LocalEngine(Generic[Outputs]):
         sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
         measured: list[dict[str, Metric]] = []
         shares: dict[str, float] = {}
-        for rows in self.micro.split(sequence_lengths(mini).tolist()):
+        for rows in self.micro.split(row_sizes(mini)):
             micro = mini[torch.tensor(rows)]
             term = loss(forward(micro), micro, sizes)
             term.loss.backward()

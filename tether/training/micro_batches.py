@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RowSize(NamedTuple):
+    """What a row costs."""
+
+    prompt: int
+    """A number that rows of one micro-batch share if and only if they have the same prompt."""
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response."""
+        return self.prompt_tokens + self.response_tokens
 
 
 @dataclass(frozen=True)
@@ -14,23 +29,37 @@ class MicroBatching:
     max_tokens: int | None = None
     """Token budget (``use_dynamic_bsz``). A row that alone exceeds it gets a micro-batch of its own."""
     packed: bool = True
-    """Tokens are counted as they are; if False, every row counts as long as the longest of its micro-batch."""
+    """Tokens are counted as they are, a prompt that several rows share once; if False, every row counts as long as the
+    longest of its micro-batch."""
 
-    def split(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Row numbers of each micro-batch, for rows of these lengths (prompt and response tokens).
+    def split(self, rows: Sequence[RowSize]) -> list[list[int]]:
+        """Row numbers of each micro-batch.
 
         Without a token budget rows stay in order. With one, they are sorted by length, so that the rows of a
-        micro-batch are alike and few micro-batches are needed.
+        micro-batch are alike and few micro-batches are needed; packed rows of one prompt stay together.
         """
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i]) if self.max_tokens else range(len(lengths))
         groups: list[list[int]] = []
-        for row in order:
-            if not groups or not self._fits([lengths[i] for i in [*groups[-1], row]]):
+        for row in self._order(rows):
+            if not groups or not self._fits([rows[i] for i in [*groups[-1], row]]):
                 groups.append([])
             groups[-1].append(row)
         return groups
 
-    def _fits(self, lengths: list[int]) -> bool:
-        cost = sum(lengths) if self.packed else max(lengths) * len(lengths)
-        within_rows = self.max_rows is None or len(lengths) <= self.max_rows
+    def _order(self, rows: Sequence[RowSize]) -> list[int]:
+        order = list(range(len(rows)))
+        if self.max_tokens is None:
+            return order
+        order.sort(key=lambda i: -rows[i].tokens)
+        if self.packed:
+            place = {prompt: i for i, prompt in enumerate(dict.fromkeys(rows[i].prompt for i in order))}
+            order.sort(key=lambda i: place[rows[i].prompt])
+        return order
+
+    def _fits(self, rows: list[RowSize]) -> bool:
+        if self.packed:
+            prompts = {row.prompt: row.prompt_tokens for row in rows}
+            cost = sum(prompts.values()) + sum(row.response_tokens for row in rows)
+        else:
+            cost = max(row.tokens for row in rows) * len(rows)
+        within_rows = self.max_rows is None or len(rows) <= self.max_rows
         return within_rows and (self.max_tokens is None or cost <= self.max_tokens)

@@ -201,7 +201,7 @@ def test_values_of_embodied_runs(imported, overrides, native):
         (EMBODIED, "algorithm.kl_beta=0.1", "no reference policy"),
         (EMBODIED, "actor.model.model_type=openpi", "not supported yet"),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
-        (EMBODIED, "env.train.env_type=libero", "no adapter of this simulator"),
+        (EMBODIED, "env.train.env_type=libero", "not carried over"),
         (EMBODIED, "env.train.video_cfg.save_video=True", "recorded of tests only"),
         (EMBODIED, "actor.optim.critic_warmup_steps=10", "set trainer.critic_warmup"),
     ],

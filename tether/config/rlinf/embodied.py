@@ -37,7 +37,9 @@ VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fi
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 START = "actor_rollout_ref.model.path"
 VLA_TYPES = get_args(VlaType)
-NO_SIMULATOR = "tether has no adapter of this simulator yet; with gymnasium or envpool, give the task as env.train.id"
+NO_SIMULATOR = (
+    "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
+)
 
 
 def training_steps(value: Any, values: Values) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Strings
 
-EnvType = Literal["gymnasium", "envpool"]
+EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 VlaType = Literal["openvla", "openvla_oft"]
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
 
@@ -17,7 +17,7 @@ class TrainEnvConfig(Section):
     id: str | None = None
     """Id in the registry of env_type, such as CartPole-v1; null: this is not an embodied run."""
     env_type: EnvType = "gymnasium"
-    """Where the id is looked up: Gymnasium's registry, or envpool (environments in C++)."""
+    """Where the id is looked up: Gymnasium's registry, envpool (environments in C++), or a simulator's own names."""
     total_num_envs: Positive = 8
     """Environments that are stepped together."""
     max_steps_per_rollout_epoch: Positive = 128

@@ -51,12 +51,14 @@ def build_recording(
         only_successful: leave the others out.
 
     Raises:
-        ValueError: the environment cannot be made, there is no such source, or its actions do not fit.
+        ValueError: the environment cannot be made alone, there is no such source, or its actions do not fit.
     """
     config = loaded.config
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
     section = config.env.train
+    if section.env_type == "envpool":
+        raise ValueError("env.train.env_type: envpool makes no single environment to record. Use gymnasium.")
     options = env_options(section, "env.train", {}, view_of(config))  # first: it says what is missing without Gymnasium
     record = importlib.import_module("tether.rollout.record")
     env = importlib.import_module("tether.envs.make").make_one(options)

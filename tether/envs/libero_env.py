@@ -1,0 +1,120 @@
+"""LIBERO: manipulation by a Panda arm in robosuite, from benchmark start states, with success as the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
+from libero.libero.benchmark import get_benchmark, get_benchmark_dict
+from libero.libero.envs.env_wrapper import ControlEnv
+from numpy.typing import NDArray
+
+from tether.envs.make import EnvOptions
+
+STATE = ("robot0_proprio-state", "object-state")
+"""Entries of robosuite's observation that together are the state: arm and gripper, and what lies on the table."""
+LONGEST = 1000
+"""Steps of an episode without `max_episode_steps`: LIBERO's own horizon."""
+SETTLING = 10
+"""Steps without motion after a start state was set, in which objects come to rest."""
+STILL = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
+"""An action that moves nothing and leaves the gripper open."""
+Obs = NDArray[np.float32] | dict[str, NDArray[Any]]
+
+
+class LiberoTask(gymnasium.Env[Any, NDArray[np.float32]]):
+    """One task. Its episodes begin in the benchmark's start states, drawn by the seed, and end with success.
+
+    The observation is the state [S], or with cameras a Dict of ``state`` and, under the name of each camera, its
+    picture (uint8, [H, W, 3], upright).
+
+    Args:
+        env: LIBERO's environment.
+        start_states: [K, states of the simulation].
+        cameras: that are seen.
+    """
+
+    def __init__(self, env: ControlEnv, start_states: NDArray[Any], cameras: tuple[str, ...] = ()) -> None:
+        self._env, self._starts, self._cameras = env, start_states, cameras
+        self.action_space = spaces.Box(-1.0, 1.0, (len(STILL),), np.float32)
+        first = self._seen(env.reset())
+        self.observation_space = _space_of(first)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Obs, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self._env.seed(seed)
+        self._env.reset()
+        raw = self._env.set_init_state(self._starts[self.np_random.integers(len(self._starts))])
+        for _ in range(SETTLING):
+            raw = self._env.step(STILL)[0]
+        return self._seen(raw), {}
+
+    def step(self, action: NDArray[np.float32]) -> tuple[Obs, float, bool, bool, dict[str, Any]]:
+        """See `gymnasium.Env.step`; LIBERO's ``done`` is success, which ends the episode."""
+        raw, reward, done, _ = self._env.step(action)
+        return self._seen(raw), float(reward), bool(done), False, {"success": bool(done)}
+
+    def close(self) -> None:
+        """See `gymnasium.Env.close`."""
+        self._env.close()
+
+    def _seen(self, raw: Mapping[str, NDArray[Any]]) -> Obs:
+        state = np.concatenate([np.asarray(raw[name], dtype=np.float32).reshape(-1) for name in STATE])
+        if not self._cameras:
+            return state
+        # OpenGL counts rows from the bottom.
+        return {"state": state, **{name: np.ascontiguousarray(raw[f"{name}_image"][::-1]) for name in self._cameras}}
+
+
+def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    """Make one environment of ``suite/number``, such as ``libero_spatial/0``.
+
+    Args:
+        options: of the environments.
+        arguments: of LIBERO's environment; ``cameras``: names of those that are seen, such as ``agentview``.
+
+    Raises:
+        ValueError: there is no such suite or task, or it is to show itself.
+    """
+    suite, _, number = options.id.partition("/")
+    if suite not in get_benchmark_dict():
+        raise ValueError(
+            f"{options.role}.id: LIBERO has no suite {suite}. Use suite/number with one of "
+            f"{', '.join(get_benchmark_dict())}."
+        )
+    benchmark = get_benchmark(suite)()
+    count = benchmark.get_num_tasks()
+    if not (number.isdecimal() and int(number) < count):
+        raise ValueError(
+            f"{options.role}.id: {options.id} is none of the {count} tasks {suite}/0 to {suite}/{count - 1}."
+        )
+    given = {name: value for name, value in arguments.items() if name not in ("cameras", "max_episode_steps")}
+    if "render_mode" in given:
+        raise ValueError("env.eval.video_cfg.save_video: LIBERO shows no pictures for videos. Turn it off.")
+    cameras = tuple(arguments.get("cameras", ()))
+    env = ControlEnv(
+        benchmark.get_task_bddl_file_path(int(number)),
+        **{
+            "use_camera_obs": bool(cameras),
+            "has_offscreen_renderer": bool(cameras),
+            "ignore_done": True,  # a time limit truncates, which robosuite does not tell from an end
+            **({"camera_names": list(cameras)} if cameras else {}),
+            **given,
+        },
+    )
+    task = LiberoTask(env, np.asarray(benchmark.get_task_init_states(int(number))), cameras)
+    return TimeLimit(task, options.max_episode_steps or LONGEST)
+
+
+def _space_of(seen: Obs) -> spaces.Space[Any]:
+    if isinstance(seen, dict):
+        return spaces.Dict({name: _space_of(part) for name, part in seen.items()})
+    if seen.dtype == np.uint8:
+        return spaces.Box(0, 255, seen.shape, np.uint8)
+    return spaces.Box(-np.inf, np.inf, seen.shape, np.float32)

@@ -1,0 +1,179 @@
+"""A lean forward pass for sampling: the layers of the common decoder families, in few and large operations.
+
+transformers' own forward spends about as long between the products of a decoding step as in them. This one computes
+the same function of the same weights. It knows the classes in `FAMILIES` by the names of their modules, and is compared
+with transformers' forward before it is used. Any other class, and layers that an adapter has replaced, run by
+transformers.
+
+Legend: R rows of Q tokens, N = R * Q, H query and K key/value heads, D = head size, E = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.models.attention import AttentionLayout, AttentionSpec, Packed
+from tether.models.backbone import SELF_TEST_TOLERANCE
+from tether.models.logprobs import lm_head_of
+from tether.models.norms import RMSNorm
+from tether.rollout.products import Product
+
+FAMILIES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_TEST_TOKENS = 19
+
+
+class Decoder:
+    """The forward pass of one model; it holds the model's modules, and copies of weights where a `Product` keeps them.
+
+    Args:
+        model: one that `decoder_for` accepts, on its device and in the dtype to sample in.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._backbone = cast(Any, model.base_model)
+        self._layers = [Layer(module, number) for number, module in enumerate(self._backbone.layers)]
+        self._lm_head = lm_head_of(model)
+        self._head = Product([cast(nn.Linear, model.get_output_embeddings())])
+        self._stamp = self._current_stamp()
+
+    def __call__(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
+        """Logits [M, V] at the flat positions `keep` [M], or [N, V] at all.
+
+        Args:
+            ids: [R, Q] tokens.
+            positions: [R, Q] of each in its sequence.
+            layout: which token sees which.
+            keep: where logits are wanted; None: everywhere.
+        """
+        x: Tensor = self._backbone.embed_tokens(ids)
+        rotations = self._rotations(x, positions)
+        x = x.flatten(0, 1)
+        for layer in self._layers:
+            x = layer(x, rotations[layer.kind], layout, ids.shape)
+        logits = self._head(self._backbone.norm(x if keep is None else x[keep]))
+        if self._lm_head.scale != 1.0:
+            logits = logits.mul_(self._lm_head.scale)
+        cap = self._lm_head.softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def refresh(self) -> None:
+        """Take over the model's weights if they have changed since they were last taken over."""
+        stamp = self._current_stamp()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._head.refresh()
+            for layer in self._layers:
+                layer.refresh()
+
+    def _current_stamp(self) -> list[tuple[int, int]]:
+        """Where the parameters lie and how often they were written to."""
+        return [(parameter.data_ptr(), parameter._version) for parameter in self._model.parameters()]
+
+    def _rotations(self, x: Tensor, positions: Tensor) -> dict[str | None, tuple[Tensor, Tensor]]:
+        """Cosine and signed sine [N, 1, D] for each kind of layer."""
+        rotary = self._backbone.rotary_emb
+        if hasattr(rotary, "layer_types"):  # one base for local layers and one for global ones
+            return {kind: _signed(*rotary(x, positions, kind)) for kind in rotary.layer_types}
+        both = _signed(*rotary(x, positions))
+        return dict.fromkeys([layer.kind for layer in self._layers], both)
+
+
+class Layer:
+    """One decoder layer: attention, then a gated MLP, each behind a norm (Gemma: between two) and beside a residual."""
+
+    def __init__(self, module: Any, number: int) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.kind: str | None = getattr(attention, "layer_type", None)
+        self._size: int = attention.head_dim
+        self._heads: int = attention.q_proj.out_features // self._size
+        self._kv_heads: int = attention.k_proj.out_features // self._size
+        has_own_window = hasattr(attention, "sliding_window")
+        window = attention.sliding_window if has_own_window else getattr(attention.config, "sliding_window", None)
+        softcap = getattr(attention, "attn_logit_softcapping", None)
+        self._spec = AttentionSpec(number, attention.scaling, window, softcap)
+        self._in = Product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = Product([attention.o_proj])
+        self._gate, self._up, self._down = Product([mlp.gate_proj]), Product([mlp.up_proj]), Product([mlp.down_proj])
+        self._activation = None if getattr(mlp.config, "hidden_act", None) == "silu" else mlp.act_fn
+        self._before_attention: RMSNorm = module.input_layernorm
+        self._of_query: RMSNorm | None = getattr(attention, "q_norm", None)
+        self._of_key: RMSNorm | None = getattr(attention, "k_norm", None)
+        self._after_mlp: RMSNorm | None = getattr(module, "post_feedforward_layernorm", None)
+        is_between = self._after_mlp is not None
+        self._after_attention: RMSNorm | None = module.post_attention_layernorm if is_between else None
+        self._before_mlp: RMSNorm = module.pre_feedforward_layernorm if is_between else module.post_attention_layernorm
+
+    def __call__(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], layout: AttentionLayout, shape: torch.Size
+    ) -> Tensor:
+        """Hidden states [N, E] of R rows of Q tokens (`shape`) -> the same after this layer."""
+        mixed = self._attend(self._before_attention(x), rotation, layout, shape)
+        after = self._after_attention
+        x = self._out.plus(mixed, x) if after is None else x + after(self._out(mixed))
+        h = self._before_mlp(x)
+        gate = self._gate.silu(h) if self._activation is None else self._activation(self._gate(h))
+        h = self._up.times(h, gate)
+        return self._down.plus(h, x) if self._after_mlp is None else x + self._after_mlp(self._down(h))
+
+    def refresh(self) -> None:
+        """Take over the module's current weights."""
+        for part in vars(self).values():
+            if isinstance(part, Product):
+                part.refresh()
+
+    def _attend(self, h: Tensor, rotation: tuple[Tensor, Tensor], layout: AttentionLayout, shape: torch.Size) -> Tensor:
+        """[N, E] -> [N, H * D], before the output projection."""
+        heads = self._in(h).view(len(h), -1, self._size)
+        turned, value = heads.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
+        if self._of_query is not None and self._of_key is not None:
+            query, key = turned.split([self._heads, self._kv_heads], dim=1)
+            turned = torch.cat([self._of_query(query), self._of_key(key)], dim=1)
+        cosine, sine = rotation
+        turned = torch.addcmul(turned * cosine, turned.roll(self._size // 2, dims=-1), sine)
+        query, key = turned.split([self._heads, self._kv_heads], dim=1)
+        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
+        return layout.attend(query, key, value, self._spec).transpose(1, 2).reshape(len(h), -1)
+
+
+def _signed(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, Q, D] as transformers gives them -> [N, 1, D], the sine negative where the rotation takes the second half."""
+    first, second = sine.chunk(2, dim=-1)
+    return cosine.flatten(0, 1).unsqueeze(1), torch.cat([-first, second], dim=-1).flatten(0, 1).unsqueeze(1)
+
+
+def decoder_for(model: PreTrainedModel) -> Decoder | None:
+    """The lean forward of a model; None where its class is unknown, or its layers are not what the class usually has.
+
+    Args:
+        model: with tether's attention switched on.
+    """
+    if type(model).__name__ not in FAMILIES:
+        return None
+    for name, module in model.named_modules():
+        if name.endswith(PROJECTIONS) and type(module) is not nn.Linear:
+            return None
+        if name.endswith("norm") and type(module) is not RMSNorm:
+            return None
+    decoder = Decoder(model)
+    layout = Packed((_TEST_TOKENS,))
+    positions = layout.position_ids(model.device)
+    ids = (positions * 7919 + 101) % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        found = decoder(ids, positions, layout, None).double()
+        options = {"use_cache": False, "attention_layout": layout}
+        expected = model(input_ids=ids, position_ids=positions, **options).logits[0].double()
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return decoder if error.mean() <= SELF_TEST_TOLERANCE[model.dtype] else None
