@@ -44,6 +44,13 @@ def _load(arguments: Sequence[str] | None) -> LoadedConfig:
     return load_config(path, rest)
 
 
+def _load_embodied(arguments: Sequence[str] | None) -> LoadedConfig:
+    loaded = _load(arguments)
+    if loaded.config.env.train.id is None:
+        raise ValueError("env.train.id: name the simulator, for example env.train.id=CartPole-v1")
+    return loaded
+
+
 @app.command()
 def train(arguments: ConfigArguments = None) -> None:
     """Train; goes on from the last checkpoint of the run if there is one.
@@ -91,6 +98,61 @@ def play(
     from tether.trainer.commands import play as run
 
     run(checkpoint, overrides or [], episodes, out)
+
+
+@app.command()
+def collect(
+    source: Annotated[
+        str, typer.Option("--from", help="Who plays: a checkpoint, or file.py:function, called with (env, obs).")
+    ],
+    arguments: ConfigArguments = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the dataset (LeRobot's layout).")] = Path("demos"),
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="Of the start states; default: env.train.seed.")] = None,
+    successful: Annotated[bool, typer.Option("--successful", help="Keep those that solve the task only.")] = False,
+) -> None:
+    """Record episodes of a simulator, for `tether bc`.
+
+    For example: tether collect run.yaml --from expert.py:act --out demos -n 50
+    """
+    loaded = _load_embodied(arguments)
+    from tether.trainer.cloning_commands import collect as run
+
+    run(loaded, source, out, episodes, seed, only_successful=successful)
+
+
+@app.command()
+def bc(
+    arguments: ConfigArguments = None,
+    data: Annotated[Path, typer.Option(help="Folder of the episodes: what `tether collect` or LeRobot wrote.")] = Path(
+        "demos"
+    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Where the checkpoint goes; default: cloned in the run's folder.", show_default=False
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the episodes, at most.")] = 100,
+    patience: Annotated[int, typer.Option(min=1, help="Passes without a better held-out loss that end it.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Decisions an optimizer step.")] = 64,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of episodes to measure on.")] = 0.1,
+    bounds: Annotated[
+        tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
+    ] = (0.01, 0.99),
+) -> None:
+    """Behaviour cloning: a policy imitates recorded episodes, before a run takes it as actor_rollout_ref.model.path.
+
+    For example: tether bc run.yaml --data demos --epochs 50
+    """
+    loaded = _load_embodied(arguments)
+    from tether.trainer.cloning_commands import clone
+    from tether.training.cloning import CloningOptions
+
+    options = CloningOptions(lr, batch_size, epochs, patience, weight_decay)
+    clone(loaded, data, out, options, held_out=held_out, bounds=bounds)
 
 
 @app.command()

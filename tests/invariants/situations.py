@@ -148,12 +148,14 @@ def control(folder: Path) -> Situation:
     in_pictures = ["env.train.id=tether/Spot-v0"]
     filmed = ["env.train.id=CartPole-v1", "trainer.total_training_steps=1"]
     whole_episodes = ["env.train.auto_reset=False"]
+    tokens = ["policy.model_type=openvla", "policy.hidden_dim=16", "policy.num_layers=1"]
     video = "env.eval.video_cfg"
     context = {
         "algorithm.rewards_lower_bound": whole_episodes,
         "algorithm.rewards_upper_bound": whole_episodes,
         "algorithm.norm_adv_by_std_in_grpo": [*whole_episodes, "env.train.group_size=2"],
         **{f"{video}.{name}": filmed for name in ("save_video", "video_base_dir", "fps")},
+        **{f"{MODEL}.{name}": tokens for name in ("lora_rank", "lora_alpha", "target_modules")},
         "policy.cnn_type": in_pictures,
         "policy.pixel_scale": in_pictures,
         "env.train.num_workers": in_envpool,
@@ -166,6 +168,7 @@ def control(folder: Path) -> Situation:
         "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
         "env.train.drop_observations": ["[nothing]"],
         "trainer.device": ["cuda"],
+        f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
     }
     return Situation(base, context, others)

@@ -248,6 +248,8 @@ def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench)
 def test_a_live_key_has_an_effect_on_embodied_runs(path: str, control: Situation, bench: Bench) -> None:
     if path.endswith(".num_workers"):
         pytest.importorskip("envpool")
+    if ".lora_" in path or path.endswith(".target_modules"):
+        pytest.importorskip("peft")
     if ".video_cfg." in path:
         pytest.importorskip("imageio")
         pytest.importorskip("pygame")

@@ -70,7 +70,6 @@ ELSEWHERE: Mapping[str, str] = {
     "reward_model.overlong_buffer.log": "the punishment is always logged",
     "reward_model.use_reward_loop": "a response is always scored as soon as it is complete",
     "reward_model.launch_reward_fn_async": "a response is always scored as soon as it is complete",
-    "algorithm.reward_type": "without action chunks, an action and a chunk are the same",
     "*.profiler.*": PROFILER,
     "global_profiler.*": PROFILER,
 }

@@ -14,7 +14,7 @@ from tether.config.given import Given, Setting
 
 SWITCH = "env.train.id"
 SOURCE = "default of embodied runs"
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 COMMON: Mapping[str, Any] = {
     # An embodied run has no prompts and no language model; the schema asks every run to name them.
@@ -72,6 +72,13 @@ MINIGRID: Mapping[str, Any] = {
     # The bytes are numbers of objects, up to 10, of colours and of states.
     "policy.pixel_scale": 10.0,
 }
+VLA: Mapping[str, Any] = {
+    "policy.hidden_dim": 128,
+    "policy.num_layers": 4,
+    f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    f"{ACTOR}.optim.clip_grad": 1.0,
+    "critic.optim.lr": 1e-3,
+}
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "cnn_policy": {
         "policy.hidden_dim": 512,
@@ -79,6 +86,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
         "policy.activation": "relu",
         "policy.share_critic": True,
     },
+    "openvla": VLA,
+    "openvla_oft": VLA,
 }
 """``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -95,7 +104,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
 
 READS = (
-    "env.*", "policy.*",
+    "env.*", "policy.*", f"{MODEL}.path", f"{MODEL}.lora_*", f"{MODEL}.target_modules",
     "algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.normalize_advantages",
     "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_rewards", "algorithm.rewards_*", "algorithm.bootstrap_type",
     "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",

@@ -1,10 +1,15 @@
-"""Rules for control policies with a CNN or an LSTM (see `tether.config.rules`)."""
+"""Rules for control policies with a CNN, an LSTM or a transformer (see `tether.config.rules`)."""
 
 from __future__ import annotations
 
-from tether.config.embodied import ACTOR
+from typing import get_args
+
+from tether.config.embodied import ACTOR, MODEL
 from tether.config.problems import Problem
+from tether.config.schema.env import VlaType
 from tether.config.schema.root import RunConfig
+
+VLA_TYPES = get_args(VlaType)
 
 
 def sequences_stay_whole(cfg: RunConfig) -> Problem | None:
@@ -34,4 +39,36 @@ def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
     return None
 
 
-NETWORK_RULES = (sequences_stay_whole, micro_batches_are_parts)
+def heads_fit_width(cfg: RunConfig) -> Problem | None:
+    """The heads of a transformer part its width evenly, into even parts for its rotary positions."""
+    policy = cfg.policy
+    if policy.model_type not in VLA_TYPES or policy.hidden_dim % (2 * policy.num_heads) == 0:
+        return None
+    what = f"{policy.num_heads} heads do not part policy.hidden_dim={policy.hidden_dim} into even widths"
+    return Problem("policy.num_heads", what, f"set policy.hidden_dim to a multiple of {2 * policy.num_heads}")
+
+
+def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
+    """Other policies are too small for adapters."""
+    rank = cfg.actor_rollout_ref.model.lora_rank
+    if not rank or cfg.policy.model_type in VLA_TYPES:
+        return None
+    what = f"{rank} asks for adapters, which policy.model_type={cfg.policy.model_type} has no transformer for"
+    return Problem(f"{MODEL}.lora_rank", what, "leave it out")
+
+
+def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
+    """An LSTM stands after hidden layers."""
+    if cfg.policy.lstm_dim is None or cfg.policy.model_type not in VLA_TYPES:
+        return None
+    what = f"{cfg.policy.lstm_dim} asks for a memory, which policy.model_type={cfg.policy.model_type} does not have"
+    return Problem("policy.lstm_dim", what, "leave it out")
+
+
+NETWORK_RULES = (
+    sequences_stay_whole,
+    micro_batches_are_parts,
+    heads_fit_width,
+    adapters_are_in_a_transformer,
+    a_transformer_has_no_memory,
+)

@@ -42,7 +42,10 @@ class Switch:
 
 EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
+CHUNKS = Switch("policy.num_action_chunks", off=(1,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
+VLA = Switch("policy.model_type", on=("openvla", "openvla_oft"))
+PLAIN = Switch("policy.model_type", on=("mlp_policy", "cnn_policy"))
 CNN = Switch("policy.model_type", on=("cnn_policy",))
 VIDEO = Switch("env.eval.video_cfg.save_video", on=(True,))
 FILTER = Switch("algorithm.filter_rewards", on=(True,))
@@ -78,7 +81,7 @@ SWITCHED: Mapping[str, Switch | None] = {
     "algorithm.bootstrap_type": EMBODIED,
     "algorithm.logprob_type": EMBODIED,
     "algorithm.entropy_type": EMBODIED,
-    "algorithm.reward_type": EMBODIED,
+    "algorithm.reward_type": CHUNKS,
     "algorithm.filter_rewards": EMBODIED,
     "algorithm.rewards_*": FILTER,
     "algorithm.norm_adv_by_std_in_grpo": Switch(
@@ -148,6 +151,18 @@ SWITCHED: Mapping[str, Switch | None] = {
     "env.*": EMBODIED,
     "policy.clip_observations": OBS_NORM,
     "policy.clip_rewards": REWARD_NORM,
+    "policy.num_heads": VLA,
+    "policy.temperature": VLA,
+    **dict.fromkeys(
+        (
+            "policy.activation",
+            "policy.share_critic",
+            "policy.init_logstd",
+            "policy.normalize_observations",
+            "policy.lstm_dim",
+        ),
+        PLAIN,
+    ),
     "policy.cnn_type": CNN,
     "policy.pixel_scale": CNN,
     "policy.*": EMBODIED,

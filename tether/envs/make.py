@@ -23,6 +23,7 @@ from tether.envs.staged import StagedEnv
 from tether.envs.sync import SyncVectorEnv
 from tether.envs.vector import GymnasiumVectorEnv
 from tether.envs.workers import WorkerVectorEnv
+from tether.files import import_python_file
 
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
@@ -244,10 +245,13 @@ def _arguments(options: EnvOptions) -> dict[str, Any]:
 
 
 def _find(options: EnvOptions) -> EnvSpec:
-    """The registered environment; ``module:Name-v0`` imports the module first."""
+    """The registered environment; ``module:Name-v0`` or ``file.py:Name-v0`` imports module or file first."""
     module, _, name = options.id.rpartition(":")
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
-    if module:
+    if module.endswith(".py"):
+        if name not in gymnasium.registry:
+            import_python_file(module, f"{options.role}.id")
+    elif module:
         importlib.import_module(module)
     if name in gymnasium.registry:
         return gymnasium.registry[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -32,6 +32,9 @@ class ContinuousActions:
 
     width: int
     """Columns of an action."""
+    low: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    """The bounds of each column."""
+    high: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
 
 ActionSpec = DiscreteActions | ContinuousActions

@@ -109,7 +109,8 @@ class ActionCodec:
             case spaces.MultiBinary():
                 return cls(DiscreteActions((2,) * int(np.prod(space.shape))), space, env_id)
             case spaces.Box() if np.issubdtype(space.dtype, np.floating):
-                return cls(ContinuousActions(int(np.prod(space.shape))), space, env_id)
+                bounds = tuple(space.low.reshape(-1).tolist()), tuple(space.high.reshape(-1).tolist())
+                return cls(ContinuousActions(int(np.prod(space.shape)), *bounds), space, env_id)
         raise ValueError(
             f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, or a Box "
             "of floats."

@@ -5,7 +5,7 @@ A stage steps in a thread of its own, which only waits: for worker processes, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,6 +33,11 @@ class StagedEnv:
         self._stages = stages
         self._pool = ThreadPoolExecutor(len(stages), thread_name_prefix="stage")
         self._running: dict[int, Future[EnvStep]] = {}
+
+    def wrap(self, wrapper: Callable[[VectorEnv], VectorEnv]) -> None:
+        """Put something around each stage that may take other actions."""
+        self._stages = [wrapper(stage) for stage in self._stages]
+        self.actions = self._stages[0].actions
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""

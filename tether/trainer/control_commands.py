@@ -66,7 +66,7 @@ def evaluate(checkpoint: Path, loaded: LoadedConfig, console: Console) -> dict[s
     set_threads(loaded.config.trainer.num_threads)
     policy = load_policy(checkpoint / POLICY)
     with ExitStack() as envs, console.status("playing") as status:
-        evaluation = build_evaluation(loaded.config, policy.spec, envs)
+        evaluation = build_evaluation(loaded.config, policy, envs)
         return evaluation.run(
             policy, checkpoint.name, lambda done, total: status.update(f"playing: {done} of {total} episodes")
         )

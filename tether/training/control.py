@@ -146,7 +146,7 @@ class ControlLearner:
     def gradients(self, batch: Samples, generator: torch.Generator, *, train_policy: bool = True) -> Outputs:
         """Put the gradient of the loss of a mini-batch into every parameter's ``grad``."""
         policy, loss = self.policy, self.loss
-        passed, rows = policy.run(batch.obs, batch.memory), batch.decisions()
+        passed, rows = policy.run(batch.obs, batch.memory, batch.actions), batch.decisions()
         mask = rows.mask
         done = policy.head.evaluate(passed.outputs, rows.actions)
         log_probs = at_level(done.log_probs, loss.logprob_level, self._chunk, mask)
@@ -260,7 +260,8 @@ class ControlLearner:
 
     def _kl(self, samples: Samples) -> float:
         """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a decision."""
-        outputs, samples = self.policy.outputs(samples.obs, samples.memory), samples.decisions()
+        outputs = self.policy.outputs(samples.obs, samples.memory, samples.actions)
+        samples = samples.decisions()
         columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
         log_probs = at_level(columns, self.loss.logprob_level, self._chunk, samples.mask)
         counted = mask_at(self.loss.logprob_level, samples.mask, self.policy.head.width)

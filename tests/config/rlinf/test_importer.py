@@ -199,7 +199,7 @@ def test_values_of_embodied_runs(imported, overrides, native):
         (EMBODIED, "algorithm.loss_agg_func=mean", "no such aggregation"),
         (EMBODIED, "algorithm.loss_type=actor", "use one of actor_critic, decoupled_actor_critic"),
         (EMBODIED, "algorithm.kl_beta=0.1", "no reference policy"),
-        (EMBODIED, "actor.model.model_type=openvla", "not supported yet"),
+        (EMBODIED, "actor.model.model_type=openpi", "not supported yet"),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
         (EMBODIED, "env.train.env_type=libero", "not carried over"),
         (EMBODIED, "env.train.video_cfg.save_video=True", "recorded of tests only"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from tether.config.rlinf.rows import (
     LOSSES,
@@ -24,6 +24,7 @@ from tether.config.rlinf.rows import (
     whole,
 )
 from tether.config.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
+from tether.config.schema.env import VlaType
 
 OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
@@ -34,7 +35,8 @@ TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not
 SPEED = NoEffect("changes speed, and no result")
 VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
-SCRATCH = Refuses("control policies start untrained", fine=("", None))
+START = "actor_rollout_ref.model.path"
+VLA_TYPES = get_args(VlaType)
 NO_SIMULATOR = (
     "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
 )
@@ -99,6 +101,21 @@ def aggregation(value: Any, values: Values) -> Any:
     if value not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         raise Unsupported("no such aggregation")
     return UNSET if values.get("env.train.auto_reset") is False else value
+
+
+def start(value: Any, values: Values) -> Any:
+    """The checkpoint that a run starts from; in RLinf one of its own models, here one of tether's."""
+    return value or UNSET
+
+
+def adapter_rank(value: Any, values: Values) -> Any:
+    """RLinf says apart whether there are adapters, and of which rank."""
+    return whole(values, "actor.model.lora_rank", 32) if value else 0
+
+
+def temperature(value: Any, values: Values) -> Any:
+    """Only policies of action tokens have one."""
+    return value if values.get("actor.model.model_type") in VLA_TYPES else UNSET
 
 
 def where_recorded(value: Any, values: Values) -> Any:
@@ -212,8 +229,10 @@ EMBODIED: Table = {
     "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
     "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=(*FP32, None)),
     "actor.fsdp_config.*": SHARDS,
-    "actor.model.model_type": to("policy.model_type", by=only(("mlp_policy",), "this policy is not supported yet")),
-    "actor.model.model_path": SCRATCH,
+    "actor.model.model_type": to(
+        "policy.model_type", by=only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")
+    ),
+    "actor.model.model_path": to(START, by=start),
     "actor.model.hidden_dim": to("policy.hidden_dim", default=256),
     "actor.model.num_action_chunks": to("policy.num_action_chunks"),
     "actor.model.obs_dim": ITS_OWN,
@@ -221,8 +240,8 @@ EMBODIED: Table = {
     "actor.model.policy_setup": SIMULATOR,
     "actor.model.precision": Refuses("control policies compute in fp32", fine=(*FP32, None)),
     "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
-    "actor.model.is_lora": Refuses("control policies are trained whole", fine=(False, None)),
-    "actor.model.lora_rank": NoEffect("acts with is_lora only"),
+    "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank),
+    "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
     f"{OPTIM}.value_lr": to("critic.optim.lr"),
     f"{OPTIM}.adam_beta1": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),
     f"{OPTIM}.adam_beta2": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),
@@ -248,8 +267,11 @@ EMBODIED: Table = {
     "rollout.collect_final_values": Refuses("the unfinished tail of a rollout is always bootstrapped", fine=(True,)),
     "rollout.collect_transitions": Refuses("embodied runs learn from whole rollouts", fine=(False, None)),
     "rollout.recompute_logprobs": Refuses("the policy's log-probs are kept while it acts", fine=(False, None)),
-    "rollout.model.model_path": SCRATCH,
+    "rollout.model.model_path": to(START, by=start),
     "rollout.model.precision": Refuses("control policies compute in fp32", fine=(*FP32, None)),
+    "rollout.sampling_params.temperature_train": to("policy.temperature", by=temperature),
+    "rollout.sampling_params.do_sample": Refuses("actions are sampled in training", fine=(True, None)),
+    "rollout.sampling_params.temperature_eval": Refuses("tests take the likeliest actions", fine=(0, 0.0, None)),
     "rollout.sampling_params.*": TEXT_ONLY,
     "data.*": NoEffect("embodied runs have no prompts"),
     "reward.use_reward_model": Refuses("learned reward models are not supported yet", fine=(False,)),

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Strings
 
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
+VlaType = Literal["openvla", "openvla_oft"]
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
 
 
@@ -106,16 +107,20 @@ class EnvConfig(Section):
 class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
-    model_type: Literal["mlp_policy", "cnn_policy"] = "mlp_policy"
-    """Kind of network: perceptrons, or a convolutional network on what observations show as pictures of bytes."""
+    model_type: Literal["mlp_policy", "cnn_policy"] | VlaType = "mlp_policy"
+    """Perceptrons, a CNN on pictures of bytes, or a transformer on pictures, numbers and a text (docs/vla.md)."""
     cnn_type: Literal["auto", "nature", "small"] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
     pixel_scale: PositiveFloat = 255.0
     """Pixels are divided by this; for pictures whose bytes are numbers of things, the largest of these."""
     hidden_dim: Positive = 256
-    """Width of the hidden layers."""
+    """Width of the hidden layers, or of the transformer."""
     num_layers: Positive = 3
-    """Hidden layers."""
+    """Hidden layers, or those of the transformer."""
+    num_heads: Positive = 4
+    """Attention heads of the transformer."""
+    temperature: PositiveFloat = 1.0
+    """Of the softmax over action tokens, in acting and in learning."""
     lstm_dim: Positive | None = None
     """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
     activation: Literal["tanh", "relu", "elu"] = "tanh"

@@ -21,7 +21,7 @@ class ModelConfig(Section):
     """The policy's backbone; the reference is its frozen copy."""
 
     path: str = Field(examples=["Qwen/Qwen2.5-0.5B-Instruct"])
-    """Model: a directory in Hugging Face layout, a GGUF file, a hub id, or a name that `tether model` knows."""
+    """Model: a directory in Hugging Face layout, a GGUF file, a hub id, or a known name; embodied: a checkpoint."""
     tokenizer_path: Annotated[str, Inherits(".path")]
     """Where the tokenizer comes from."""
     trust_remote_code: bool = False

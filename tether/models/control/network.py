@@ -134,12 +134,17 @@ class NetworkPolicy(nn.Module):
         outputs, _, states = self(obs.unsqueeze(1), None, state)
         return outputs[:, 0], states[:, 0]
 
+    def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
+        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, without a memory."""
+        outputs, _, _ = self(obs, None, torch.zeros(len(actions), 0))
+        return self.head.evaluate(outputs, actions).log_probs
+
     @torch.no_grad()
-    def outputs(self, obs: Observations, memory: Memory | None) -> Tensor:
+    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
         """Outputs [B, outputs], as `run`."""
         return torch.cat([self._kept(*piece)[0] for piece in self._pieces(obs, memory)])
 
-    def run(self, obs: Observations, memory: Memory | None) -> Passed:
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Passed:
         """Say something of B decisions, for `backward`.
 
         In micro-batches only what is said is kept, and `backward` passes forward again. So what the losses make of all
@@ -148,6 +153,7 @@ class NetworkPolicy(nn.Module):
         Args:
             obs: normalised, [B, ...]; with an LSTM [M, C, ...].
             memory: with an LSTM: the rest; the B decisions that it keeps are the result.
+            actions: those that were taken, for policies whose outputs depend on them.
         """
         pieces = list(self._pieces(obs, memory))
         with torch.set_grad_enabled(len(pieces) == 1):
@@ -184,6 +190,7 @@ class NetworkPolicy(nn.Module):
         state: Tensor,
         final_obs: Observations,
         final_at: tuple[Tensor, Tensor],
+        actions: Tensor | None = None,
     ) -> Review:
         """Pass over a rollout.
 
@@ -193,6 +200,7 @@ class NetworkPolicy(nn.Module):
             state: [M, S]: before the first decision.
             final_obs: normalised, [F, ...]: last observations of episodes.
             final_at: [F], [F]: decision and column after which they were seen.
+            actions: [C, M, K * D]: see `run`.
         """
         columns = starts.shape[1]
         size = columns if self.micro_batch is None else max(1, self.micro_batch // len(starts))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,9 @@ from tether.models.control.mlp import Mlp
 from tether.models.control.network import NetworkPolicy
 from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.spec import Memory, Passed, PolicySpec, Review
+
+if TYPE_CHECKING:
+    from tether.models.vla.policy import VlaPolicy
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
 
@@ -68,12 +72,16 @@ class ControlPolicy(nn.Module):
         assert self.critic is not None
         return self.critic(self.actor.activations(obs)[-2] if self.spec.share_critic else obs)
 
+    def log_probs(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Log-probabilities [B, K * D] of actions [B, K * D], given normalised observations [B, O]; differentiable."""
+        return self.head.evaluate(self.actor(obs), actions).log_probs
+
     @torch.no_grad()
-    def outputs(self, obs: Tensor, memory: Memory | None) -> Tensor:
+    def outputs(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
         """Outputs [B, outputs] of normalised observations [B, O]."""
         return self.actor(obs)
 
-    def run(self, obs: Tensor, memory: Memory | None) -> Passed:
+    def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Passed:
         """Say something of normalised observations [B, O], for `backward`."""
         hidden = self.actor.activations(obs)
         if self.critic is None:
@@ -100,7 +108,13 @@ class ControlPolicy(nn.Module):
 
     @torch.no_grad()
     def review(
-        self, obs: Tensor, starts: Tensor, state: Tensor, final_obs: Tensor, final_at: tuple[Tensor, Tensor]
+        self,
+        obs: Tensor,
+        starts: Tensor,
+        state: Tensor,
+        final_obs: Tensor,
+        final_at: tuple[Tensor, Tensor],
+        actions: Tensor | None = None,
     ) -> Review:
         """Pass over a rollout: normalised observations [C + 1, M, O] and [F, O]; see `NetworkPolicy.review`."""
         outputs = self.actor(obs[:-1].flatten(0, 1)).unflatten(0, (len(obs) - 1, -1))
@@ -110,10 +124,10 @@ class ControlPolicy(nn.Module):
         return Review(outputs, values, self.values(final_obs))
 
 
-Policy = ControlPolicy | NetworkPolicy
+Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy"
 
 
-def make_policy(spec: PolicySpec, seed: int) -> Policy:
+def make_policy(spec: PolicySpec, seed: int) -> ControlPolicy | NetworkPolicy:
     """The policy of a shape, with first weights by `seed`."""
     return ControlPolicy(spec, seed) if spec.is_plain else NetworkPolicy(spec, seed)
 
@@ -133,8 +147,13 @@ def load_policy(folder: Path) -> Policy:
     """
     if not (folder / SPEC_FILE).is_file():
         raise ValueError(f"{folder}: no control policy here ({SPEC_FILE} is missing); name a checkpoint of such a run")
-    fields = json.loads((folder / SPEC_FILE).read_text())
-    policy = make_policy(PolicySpec(**{name: _as_tuple(value) for name, value in fields.items()}), seed=0)
+    fields = {name: _as_tuple(value) for name, value in json.loads((folder / SPEC_FILE).read_text()).items()}
+    policy: Policy
+    if "model_type" in fields:  # transformers takes seconds to load
+        vla = importlib.import_module("tether.models.vla.policy")
+        policy = vla.VlaPolicy(vla.VlaSpec(**fields), seed=0)
+    else:
+        policy = make_policy(PolicySpec(**fields), seed=0)
     policy.load_state_dict(load_file(folder / WEIGHTS_FILE))
     return policy
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tether.algorithms import REQUIRED_AGGREGATION
@@ -18,18 +17,18 @@ from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
 from tether.envs.staged import StagedEnv
 from tether.execution.machine import set_threads, usable_cores
-from tether.models.control.network import NetworkPolicy
-from tether.models.control.policy import Policy, load_policy, make_policy
+from tether.models.control.policy import ControlPolicy, Policy, load_policy
 from tether.models.control.spec import PolicySpec
+from tether.models.vla.spec import VlaSpec
 from tether.rollout.env import EnvCollector
 from tether.trainer.build.learners import build_optimizer, policy_loss_options, token_selection
 from tether.trainer.build.off_policy import build_critic_warmup
-from tether.trainer.build.pictures import find_pictures, fitting_cnn, refuse_texts
+from tether.trainer.build.policies import acted_in, start_policy
 from tether.trainer.build.run import build_run_loggers
 from tether.trainer.control import ControlEvaluation, ControlTrainer, OpenVideo
 from tether.trainer.control_persistence import POLICY, ControlPersistence
 from tether.trainer.control_rewards import RewardScaler, RewardShaping
-from tether.trainer.control_samples import CRITIC, SampleOptions
+from tether.trainer.control_samples import SampleOptions
 from tether.trainer.persistence import check_identity, seed_rng
 from tether.trainer.trainer import Schedule
 from tether.training.checkpoint import CheckpointStore, load_state
@@ -67,24 +66,24 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
     store = CheckpointStore(directory, keep=trainer_config.max_actor_ckpt_to_keep)
     resume_path = trainer_config.resume_from_path
     checkpoint = store.resolve(trainer_config.resume_mode, Path(resume_path) if resume_path else None)
-    identity = {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+    identity = identity_of(config)
     if checkpoint:
         check_identity(checkpoint, identity)
     with ExitStack() as envs:
         env = make_training_env(config)
         envs.callback(env.close)
-        policy = load_policy(checkpoint / POLICY) if checkpoint else _policy(config, env)
-        if isinstance(policy, NetworkPolicy):
+        policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+        if not isinstance(policy, ControlPolicy):
             policy.micro_batch = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
         trainer = ControlTrainer(
             policy=policy,
-            collector=_collector(config, env, policy),
+            collector=_collector(config, acted_in(env, policy), policy),
             learner=_learner(config, policy, schedule.total_steps),
             rewards=_rewards(config),
             options=_sample_options(config),
             critic_warmup=build_critic_warmup(trainer_config),
-            evaluation=build_evaluation(config, policy.spec, envs) if trainer_config.test_freq > 0 else None,
+            evaluation=build_evaluation(config, policy, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=ControlPersistence(store, identity, loaded.to_yaml()),
             loggers=build_run_loggers(loaded, directory, schedule, checkpoint),
@@ -99,7 +98,12 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         return ControlRun(trainer, envs.pop_all(), directory, checkpoint)
 
 
-def build_evaluation(config: RunConfig, spec: PolicySpec, envs: ExitStack) -> ControlEvaluation:
+def identity_of(config: RunConfig) -> dict[str, str]:
+    """What must not change between the runs of a checkpoint."""
+    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+
+
+def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
     """The test of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Raises:
@@ -107,14 +111,15 @@ def build_evaluation(config: RunConfig, spec: PolicySpec, envs: ExitStack) -> Co
     """
     test, video = config.env.eval, config.env.eval.video_cfg
     pacing = {"chunk": config.policy.num_action_chunks}
-    env = make_env(test, "env.eval", pacing, _view(config), render=video.save_video)
+    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
     envs.callback(env.close)
-    _check_fit(env, spec)
+    acted = acted_in(env, policy)
+    _check_fit(acted, policy.spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
-    return ControlEvaluation(env, test.num_episodes, test.seed, test.confidence, opened)
+    return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def _check_fit(env: VectorEnv, spec: PolicySpec) -> None:
+def _check_fit(env: VectorEnv | StagedEnv, spec: PolicySpec | VlaSpec) -> None:
     """Refuse to test a policy where it cannot act."""
     choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
     if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
@@ -162,8 +167,8 @@ def make_env(
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
-    envs = _envs(role)
-    made: VectorEnv = envs.make_vector_env(_env_options(envs, section, role, pacing, view, render=render))
+    options = env_options(section, role, pacing, view, render=render)
+    made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
     return made
 
 
@@ -175,25 +180,13 @@ def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
     """
     train, role = config.env.train, "env.train"
     if train.pipeline_stage_num == 1:
-        return make_env(train, role, _pacing(config), _view(config))
-    envs = _envs(role)
-    options = _env_options(envs, train, role, _pacing(config), _view(config))
-    made: StagedEnv = envs.make_stages(options, train.pipeline_stage_num)
+        return make_env(train, role, _pacing(config), view_of(config))
+    options = env_options(train, role, _pacing(config), view_of(config))
+    made: StagedEnv = importlib.import_module("tether.envs.make").make_stages(options, train.pipeline_stage_num)
     return made
 
 
-def _envs(role: str) -> ModuleType:
-    try:
-        return importlib.import_module("tether.envs.make")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{role}.id: environments need the package {error.name}, which is not installed. "
-            "Run: pip install 'tether[gymnasium]'"
-        ) from error
-
-
-def _env_options(
-    envs: ModuleType,
+def env_options(
     section: TrainEnvConfig | EvalEnvConfig,
     role: str,
     pacing: Mapping[str, Any],
@@ -201,6 +194,18 @@ def _env_options(
     *,
     render: bool = False,
 ) -> Any:
+    """The `tether.envs.make.EnvOptions` of a section; for the arguments see `make_env`.
+
+    Raises:
+        ValueError: Gymnasium is not installed.
+    """
+    try:
+        envs = importlib.import_module("tether.envs.make")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{role}.id: environments need the package {error.name}, which is not installed. "
+            "Run: pip install 'tether[gymnasium]'"
+        ) from error
     return envs.EnvOptions(
         id=section.id,
         num_envs=section.total_num_envs,
@@ -217,42 +222,6 @@ def _env_options(
     )
 
 
-def _policy(config: RunConfig, env: VectorEnv | StagedEnv) -> Policy:
-    """A policy for the environment, with the weights of the seed.
-
-    Raises:
-        ValueError: what the environment shows is not for this kind of policy.
-    """
-    policy, actions = config.policy, env.actions
-    refuse_texts(env, policy.model_type)
-    pictures = find_pictures(env) if policy.model_type == "cnn_policy" else ()
-    spec = PolicySpec(
-        obs_dim=env.obs_dim,
-        choices=actions.choices if isinstance(actions, DiscreteActions) else None,
-        action_width=actions.width,
-        num_action_chunks=policy.num_action_chunks,
-        value_width=_value_width(config),
-        share_critic=policy.share_critic,
-        hidden_dim=policy.hidden_dim,
-        num_layers=policy.num_layers,
-        activation=policy.activation,
-        init_logstd=policy.init_logstd,
-        normalize_observations=policy.normalize_observations,
-        clip_observations=policy.clip_observations,
-        pictures=pictures,
-        cnn_type=fitting_cnn(policy.cnn_type, pictures, env.id),
-        pixel_scale=policy.pixel_scale,
-        lstm_dim=policy.lstm_dim,
-    )
-    return make_policy(spec, config.trainer.seed)
-
-
-def _value_width(config: RunConfig) -> int:
-    if config.algorithm.adv_estimator != CRITIC:
-        return 0
-    return 1 if config.algorithm.reward_type == "chunk_level" else config.policy.num_action_chunks
-
-
 def _pacing(config: RunConfig) -> dict[str, Any]:
     train = config.env.train
     return {
@@ -263,7 +232,8 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _view(config: RunConfig) -> dict[str, Any]:
+def view_of(config: RunConfig) -> dict[str, Any]:
+    """Fields of `tether.envs.make.View`."""
     return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
 
 

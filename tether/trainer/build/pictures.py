@@ -9,7 +9,7 @@ from tether.models.control.cnn import SMALLEST
 Parts = tuple[tuple[int, int, int, int], ...]
 
 
-def find_pictures(env: VectorEnv | StagedEnv) -> Parts:
+def find_pictures(env: VectorEnv | StagedEnv, model_type: str) -> Parts:
     """``PolicySpec.pictures``: those among the parts of an observation.
 
     Raises:
@@ -20,8 +20,8 @@ def find_pictures(env: VectorEnv | StagedEnv) -> Parts:
         found = ", ".join(f"{part.name} {part.shape}" for part in env.layout)
         what = "pictures of different sizes" if pictures else "no picture of bytes"
         raise ValueError(
-            f"policy.model_type=cnn_policy: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out with "
-            "env.train.drop_observations."
+            f"policy.model_type={model_type}: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out "
+            "with env.train.drop_observations."
         )
     parts = []
     for part in pictures:
@@ -57,6 +57,6 @@ def refuse_texts(env: VectorEnv | StagedEnv, model_type: str) -> None:
     texts = [part.name for part in env.layout if part.kind == "text"]
     if texts:
         raise ValueError(
-            f"{env.id}: policy.model_type={model_type} reads no text, such as {texts[0]}. Leave it out with "
-            f"env.train.drop_observations=[{texts[0]}]."
+            f"{env.id}: policy.model_type={model_type} reads no text, such as {texts[0]}. Use openvla, or leave it "
+            f"out with env.train.drop_observations=[{texts[0]}]."
         )

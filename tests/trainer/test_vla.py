@@ -1,0 +1,170 @@
+"""Vision-language-action policies in whole runs: from demonstrations to PPO, resumed exactly, refused where needed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+pytest.importorskip("PIL")
+
+from safetensors.torch import load_file  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from tests.envs import toys  # noqa: E402
+from tests.trainer.tiny_run import measured, same  # noqa: E402
+from tether.cli import app  # noqa: E402
+from tether.config import ConfigError, load_config  # noqa: E402
+from tether.models.control.policy import load_policy  # noqa: E402
+from tether.trainer.build.control import build_control_run  # noqa: E402
+from tether.training.checkpoint import load_state  # noqa: E402
+
+REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+KEYS = [
+    f"env.train.id={REACH}:Reach-v0", "policy.hidden_dim=16", "policy.num_layers=2", "policy.num_heads=2",
+    "policy.num_action_chunks=2", "trainer.logger=file",
+]  # fmt: skip
+RUN = [
+    "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=8", "env.eval.num_episodes=4",
+    f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=1", "trainer.log_freq=1",
+    "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=3",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _toys():
+    toys.register()
+
+
+def call(*arguments):
+    shown = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert shown.exit_code == 0, f"{shown.output} {shown.exception}"
+    return shown.output
+
+
+@pytest.fixture(scope="module")
+def cloned(tmp_path_factory):
+    """A few demonstrations, imitated for two epochs by each kind."""
+    folder = tmp_path_factory.mktemp("vla")
+    call("collect", *KEYS, "policy.model_type=openvla", "--from", f"{REACH}:expert", "-o", folder / "demos", "-n", 4)
+    for kind in ("openvla", "openvla_oft"):
+        out = folder / kind
+        call("bc", *KEYS, f"policy.model_type={kind}", "--data", folder / "demos", "-o", out, "--epochs", 2)
+    return folder
+
+
+def overrides(folder, kind, cloned, *more):
+    start = f"{MODEL}.path={cloned / kind}"
+    return [*KEYS, *RUN, f"policy.model_type={kind}", start, f"trainer.default_local_dir={folder}", *more]
+
+
+def train(arguments, until=None):
+    run = build_control_run(load_config(None, arguments))
+    try:
+        run.trainer.fit(lambda: until is not None and run.trainer.step_number >= until)
+    finally:
+        run.close()
+    return run
+
+
+def contents(checkpoint):
+    states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
+    return states | {"policy": load_file(checkpoint / "policy" / "policy.safetensors")}
+
+
+LEVELS = {
+    "openvla": [f"algorithm.{kind}_type=action_level" for kind in ("reward", "logprob", "entropy")],
+    "openvla_oft": ["algorithm.reward_type=chunk_level", "algorithm.logprob_type=token_level"],
+}
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_resuming_is_exact(kind, cloned, tmp_path):
+    whole = train(overrides(tmp_path / "whole", kind, cloned, *LEVELS[kind]))
+    train(overrides(tmp_path / "parts", kind, cloned, *LEVELS[kind]), until=1)
+    again = train(overrides(tmp_path / "parts", kind, cloned, *LEVELS[kind]))
+    assert again.resumed_from == tmp_path / "parts" / "global_step_1"
+    assert same(contents(whole.directory / "global_step_3"), contents(again.directory / "global_step_3"))
+    assert measured(whole.directory)[3]["eval/return"] == measured(again.directory)[3]["eval/return"]
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_the_first_ratio_is_one(kind, cloned, tmp_path):
+    run = build_control_run(
+        load_config(None, overrides(tmp_path, kind, cloned, *LEVELS[kind], f"{ACTOR}.ppo_mini_batch_size=16"))
+    )
+    run.trainer.collector.restart(0)
+    metrics = run.trainer.step()
+    run.close()
+    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_bounds_are_those_of_the_demonstrations(cloned, tmp_path):
+    saved = load_policy(next((cloned / "openvla").glob("global_step_*")) / "policy")
+    assert all(-1 <= low < 0 < high <= 1 for low, high in zip(saved.spec.low, saved.spec.high, strict=True))
+    run = build_control_run(load_config(None, overrides(tmp_path, "openvla", cloned)))
+    run.close()
+    assert run.trainer.policy.spec.low == saved.spec.low
+    fresh = build_control_run(
+        load_config(None, [*KEYS, *RUN, "policy.model_type=openvla", f"trainer.default_local_dir={tmp_path}"])
+    )
+    fresh.close()
+    assert fresh.trainer.policy.spec.low == (-1.0, -1.0)
+
+
+def test_adapters_start_from_an_imitator_and_resume(cloned, tmp_path):
+    pytest.importorskip("peft")
+    lora = [f"{MODEL}.lora_rank=2"]
+    whole = train(overrides(tmp_path / "whole", "openvla", cloned, *lora))
+    train(overrides(tmp_path / "parts", "openvla", cloned, *lora), until=1)
+    again = train(overrides(tmp_path / "parts", "openvla", cloned, *lora))
+    assert same(contents(whole.directory / "global_step_3"), contents(again.directory / "global_step_3"))
+    start = load_policy(next((cloned / "openvla").glob("global_step_*")) / "policy").state_dict()
+    now = whole.trainer.policy.state_dict()
+    assert torch.equal(now["model.encoder.to_tokens.weight"], start["model.encoder.to_tokens.weight"])
+    # A run of all weights starts from the merged ones.
+    merged = build_control_run(
+        load_config(None, overrides(tmp_path / "m", "openvla", tmp_path, f"{MODEL}.path={whole.directory}"))
+    )
+    merged.close()
+    name = "model.language.model.layers.0.self_attn.q_proj"
+    assert not torch.equal(merged.trainer.policy.state_dict()[f"{name}.weight"], start[f"{name}.weight"])
+
+
+def test_a_checkpoint_is_tested_and_demonstrates(cloned, tmp_path):
+    call("eval", cloned / "openvla_oft", "env.eval.num_episodes=4")
+    (written,) = (cloned / "openvla_oft").glob("eval_*.json")
+    assert json.loads(written.read_text())["metrics"]["eval/num_trajectories"] == 4
+    keys = [*KEYS, "policy.model_type=openvla_oft"]
+    assert "2 episodes" in call("collect", *keys, "--from", cloned / "openvla_oft", "-o", tmp_path / "again", "-n", 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["env.train.id=CartPole-v1"], r"action tokens stand for numbers, and the actions of CartPole-v1 are choices"),
+        (["policy.model_type=cnn_policy"], r"policy\.model_type=cnn_policy reads no text, such as task"),
+        (["policy.model_type=openvla_oft"], r"its policy has model_type=openvla, this run openvla_oft"),
+        (["policy.num_layers=3"], r"its policy has num_layers=2, this run 3"),
+    ],
+)
+def test_bad_input(more, message, cloned, tmp_path):
+    given = [*overrides(tmp_path, "openvla", cloned), f"{MODEL}.path={cloned / 'openvla'}", *more]
+    with pytest.raises(ValueError, match=message):
+        build_control_run(load_config(None, given))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["policy.num_heads=3"], r"policy\.num_heads: 3 heads do not part policy\.hidden_dim=16"),
+        (["policy.lstm_dim=4"], r"policy\.lstm_dim: 4 asks for a memory"),
+        (["policy.model_type=mlp_policy", f"{MODEL}.lora_rank=4"], r"lora_rank: 4 asks for adapters"),
+    ],
+)
+def test_contradictions(more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [*KEYS, "policy.model_type=openvla", *more])

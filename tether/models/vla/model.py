@@ -1,0 +1,190 @@
+"""The networks of a vision-language-action policy.
+
+What the transformer reads, with A action tokens::
+
+    [begin] [picture tokens] [numbers] [text bytes] [end] [action token 1] ... [action token A - 1]
+                                                      |          |
+                                        predicts token 1      token 2      ...
+
+OpenVLA (Kim et al. 2024) reads its own tokens one after the other. OpenVLA-OFT (Kim et al. 2025) reads A - 1
+placeholders in their place, so that one pass gives all tokens. The value is read off the end of the prompt, which sees
+no action.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from tether.models.control.pictures import PICTURE, Pictures
+from tether.models.control.spec import Observations, numbers_of
+from tether.models.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
+
+CHANNELS = (32, 64, 128)
+"""Of the encoder's first layers; later ones are as wide as the last."""
+GRID = 4
+"""Picture tokens of each side, at most."""
+VALUE_SIZES = (512, 128)
+
+
+class PictureEncoder(nn.Module):
+    """From a picture of bytes to tokens: convolutions that halve it until it is at most `GRID` wide and high.
+
+    They also read where a pixel is (Liu et al. 2018, "CoordConv"), which a policy that moves has to know.
+
+    Args:
+        picture: its channels, height and width.
+        width: of a token.
+    """
+
+    def __init__(self, picture: tuple[int, int, int], width: int) -> None:
+        super().__init__()
+        channels, *sides = picture
+        halvings = max(1, math.ceil(math.log2(max(sides) / GRID)))
+        sizes = [channels + 2, *(CHANNELS[min(i, len(CHANNELS) - 1)] for i in range(halvings))]
+        self.layers = nn.ModuleList([nn.Conv2d(i, o, 3, stride=2, padding=1) for i, o in pairwise(sizes)])
+        self.to_tokens = nn.Linear(sizes[-1], width)
+        self.positions = nn.Parameter(0.02 * torch.randn(math.prod(-(-side // 2**halvings) for side in sides), width))
+
+    def forward(self, picture: Tensor) -> Tensor:
+        """Bytes [B, C, H, W] -> tokens [B, P, width]."""
+        x = picture.to(self.positions.dtype) / 127.5 - 1
+        rows, columns = (torch.linspace(-1, 1, side, dtype=x.dtype, device=x.device) for side in x.shape[2:])
+        places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"))
+        x = torch.cat([x, places.expand(len(x), -1, -1, -1)], dim=1)
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return self.to_tokens(x.flatten(2).transpose(1, 2)) + self.positions
+
+
+class ValueHead(nn.Module):
+    """Values of a state from the hidden state at the end of its prompt: RLinf's sizes and first weights.
+
+    Args:
+        hidden_dim: width of what it reads.
+        values: V.
+    """
+
+    def __init__(self, hidden_dim: int, values: int) -> None:
+        super().__init__()
+        hidden = [nn.Linear(i, o) for i, o in pairwise((hidden_dim, *VALUE_SIZES))]
+        for layer in hidden:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+        last = nn.Linear(VALUE_SIZES[-1], values, bias=False)
+        nn.init.normal_(last.weight, std=0.02)
+        self.layers = nn.Sequential(hidden[0], nn.GELU(), hidden[1], nn.GELU(), last)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, hidden_dim] -> [B, V]."""
+        return self.layers(hidden)
+
+
+class VlaModel(nn.Module):
+    """Encoder, transformer and the embeddings between them; the first weights come from torch's global generator.
+
+    Args:
+        spec: the shape.
+    """
+
+    def __init__(self, spec: VlaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        width = spec.hidden_dim
+        config = LlamaConfig(
+            vocab_size=spec.vocab_size,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=spec.num_layers,
+            num_attention_heads=spec.num_heads,
+            num_key_value_heads=spec.num_heads,
+            initializer_range=width**-0.5,  # the usual 0.02 is for widths of thousands
+            bos_token_id=BEGIN,
+            eos_token_id=END,
+            pad_token_id=None,
+        )
+        self.language = LlamaForCausalLM(config)
+        self.pictures = Pictures(spec.obs_dim, spec.pictures) if spec.pictures else None
+        self.encoder = None if self.pictures is None else PictureEncoder(self.pictures.shape, width)
+        # Of the entries that are in no picture:
+        entries = np.arange(spec.obs_dim) if self.pictures is None else self.pictures.numbers
+        is_text = np.isin(entries, np.arange(*(spec.text or (0, 0))))
+        self._text, self._others = np.flatnonzero(is_text), np.flatnonzero(~is_text)
+        self.numbers = nn.Linear(len(self._others), width) if len(self._others) else None
+        # Zero at the start, as in RLinf's OpenVLA-OFT, where they stay so.
+        oft = spec.model_type == "openvla_oft"
+        self.placeholders = nn.Parameter(torch.zeros(spec.action_tokens - 1, width)) if oft else None
+
+    def prompt(self, obs: Observations) -> Tensor:
+        """What stands before the action tokens of observations [B, ...], embedded, [B, P, E]."""
+        numbers = numbers_of(obs)
+        embed = self.language.get_input_embeddings()
+        rows = len(numbers)
+        marks = embed(torch.tensor([[BEGIN, END]], device=numbers.device)).expand(rows, -1, -1)
+        parts = [marks[:, :1]]
+        if self.encoder is not None:
+            assert isinstance(obs, TensorDict)
+            parts.append(self.encoder(obs[PICTURE]))
+        if self.numbers is not None:
+            parts.append(self.numbers(numbers[:, self._others])[:, None])
+        parts.append(embed(numbers[:, self._text].long() + FIRST_BYTE))
+        return torch.cat([*parts, marks[:, 1:]], dim=1)
+
+    def forward(self, prompt: Tensor, bins: Tensor) -> tuple[Tensor, Tensor]:
+        """Score all action tokens in one pass.
+
+        Args:
+            prompt: [B, P, E].
+            bins: [B, A]: those that were chosen, which OpenVLA reads.
+
+        Returns:
+            Scores [B, A, bins] over the temperature, and the hidden state at the end of the prompt [B, E].
+        """
+        following = self._following(bins[:, :-1])
+        hidden = self._hidden(torch.cat([prompt, following], dim=1))[:, prompt.shape[1] - 1 :]
+        return self.scores(hidden), hidden[:, 0]
+
+    def end_of_prompt(self, prompt: Tensor) -> Tensor:
+        """The hidden state [B, E] that values are read off."""
+        return self._hidden(prompt)[:, -1]
+
+    def choose(self, prompt: Tensor, noise: Tensor | None) -> Tensor:
+        """Sample action bins [B, A] one after the other, or all at once.
+
+        Args:
+            prompt: [B, P, E].
+            noise: Gumbel noise [B, A, bins]; None takes the likeliest.
+        """
+        if self.placeholders is not None:
+            unread = torch.zeros(len(prompt), self.spec.action_tokens, dtype=torch.int64)
+            scores, _ = self(prompt, unread)
+            return (scores if noise is None else scores + noise).argmax(dim=-1)
+        cache, chosen, inputs = DynamicCache(), list[Tensor](), prompt
+        for number in range(self.spec.action_tokens):
+            scores = self.scores(self._hidden(inputs, cache)[:, -1])
+            chosen.append((scores if noise is None else scores + noise[:, number]).argmax(dim=-1))
+            inputs = self._following(chosen[-1][:, None])
+        return torch.stack(chosen, dim=1)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Scores [..., bins] of the bins, which are the last ids backwards; no other token can be chosen."""
+        weight = self.language.get_output_embeddings().weight[-ACTION_BINS:].flip(0)
+        return hidden @ weight.T / self.spec.temperature
+
+    def _following(self, bins: Tensor) -> Tensor:
+        """What is read behind the prompt: bins [B, n] as tokens, or placeholders."""
+        if self.placeholders is not None:
+            return self.placeholders.expand(len(bins), -1, -1)
+        return self.language.get_input_embeddings()(self.spec.vocab_size - 1 - bins)
+
+    def _hidden(self, inputs: Tensor, cache: Any = None) -> Tensor:
+        """Last hidden states [B, S, E]; a cache holds what stands before and is added to."""
+        out = self.language.model(inputs_embeds=inputs, past_key_values=cache, use_cache=cache is not None)
+        return out.last_hidden_state

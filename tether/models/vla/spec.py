@@ -1,0 +1,61 @@
+"""The shape of a vision-language-action policy, and its vocabulary.
+
+Tokens, from the first id on: begin, end of the prompt, the 256 bytes of a text, the action bins. The bins are the last
+ids, backwards as in OpenVLA (Kim et al. 2024): bin b is the id ``vocab_size - 1 - b``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BEGIN, END, FIRST_BYTE, BYTES = 0, 1, 2, 256
+ACTION_BINS = 256
+
+
+@dataclass(frozen=True)
+class VlaSpec:
+    """The shape of a policy: enough to build it again."""
+
+    model_type: Literal["openvla", "openvla_oft"]
+    """Action tokens one after the other, each seeing those before it; or all in one pass, independent of each other."""
+    obs_dim: int
+    """O: entries of a flat observation."""
+    action_width: int
+    """D: columns of an action."""
+    low: tuple[float, ...]
+    """[D]: the action that the first bin begins with, of the dataset or of the action space."""
+    high: tuple[float, ...]
+    """[D]: the action that the last bin ends with."""
+    num_action_chunks: int = 1
+    """K: actions that are decided on at once: K * D tokens."""
+    value_width: int = 1
+    """V: values of an observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    text: tuple[int, int] | None = None
+    """Entries that are the bytes of a text, from the first to before the second; None: there is none."""
+    pictures: tuple[tuple[int, int, int, int], ...] = ()
+    """(first entry, height, width, channels) of each picture; see `tether.models.control.pictures.Pictures`."""
+    hidden_dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    temperature: float = 1.0
+    """Of the softmax over action tokens, when acting and when learning."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters in the transformer, beside which only the critic is trained; 0: everything is."""
+    lora_alpha: int = 16
+    target_modules: tuple[str, ...] = ("all-linear",)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids there are."""
+        return FIRST_BYTE + BYTES + ACTION_BINS
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Alternatives of each column of an action."""
+        return (ACTION_BINS,) * self.action_width
+
+    @property
+    def action_tokens(self) -> int:
+        """A = K * D."""
+        return self.num_action_chunks * self.action_width
