@@ -75,19 +75,35 @@ def test_the_small_cnn_fits_any_picture(size):
 
 
 def test_the_lstm_is_torchs():
-    ours, theirs = Lstm(3, 4, torch.Generator().manual_seed(0)), nn.LSTM(3, 4, batch_first=True)
+    ours, theirs = Lstm(3, 4, torch.Generator().manual_seed(0)).double(), nn.LSTM(3, 4, batch_first=True).double()
     with torch.no_grad():
-        theirs.weight_ih_l0.copy_(
-            ours.inputs.weight.view(4, 4, 3)[[1, 0, 2, 3]].view(16, 3)
-        )  # input gate before forget
-        theirs.weight_hh_l0.copy_(ours.recurrent.weight.view(4, 4, 4)[[1, 0, 2, 3]].view(16, 4))
+        for mine, other in ((ours.inputs, theirs.weight_ih_l0), (ours.recurrent, theirs.weight_hh_l0)):
+            other.copy_(mine.weight.unflatten(0, (4, 4))[[2, 1, 3, 0]].flatten(0, 1))  # write, keep, candidate, read
         theirs.bias_ih_l0.zero_()
         theirs.bias_hh_l0.zero_()
-    x, state = torch.randn(2, 6, 3), torch.randn(2, 8)
+    generator = torch.Generator().manual_seed(1)
+    x, state = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, 6, 3), (2, 8)))
     expected, (_, cell) = theirs(x, (state[None, :, :4].contiguous(), state[None, :, 4:].contiguous()))
     states = ours(x, None, state)
     torch.testing.assert_close(states[..., :4], expected)
     torch.testing.assert_close(states[:, -1, 4:], cell[0])
+    mine = torch.autograd.grad(states[..., :4].square().sum(), ours.recurrent.weight)[0]
+    other = torch.autograd.grad(expected.square().sum(), theirs.weight_hh_l0)[0]
+    torch.testing.assert_close(mine.unflatten(0, (4, 4))[[2, 1, 3, 0]].flatten(0, 1), other)
+
+
+def test_backward_of_the_lstm_by_hand_is_what_differences_say():
+    lstm = Lstm(3, 2, torch.Generator().manual_seed(0)).double()
+    generator = torch.Generator().manual_seed(1)
+    x, state = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 3), (3, 4)))
+    starts = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
+
+    def states(x, inputs, bias, recurrent):
+        weights = {"inputs.weight": inputs, "inputs.bias": bias, "recurrent.weight": recurrent}
+        return torch.func.functional_call(lstm, weights, (x, starts, state))
+
+    arguments = [x, lstm.inputs.weight, lstm.inputs.bias, lstm.recurrent.weight]
+    assert torch.autograd.gradcheck(states, [argument.detach().requires_grad_() for argument in arguments])
 
 
 def test_an_episode_knows_nothing_of_the_one_before():
