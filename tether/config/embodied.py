@@ -71,6 +71,7 @@ MINIGRID: Mapping[str, Any] = {
     "policy.hidden_dim": 128,
     # The bytes are numbers of objects, up to 10, of colours and of states.
     "policy.pixel_scale": 10.0,
+    f"{ACTOR}.optim.lr": 1e-3,
 }
 VLA: Mapping[str, Any] = {
     "policy.hidden_dim": 128,
