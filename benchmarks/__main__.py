@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[Setting], Section]] = {
 KEEPS_PEERS = "decode"
 """The next table asks the same peer again, which takes minutes to start."""
 MODEL = "smollm2-135m"
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 
 
 def arguments() -> argparse.Namespace:
@@ -45,7 +46,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("tables", nargs="+", choices=["all", *TABLES])
     parser.add_argument("--quick", action="store_true", help="smaller sizes, medians of 2 instead of 5")
-    parser.add_argument("--write", type=Path, help="also write the page to this file")
+    parser.add_argument("--write", type=Path, help="also write the page to this file, before what follows its tables")
     parser.add_argument("--model", type=Path, help=f"directory of a causal LM; default: {MODEL}, fetched once")
     parser.add_argument("--data", default=SYNTHETIC, help="GSM8K as jsonl or parquet; default: questions like its own")
     parser.add_argument("--threads", type=int, help="default: every core")
@@ -80,9 +81,14 @@ def main() -> None:
     minutes = (time.perf_counter() - start) / 60
     begin = head(setting, names, minutes)
     print(begin)
-    text = "\n".join([begin, "<!-- tables:begin -->", *parts, "<!-- tables:end -->", ""])
     if given.write:
+        text = "\n".join([begin, BEGIN, *parts, END]) + by_hand(given.write)
         given.write.write_text(text, encoding="utf-8")
+
+
+def by_hand(page: Path) -> str:
+    """What stands behind the tables of an earlier page: what its numbers mean, written by hand."""
+    return page.read_text(encoding="utf-8").partition(END)[2] if page.exists() else "\n"
 
 
 def head(setting: Setting, names: list[str], minutes: float) -> str:

@@ -38,9 +38,8 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
         steps = list(read_metrics(Path(scratch)).values())
     keys = ("step", "gen", "env", "adv", "update_actor")
     parts = {key: fmean(metrics[f"timing_s/{key}"] for metrics in steps) for key in keys}
-    taken = trainer.step_number * trainer.collector.steps * trainer.collector.env.num_envs
     curve = [[m["perf/env_steps"], m["env/return"]] for m in steps if "env/return" in m]
-    return {"sps": taken / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
+    return {"sps": trainer.env_steps / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
 
 
 def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.__main__ import BEGIN, END, by_hand
 from benchmarks.profile import OTHER, kind_of
 from benchmarks.scaling import exponent
 from benchmarks.speed.machine import Roofline
@@ -67,3 +68,10 @@ def test_kinds_of_operators() -> None:
     assert kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
     assert kind_of("aten::_fused_adamw_") == "optimizer"
     assert kind_of("autograd::engine::evaluate_function: MmBackward0") == OTHER
+
+
+def test_what_is_written_by_hand_stays(tmp_path) -> None:
+    page = tmp_path / "performance.md"
+    assert by_hand(page) == "\n"
+    page.write_text(f"# Old\n{BEGIN}\nold table\n{END}\n\n## What it means\n")
+    assert by_hand(page) == "\n\n## What it means\n"
