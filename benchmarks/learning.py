@@ -1,7 +1,8 @@
-"""Does the main job learn? Runs the quickstart for several seeds and prints held-out scores before and after.
+"""Does it learn? Runs a recipe for several seeds and prints held-out scores before and after.
 
     python -m benchmarks.learning --quick           # 3 seeds of recipes/quickstart
-    python -m benchmarks.learning --seeds 1 2 3 4 5 --recipe recipes/quickstart/run.yaml critic.optim.lr=1e-5
+    python -m benchmarks.learning critic.optim.lr=1e-5 --seeds 1 2 3 4 5
+    python -m benchmarks.learning --recipe recipes/fetch-reach/run.yaml --score eval/success_at_end
 
 Each seed is a run of its own in OUT/seed_N; --plot draws the scores of all of them into one picture, and
 `tether plot OUT/seed_*` everything else.
@@ -32,9 +33,12 @@ def run_seed(recipe: Path, seed: int, folder: Path, overrides: list[str]) -> flo
     return time.perf_counter() - start
 
 
-def scores(folder: Path) -> dict[int, float]:
-    """Mean held-out score at each validation, by step."""
-    tested = {step: validation_means(metrics) for step, metrics in read_metrics(folder).items()}
+def scores(folder: Path, key: str | None) -> dict[int, float]:
+    """The metric `key` by step; without one the mean held-out score at each validation."""
+    steps = read_metrics(folder)
+    if key is not None:
+        return {step: metrics[key] for step, metrics in steps.items() if key in metrics}
+    tested = {step: validation_means(metrics) for step, metrics in steps.items()}
     return {step: sum(means.values()) / len(means) for step, means in tested.items() if means}
 
 
@@ -45,6 +49,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/quickstart/run.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/learning")
+    parser.add_argument("--score", help="the metric that counts; default: the mean of all validation scores")
     parser.add_argument("--plot", type=Path, help="write the curves of all seeds to this PNG")
     parser.add_argument("overrides", nargs="*", help="configuration overrides, KEY=VALUE")
     arguments = parser.parse_args()
@@ -52,7 +57,7 @@ def main() -> None:
     lines = []
     for seed, folder in zip(arguments.seeds, folders, strict=True):
         seconds = run_seed(arguments.recipe.resolve(), seed, folder, arguments.overrides)
-        tested = scores(folder)
+        tested = scores(folder, arguments.score)
         first, last = tested[min(tested)], tested[max(tested)]
         lines.append(f"{seed:>4}  {first:.3f}   {last:.3f}  {last - first:+.3f}   {max(tested):>5}  {seconds / 60:.1f}")
     print(f"\n{arguments.recipe}, {platform.machine()}, {platform.python_version()}")
@@ -60,7 +65,8 @@ def main() -> None:
     print("\n".join(lines))
     if arguments.plot:
         validation = sorted({key for f in folders for m in read_metrics(f).values() for key in validation_means(m)})
-        print(plot_run(folders, arguments.plot, [*validation, "critic/score/mean"]))
+        shown = [arguments.score, "env/return"] if arguments.score else [*validation, "critic/score/mean"]
+        print(plot_run(folders, arguments.plot, shown))
 
 
 if __name__ == "__main__":

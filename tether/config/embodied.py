@@ -1,4 +1,4 @@
-"""Embodied runs (`env.train.id` is set): their defaults, the the keys that they read.
+"""Embodied runs (`env.train.id` is set): their defaults, and the keys that they read.
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
 default than verl's for a language model, it stands here, by task, once.
