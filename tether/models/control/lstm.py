@@ -71,7 +71,7 @@ class _Steps(torch.autograd.Function):
         return states
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Gradients of the part of the input in the gates, and of the weight."""
         gates, before, states, weight, starts = ctx.saved_tensors
         size = weight.shape[1]
