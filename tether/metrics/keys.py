@@ -246,7 +246,7 @@ EMBODIED: Mapping[str, MetricInfo] = {
     "eval/<metric>_high": MetricInfo("Upper end of its confidence interval."),
     "bc/loss": MetricInfo("Mean negative log-probability of a column of an action.", "falls", when="in tether bc"),
     "bc/held_out_loss": MetricInfo("The same of held-out episodes, without learning.", "falls", when="in tether bc"),
-    "bc/best_held_out_loss": MetricInfo("The best of them so far, whose weights are kept.", "falls", when="in tether bc"),
+    "bc/best_held_out_loss": MetricInfo("The best so far, whose weights are kept.", "falls", when="in tether bc"),
     "actor/epochs": MetricInfo("Passes over the rollout before target_kl ended them.", "actor.ppo_epochs"),
     "group/kept_fraction": MetricInfo(
         "Embodied runs: share of episodes whose group is within the bounds of algorithm.filter_rewards.",
