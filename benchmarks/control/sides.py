@@ -86,7 +86,6 @@ def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
     import torch
 
     torch.set_num_threads(threads)
-    torch.set_num_threads = lambda _: None  # type: ignore[assignment]
     script = "cleanrl.ppo_continuous_action" if task.normalize else "cleanrl.ppo"
     batch = task.num_envs * task.rollout
     given = {

@@ -11,6 +11,7 @@ import torch  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from tests.envs import toys  # noqa: E402
+from tests.trainer.control_run import call  # noqa: E402
 from tether.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.data.lerobot import read_dataset  # noqa: E402
@@ -35,12 +36,6 @@ def wrong(env, obs):
 @pytest.fixture(autouse=True)
 def _toys():
     toys.register()
-
-
-def call(*arguments):
-    shown = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert shown.exit_code == 0, f"{shown.output} {shown.exception}"
-    return shown.output
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from tests.envs import toys  # noqa: E402
+from tests.trainer.control_run import train  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
 from tether.algorithms import discounted_sums  # noqa: E402
 from tether.cli import app  # noqa: E402
@@ -32,16 +33,6 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def _toys():
     toys.register()
-
-
-def train(overrides, until=None):
-    """Train in this process, at most up to a step at which a signal is said to come."""
-    run = build_control_run(load_config(None, overrides))
-    try:
-        run.trainer.fit(lambda: until is not None and run.trainer.step_number >= until)
-    finally:
-        run.close()
-    return run
 
 
 @pytest.mark.parametrize("space", toys.SPACES)

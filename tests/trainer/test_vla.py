@@ -10,11 +10,10 @@ gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("PIL")
 
 from safetensors.torch import load_file  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
 
 from tests.envs import toys  # noqa: E402
+from tests.trainer.control_run import call, train  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
-from tether.cli import app  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.models.control.policy import load_policy  # noqa: E402
 from tether.trainer.build.control import build_control_run  # noqa: E402
@@ -38,12 +37,6 @@ def _toys():
     toys.register()
 
 
-def call(*arguments):
-    shown = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert shown.exit_code == 0, f"{shown.output} {shown.exception}"
-    return shown.output
-
-
 @pytest.fixture(scope="module")
 def cloned(tmp_path_factory):
     """A few demonstrations, imitated for two epochs by each kind."""
@@ -58,15 +51,6 @@ def cloned(tmp_path_factory):
 def overrides(folder, kind, cloned, *more):
     start = f"{MODEL}.path={cloned / kind}"
     return [*KEYS, *RUN, f"policy.model_type={kind}", start, f"trainer.default_local_dir={folder}", *more]
-
-
-def train(arguments, until=None):
-    run = build_control_run(load_config(None, arguments))
-    try:
-        run.trainer.fit(lambda: until is not None and run.trainer.step_number >= until)
-    finally:
-        run.close()
-    return run
 
 
 def contents(checkpoint):

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tether.config.given import Given, Setting
+from tether.config.schema.env import VLA_TYPES
 
 SWITCH = "env.train.id"
 SOURCE = "default of embodied runs"
@@ -87,8 +88,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
         "policy.activation": "relu",
         "policy.share_critic": True,
     },
-    "openvla": VLA,
-    "openvla_oft": VLA,
+    **dict.fromkeys(VLA_TYPES, VLA),
 }
 """``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from tether.config.embodied import ACTOR, MODEL
 from tether.config.problems import Problem
-from tether.config.schema.env import VlaType
+from tether.config.schema.env import VLA_TYPES
 from tether.config.schema.root import RunConfig
-
-VLA_TYPES = get_args(VlaType)
 
 
 def sequences_stay_whole(cfg: RunConfig) -> Problem | None:

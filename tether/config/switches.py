@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.config.keys import show
+from tether.config.schema.env import VLA_TYPES
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ EMBODIED = Switch("env.train.id", off=(None,))
 OBS_NORM = Switch("policy.normalize_observations", on=(True,))
 CHUNKS = Switch("policy.num_action_chunks", off=(1,))
 REWARD_NORM = Switch("policy.normalize_rewards", on=(True,))
-VLA = Switch("policy.model_type", on=("openvla", "openvla_oft"))
+VLA = Switch("policy.model_type", on=VLA_TYPES)
 PLAIN = Switch("policy.model_type", on=("mlp_policy", "cnn_policy"))
 CNN = Switch("policy.model_type", on=("cnn_policy",))
 VIDEO = Switch("env.eval.video_cfg.save_video", on=(True,))

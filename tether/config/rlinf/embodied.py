@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from tether.config.rlinf.rows import (
     LOSSES,
@@ -24,7 +24,7 @@ from tether.config.rlinf.rows import (
     whole,
 )
 from tether.config.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
-from tether.config.schema.env import VlaType
+from tether.config.schema.env import VLA_TYPES
 
 OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
@@ -36,7 +36,6 @@ SPEED = NoEffect("changes speed, and no result")
 VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 START = "actor_rollout_ref.model.path"
-VLA_TYPES = get_args(VlaType)
 NO_SIMULATOR = (
     "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
 )

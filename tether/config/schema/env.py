@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Strings
 
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 VlaType = Literal["openvla", "openvla_oft"]
+VLA_TYPES: tuple[str, ...] = get_args(VlaType)
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tether.models.control.acting import NetworkActor
 from tether.models.control.cnn import Cnn
+from tether.models.control.in_parts import back_in_parts, pass_in_parts
 from tether.models.control.lstm import Lstm
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
 from tether.models.control.normalize import RunningNormalizer
@@ -147,20 +148,12 @@ class NetworkPolicy(nn.Module):
     def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Passed:
         """Say something of B decisions, for `backward`.
 
-        In micro-batches only what is said is kept, and `backward` passes forward again. So what the losses make of all
-        of it (denominators, choices between decisions) does not depend on the size of a micro-batch.
-
         Args:
             obs: normalised, [B, ...]; with an LSTM [M, C, ...].
             memory: with an LSTM: the rest; the B decisions that it keeps are the result.
             actions: those that were taken, for policies whose outputs depend on them.
         """
-        pieces = list(self._pieces(obs, memory))
-        with torch.set_grad_enabled(len(pieces) == 1):
-            said = [self._kept(*piece) for piece in pieces]
-        outputs = torch.cat([piece.detach() for piece, _ in said])
-        values = torch.cat([piece.detach() for _, piece in said if piece is not None]) if self.critic else None
-        return Passed(outputs, values, (pieces, said))
+        return pass_in_parts(self._kept, self._pieces(obs, memory))
 
     def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every parameter but the head's into its existing ``grad``.
@@ -173,14 +166,7 @@ class NetworkPolicy(nn.Module):
         networks = [module for module in (self.torso, self.actor, self.critic_torso, self.critic) if module is not None]
         for network in networks:
             network.zero_grad(set_to_none=False)
-        pieces, said = passed.saved
-        ends = torch.tensor([0, *(len(outputs) for outputs, _ in said)]).cumsum(0).tolist()
-        for piece, (start, stop), first in zip(pieces, pairwise(ends), said, strict=True):
-            with torch.enable_grad():
-                outputs, values = first if len(pieces) == 1 else self._kept(*piece)
-            sides = [(outputs, outputs_grad), (values, values_grad)]
-            given = [(side, grad[start:stop]) for side, grad in sides if side is not None and grad is not None]
-            torch.autograd.backward([side for side, _ in given], [grad for _, grad in given])
+        back_in_parts(self._kept, passed, outputs_grad, values_grad)
 
     @torch.no_grad()
     def review(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tether.models.control.heads import CategoricalHead
+from tether.models.control.in_parts import back_in_parts, pass_in_parts
 from tether.models.control.spec import Memory, Observations, Passed, Review
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
@@ -121,12 +121,7 @@ class VlaPolicy(nn.Module):
 
     def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Passed:
         """Say something of B decisions, for `backward`; see `tether.models.control.network.NetworkPolicy.run`."""
-        pieces = list(self._pieces(obs, actions))
-        with torch.set_grad_enabled(len(pieces) == 1):
-            said = [self(*piece) for piece in pieces]
-        outputs = torch.cat([scores.detach() for scores, _ in said])
-        values = torch.cat([piece.detach() for _, piece in said if piece is not None]) if self.critic else None
-        return Passed(outputs, values, (pieces, said))
+        return pass_in_parts(self, self._pieces(obs, actions))
 
     def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every trained parameter into its existing ``grad``.
@@ -140,14 +135,7 @@ class VlaPolicy(nn.Module):
             for parameter in group:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
-        pieces, said = passed.saved
-        ends = np.cumsum([0, *(len(scores) for scores, _ in said)]).tolist()
-        for piece, (start, stop), first in zip(pieces, pairwise(ends), said, strict=True):
-            with torch.enable_grad():
-                scores, values = first if len(pieces) == 1 else self(*piece)
-            sides = [(scores, outputs_grad), (values, values_grad)]
-            given = [(side, grad[start:stop]) for side, grad in sides if side is not None and grad is not None]
-            torch.autograd.backward([side for side, _ in given], [grad for _, grad in given])
+        back_in_parts(self, passed, outputs_grad, values_grad)
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
         """Take over weights as `plain_state` gives them; LoRA adapters and what is not among them stay."""

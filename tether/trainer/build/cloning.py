@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tether.config import LoadedConfig, RunConfig
+from tether.config.schema.env import VLA_TYPES
 from tether.data.demonstrations import Demonstration
 from tether.data.lerobot import read_dataset
 from tether.envs.protocol import DiscreteActions, Floats, VectorEnv
@@ -22,7 +23,7 @@ from tether.files import import_python_file
 from tether.models.control.policy import Policy
 from tether.models.control.spec import numbers_of
 from tether.trainer.build.control import env_options, make_env, view_of
-from tether.trainer.build.policies import VLA_TYPES, Bounds, bounds_of, new_policy, saved_policy
+from tether.trainer.build.policies import Bounds, bounds_of, new_policy, saved_policy
 from tether.trainer.persistence import seed_rng
 from tether.training.cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 

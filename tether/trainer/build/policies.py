@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, overload
+from typing import Any, overload
 
 from tether.config import RunConfig
-from tether.config.schema.env import VlaType
+from tether.config.schema.env import VLA_TYPES
 from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.envs.staged import StagedEnv
 from tether.models.control.network import NetworkPolicy
@@ -21,7 +21,6 @@ from tether.trainer.control_samples import CRITIC
 from tether.training.checkpoint import CheckpointStore, is_checkpoint, verify
 
 START = "actor_rollout_ref.model.path"
-VLA_TYPES = get_args(VlaType)
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """Lowest and highest of each column of an action."""
 OF_THE_START = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
