@@ -2,7 +2,7 @@
 
 Every activation is a fresh allocation, and the kernel hands it out page by page at first touch. In pages of 4 KiB that
 can take longer than the arithmetic, on virtual machines above all. glibc asks for pages of 2 MiB if a tunable says so,
-which it reads once, when the process starts.
+and keeps what a step frees for the next one; it reads its tunables once, when the process starts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import os
 import sys
 
 TUNABLES = "GLIBC_TUNABLES"
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
+SETTINGS = ":".join(
+    [
+        "glibc.malloc.hugetlb=1",
+        f"glibc.malloc.mmap_threshold={1 << 25}",  # the most it takes; a larger block is given back when it is freed
+        f"glibc.malloc.trim_threshold={1 << 34}",  # free memory under which none of the rest is given back
+    ]
+)
 
 
 def restart_with_huge_pages() -> None:
@@ -21,5 +27,5 @@ def restart_with_huge_pages() -> None:
     """
     if sys.platform != "linux" or TUNABLES in os.environ:
         return
-    os.environ |= {TUNABLES: HUGE_PAGES, "THP_MEM_ALLOC_ENABLE": "1"}  # the second: torch's own allocator likewise
+    os.environ |= {TUNABLES: SETTINGS, "THP_MEM_ALLOC_ENABLE": "1"}  # the second: torch's own allocator likewise
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
