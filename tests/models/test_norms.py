@@ -7,6 +7,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.tiny import tiny_model
+from tether.models import norms
 from tether.models.norms import RMSNorm, replace_norms
 
 WIDTH = 6
@@ -33,6 +34,20 @@ def test_gradients_by_finite_differences(offset: float) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     norm = RMSNorm(nn.Parameter(torch.randn(WIDTH, dtype=torch.float64)), 1e-2, offset)
     assert torch.autograd.gradcheck(lambda x, _: norm(x), (x, norm.weight))
+
+
+@pytest.mark.parametrize("cached", [1, 4 * WIDTH, 1 << 17])
+def test_it_does_not_matter_how_many_rows_are_computed_at_a_time(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+    norm = RMSNorm(nn.Parameter(torch.randn(WIDTH, dtype=torch.float64)), 1e-2, 0.0)
+    grad = torch.randn(5, 2, WIDTH, dtype=torch.float64)
+    monkeypatch.setattr(norms, "_CACHED", cached)
+    out = norm(x)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad(expected, (x, norm.weight), grad)
+    torch.testing.assert_close(torch.autograd.grad(out, (x, norm.weight), grad), wanted)
 
 
 def test_replacing_keeps_parameters_names_and_modes() -> None:

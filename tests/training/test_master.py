@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
 from tether.batch import TrainBatch
+from tether.training import master
 from tether.training.forward import PolicyModel, ValueModel
 from tether.training.local import LocalEngine
 from tether.training.losses import CriticLoss, PolicyLoss
@@ -49,3 +50,12 @@ def test_a_parameter_that_nothing_came_from_has_no_gradient_left() -> None:
     engine.masters.begin_gradients()
     engine.masters.finish_gradients()
     assert all(not parameter.grad.any() for parameter in engine.trained)
+
+
+def test_gradients_are_added_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, critic = make_policy(), make_critic()
+    batch = make_batch(policy, critic)
+    whole, pieces = (bfloat16_engine(copy.deepcopy(policy)) for _ in range(2))
+    expected = accumulate(whole, batch)
+    monkeypatch.setattr(master, "_CACHED", 7)
+    assert all(a.equal(b) for a, b in zip(accumulate(pieces, batch), expected, strict=True))

@@ -1,7 +1,7 @@
-"""Causal attention on a CPU: PyTorch's flash kernels, with the backward one in the number format that is faster.
+"""Causal attention on a CPU: PyTorch's flash kernels, and for short sequences a way back of our own.
 
-The bfloat16 backward kernel takes two to three times as long as the float32 one on the short sequences of reinforcement
-learning, and no longer from about 300 tokens on. It is called in float32 there, which also rounds less.
+The flash backward kernel multiplies small blocks, and on the sequences of reinforcement learning takes far longer than
+its arithmetic. There the scores of several rows at a time are made again as whole matrices, which large products read.
 
 Legend: R rows, W tokens, K key/value heads, H = K * G query heads, D head size.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_SHORT = 256  # tokens
+_SHORT = 384  # tokens; from here on the kernel is faster
+_SCORES = 1 << 20  # of the scores held at once, which then stay in the cache
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -48,12 +49,58 @@ class _CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
-        dtype = torch.promote_types(query.dtype, torch.float32) if query.shape[2] < _SHORT else query.dtype
-        grad, q, k, v, o = (x.to(dtype) for x in (grad, query, key, value, out))
-        grads = _backward(grad, q, *_repeated(ctx.groups, k, v), o, log_sum, 0.0, True, attn_mask=None, scale=ctx.scale)
+        if query.shape[2] < _SHORT:
+            return *_short_backward(grad, query, key, value, out, log_sum, ctx.scale), None
+        keys, values = _repeated(ctx.groups, key, value)
+        grads = _backward(grad, query, keys, values, out, log_sum, 0.0, True, attn_mask=None, scale=ctx.scale)
         grad_query, *by_head = grads
-        grad_key, grad_value = (x.unflatten(1, (-1, ctx.groups)).sum(dim=2).to(query.dtype) for x in by_head)
-        return grad_query.to(query.dtype), grad_key, grad_value, None
+        grad_key, grad_value = (x.unflatten(1, (-1, ctx.groups)).sum(dim=2) for x in by_head)
+        return grad_query, grad_key, grad_value, None
+
+
+def _short_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value.
+
+    With P = exp(scale Q K^T - log_sum) under the diagonal and dO the gradient of the output (Dao et al.,
+    "FlashAttention", 2022, appendix B.2)::
+
+        dV = P^T dO    dS = P * (dO V^T - rowsum(dO * O))    dQ = scale dS K    dK = scale dS^T Q
+
+    The first product goes into an exponent, and from dO V^T about as much is subtracted: these two are made in at least
+    float32, the others in the tensors' own dtype.
+
+    Args:
+        grad: [R, H, W, D] of the output.
+        query: [R, H, W, D].
+        key: [R, K, W, D].
+        value: [R, K, W, D].
+        out: [R, H, W, D].
+        log_sum: [R, H, W] of the exponentials of each query's scores.
+        scale: of the scores.
+    """
+    rows, heads, width, _ = query.shape
+    groups = (key.shape[1], heads // key.shape[1])
+    dtype, exact = query.dtype, log_sum.dtype
+    along = torch.linalg.vecdot(grad.to(exact), out.to(exact))
+    found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    inputs = (query, key, value, grad, log_sum, along)
+    at_once = max(1, _SCORES // (heads * width * width))
+    for first in range(0, rows, at_once):
+        chosen = slice(first, first + at_once)
+        # The G query heads of one key head stand one below the other: [r * K, G * W, ..].
+        q, k, v, g, log_s, a = (
+            (x[chosen].unflatten(1, groups).flatten(2, 3) if x.shape[1] == heads else x[chosen]).flatten(0, 1)
+            for x in inputs
+        )
+        p = torch.baddbmm(log_s[..., None], q.to(exact), k.to(exact).mT, beta=-1, alpha=scale).exp_()
+        p.unflatten(1, (-1, width)).tril_()
+        s = torch.baddbmm(a[..., None], g.to(exact), v.to(exact).mT, beta=-1).mul_(p).to(dtype)
+        by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.to(dtype).mT, g))
+        for whole, part in zip(found, by_head, strict=True):
+            whole[chosen] = part.view(whole[chosen].shape)
+    return found
 
 
 def _repeated(groups: int, *tensors: Tensor) -> tuple[Tensor, ...]:

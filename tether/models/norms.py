@@ -7,6 +7,7 @@ prompt that several responses share then has the very gradient that it has when 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ OFFSETS = {
     "Gemma3RMSNorm": 1.0,
 }
 """transformers' module -> what it adds to its weight. Where that is 0 it rounds before the weight, else after."""
+
+
+_CACHED = 1 << 17  # numbers of a few rows
 
 
 class RMSNorm(nn.Module):
@@ -48,29 +52,47 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
+    """A few rows at a time, so that what is computed in between stays in the cache."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.linalg.vecdot(exact, exact).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        for rows, row_scale, normed in _few_rows(x, scale, out):
+            exact = rows.to(scale.dtype)
+            mean_square = torch.linalg.vecdot(exact, exact).div_(x.shape[-1])
+            row_scale.copy_(mean_square.add_(eps).rsqrt_().unsqueeze(-1))
+            if offset == 0:
+                torch.mul(torch.mul(exact, row_scale).to(x.dtype), weight, out=normed)
+            else:
+                normed.copy_((exact * row_scale).mul_(weight.to(exact.dtype) + offset))
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
-        if offset == 0:
-            return torch.mul(exact, scale).to(x.dtype) * weight
-        return (exact * scale).mul_(weight.to(exact.dtype) + offset).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """With n = x * scale: d weight = sum grad n, dx = scale (g - n mean(g n)) for g = grad * (weight + offset)."""
         x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        exact = grad.to(scale.dtype)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.mul(exact, normed).flatten(0, -2).sum(0).to(weight.dtype)
-        g = exact * (weight.to(scale.dtype) + ctx.offset)
-        along = torch.linalg.vecdot(g, normed).div_(-x.shape[-1]).unsqueeze(-1)
-        return g.addcmul_(normed, along).mul_(scale).to(x.dtype), grad_weight, None, None
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_weight = weight.new_zeros(weight.shape, dtype=scale.dtype)
+        factor = weight.to(scale.dtype) + ctx.offset
+        for rows, row_scale, row_grad, row_grad_x in _few_rows(x, scale, grad, grad_x):
+            normed = rows.to(scale.dtype) * row_scale
+            exact = row_grad.to(scale.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight += torch.mul(exact, normed).sum(0)
+            g = exact * factor
+            along = torch.linalg.vecdot(g, normed).div_(-x.shape[-1]).unsqueeze(-1)
+            row_grad_x.copy_(g.addcmul_(normed, along).mul_(row_scale))
+        return grad_x, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _few_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor [.., width], at a time."""
+    at_once = max(1, _CACHED // x.shape[-1])
+    return zip(*(tensor.reshape(-1, tensor.shape[-1]).split(at_once) for tensor in (x, *others)), strict=True)
 
 
 def replace_norms(model: PreTrainedModel) -> None:

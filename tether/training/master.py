@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+_CACHED = 1 << 18  # numbers
+
 
 class MasterWeights:
     """The float32 weights of a model that computes in a narrower dtype.
@@ -76,7 +78,7 @@ class MasterWeights:
                 self._stale.remove(master)
                 master.grad.copy_(gradient)
             else:
-                master.grad.add_(gradient)
+                _add(master.grad, gradient)
 
         return hook
 
@@ -91,6 +93,12 @@ class MasterWeights:
         finally:
             for (parameter, _), data in zip(self._pairs, narrow, strict=True):
                 parameter.data = data
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    """Add in place, a little at a time: PyTorch first makes a whole copy of `part` in the wider dtype."""
+    for wide, narrow in zip(total.view(-1).split(_CACHED), part.reshape(-1).split(_CACHED), strict=True):
+        wide.add_(narrow)
 
 
 def _outside_backbone(model: PreTrainedModel) -> set[int]:
