@@ -83,20 +83,21 @@ def _short_backward(
     rows, heads, width, _ = query.shape
     groups = (key.shape[1], heads // key.shape[1])
     dtype, exact = query.dtype, log_sum.dtype
-    along = torch.linalg.vecdot(grad.to(exact), out.to(exact))
     found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    inputs = (query, key, value, grad, log_sum, along)
+    inputs = (query, key, value, grad, out, log_sum)
     at_once = max(1, _SCORES // (heads * width * width))
     for first in range(0, rows, at_once):
         chosen = slice(first, first + at_once)
         # The G query heads of one key head stand one below the other: [r * K, G * W, ..].
-        q, k, v, g, log_s, a = (
+        q, k, v, g, o, log_s = (
             (x[chosen].unflatten(1, groups).flatten(2, 3) if x.shape[1] == heads else x[chosen]).flatten(0, 1)
             for x in inputs
         )
         p = torch.baddbmm(log_s[..., None], q.to(exact), k.to(exact).mT, beta=-1, alpha=scale).exp_()
         p.unflatten(1, (-1, width)).tril_()
-        s = torch.baddbmm(a[..., None], g.to(exact), v.to(exact).mT, beta=-1).mul_(p).to(dtype)
+        exact_g = g.to(exact)
+        along = torch.linalg.vecdot(exact_g, o.to(exact))
+        s = torch.baddbmm(along[..., None], exact_g, v.to(exact).mT, beta=-1).mul_(p).to(dtype)
         by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.to(dtype).mT, g))
         for whole, part in zip(found, by_head, strict=True):
             whole[chosen] = part.view(whole[chosen].shape)
