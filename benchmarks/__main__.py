@@ -19,6 +19,7 @@ from benchmarks.speed.machine import machine_line
 from benchmarks.speed.peers.processes import Peers
 from benchmarks.speed.setting import SYNTHETIC, Setting
 from benchmarks.speed.table import Section, wrapped
+from benchmarks.speed.timing import release
 from tether.execution.machine import cache_dir, set_threads
 from tether.execution.memory import restart_with_huge_pages
 from tether.models.pull import pull_model
@@ -77,6 +78,7 @@ def main() -> None:
         parts.append(TABLES[name](setting).markdown())
         if name != KEEPS_PEERS or number + 1 == len(names):
             setting.peers.stop()
+        release()  # the next table's peers need the memory
         print("\n" + parts[-1], flush=True)
     minutes = (time.perf_counter() - start) / 60
     begin = head(setting, names, minutes)

@@ -33,12 +33,17 @@ def take_turns(sides: Mapping[str, Callable[[int], float]], runs: int) -> dict[s
 
 def peak_memory(function: Callable[[], object]) -> tuple[float, float]:
     """Resident GiB of this process before the call (what was freed is returned first), and at its peak. Linux only."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    release()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     function()
     return before, resident("VmHWM")
+
+
+def release() -> None:
+    """Give back what was freed. Linux only."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def resident(key: str) -> float:

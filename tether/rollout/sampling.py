@@ -99,7 +99,8 @@ def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """The token [R] in which `uniform` of each row's mass ends, and the row's mass [R] in the dtype of `uniform`."""
-    blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    missing = -weights.shape[-1] % _BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _BLOCK)
     mass = blocks.sum(dim=-1).to(uniform.dtype).cumsum(dim=-1)
     total = mass[:, -1]
     block, before = _first_above(mass, uniform * total)
