@@ -73,13 +73,16 @@ def main() -> None:
     )
     names = list(TABLES) if "all" in given.tables else given.tables
     start, parts = time.perf_counter(), []
-    for number, name in enumerate(names):
-        print(f"{name} ...", flush=True)
-        parts.append(TABLES[name](setting).markdown())
-        if name != KEEPS_PEERS or number + 1 == len(names):
-            setting.peers.stop()
-        release()  # the next table's peers need the memory
-        print("\n" + parts[-1], flush=True)
+    try:
+        for number, name in enumerate(names):
+            print(f"{name} ...", flush=True)
+            parts.append(TABLES[name](setting).markdown())
+            if name != KEEPS_PEERS or number + 1 == len(names):
+                setting.peers.stop()
+            release()  # the next table's peers need the memory
+            print("\n" + parts[-1], flush=True)
+    finally:
+        setting.peers.stop()
     minutes = (time.perf_counter() - start) / 60
     begin = head(setting, names, minutes)
     print(begin)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ class Worker:
             stderr=self._log,
             text=True,
             bufsize=1,
+            start_new_session=True,
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
         self.hello = self._read()
@@ -58,8 +61,9 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process and those that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:
