@@ -25,7 +25,8 @@ def measure(setting: Setting) -> Section:
         sides = {"tether": lambda _: seconds(lambda: metrics.append(one_step(trainer)))}
         sampling: list[float] = []
         try:
-            trl = start_trl(setting, "trl step", samples=SAMPLES, new_tokens=NEW_TOKENS, prompts=setting.texts[:256])
+            rows = PROMPTS * SAMPLES
+            trl = start_trl(setting, "trl step", samples=SAMPLES, responses=rows, new_tokens=NEW_TOKENS)
         except Skipped as why:
             notes.append(f"TRL left out: {why}.")
         else:

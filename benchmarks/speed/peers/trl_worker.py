@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer: python -m benchmarks.speed.peers.trl_worker JOB.json, one training step for each request.
 
-The job names the model, the prompts, the samples a prompt, the tokens a sample and the number of threads. With `rows`,
-it is the update alone: the batch is made of these prompts, responses and advantages instead of being sampled.
+The job names the model, the prompts, the samples a prompt, the responses a step, the tokens of a response and the
+number of threads. With `rows`, it is the update alone: the batch is made of these prompts, responses and advantages
+instead of being sampled.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     rows, samples = job.get("rows"), job["samples"]
-    count = len(rows) if rows else len(job["prompts"]) * samples
+    count = len(rows) if rows else job["responses"]
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
             output_dir=scratch,

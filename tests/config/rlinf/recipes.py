@@ -172,16 +172,16 @@ SIMULATOR = {"env.train.env_type", "env.eval.env_type"}
 LEARNED = {"reward.use_reward_model"}
 
 RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
-    "maniskill_ppo_mlp": (CUBE, (PICK_CUBE,), SIMULATOR),
+    "maniskill_ppo_mlp": (CUBE, (PICK_CUBE,), set()),
     "maniskill_async_ppo_mlp": (
         CUBE,
         (PICK_CUBE, {"algorithm": {"loss_type": "decoupled_actor_critic"}}),
-        SIMULATOR,
+        set(),
     ),
     "maniskill_ppo_mlp_collect": (
         CUBE,
         (PICK_CUBE, {"env": {"train": {"wrap_obs_mode": "simple", "init_params": CAMERAS}, "eval": COLLECTION}}),
-        SIMULATOR | {"env.eval.data_collection.enabled"},
+        {"env.eval.data_collection.enabled"},
     ),
     "maniskill_ppo_mlp_resnet_reward": (
         CUBE,
@@ -193,7 +193,7 @@ RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
                 "reward": {"use_reward_model": True, "mode": "replace", "resnet": {"image_size": [3, 224, 224]}},
             },
         ),
-        SIMULATOR | LEARNED,
+        LEARNED,
     ),
     "maniskill_ppo_mlp_vlm_trend_reward": (CUBE, (PICK_CUBE, VLM), SIMULATOR | LEARNED),
     "maniskill_ppo_mlp_vlm_trend_reward_collect": (

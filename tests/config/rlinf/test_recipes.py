@@ -47,7 +47,10 @@ def test_a_preset_stands_below_the_files_own_keys(tmp_path):
     assert native["env.train.id"] == "PickCube-v1"
     assert native["env.train.total_num_envs"] == 1024  # the preset: null
     assert native["env.train.auto_reset"] is True  # the preset: False
-    assert native["env.train.init_params"]["max_episode_steps"] == 50  # the preset: its own sibling's value
+    assert native["env.train.init_params"] == {
+        **{"obs_mode": "state", "sim_backend": "gpu", "sim_config": {"sim_freq": 100, "control_freq": 20}},
+        "max_episode_steps": 50,  # the preset: its own sibling's value
+    }
     assert native["env.eval.ignore_terminations"] is True
     assert (native["algorithm.gamma"], native["algorithm.lam"]) == (0.8, 0.9)
     assert native["algorithm.bootstrap_type"] == "always"

@@ -17,7 +17,6 @@ from tether.config.rlinf.rows import (
     Unsupported,
     Values,
     betas,
-    choice,
     min_lr_ratio,
     only,
     to,
@@ -36,6 +35,7 @@ SPEED = NoEffect("changes speed, and no result")
 VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 START = "actor_rollout_ref.model.path"
+MANISKILL = "maniskill"
 NO_SIMULATOR = (
     "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
 )
@@ -63,9 +63,29 @@ def env_id(role: str) -> Convert:
     return convert
 
 
-def env_arguments(value: Any, values: Values) -> Any:
-    """The constructor's arguments without the task, which is not one of them."""
-    return {name: argument for name, argument in (value or {}).items() if name != "id"}
+def env_arguments(role: str) -> Convert:
+    """The constructor's arguments without the task, which is not one of them, and without what tether gives itself."""
+
+    def convert(value: Any, values: Values) -> Any:
+        given = {"id"}
+        if values.get(f"env.{role}.env_type") == MANISKILL:
+            given |= {"num_envs", "render_mode"}
+        return {name: argument for name, argument in (value or {}).items() if name not in given}
+
+    return convert
+
+
+def env_type(role: str) -> Convert:
+    """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
+
+    def convert(value: Any, values: Values) -> Any:
+        observed = (values.get(f"env.{role}.init_params") or {}).get("obs_mode", "state")
+        fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
+        if value not in fine:
+            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})")
+        return value
+
+    return convert
 
 
 def episodes(value: Any, values: Values) -> Any:
@@ -129,10 +149,10 @@ def _env(role: str) -> Table:
     return {
         f"{section}.id": names,
         f"{section}.gym_id": names,
-        f"{section}.init_params": Mapped({f"{section}.id": env_id(role), f"{section}.init_params": env_arguments}),
-        f"{section}.env_type": to(
-            f"{section}.env_type", by=choice({"gymnasium": "gymnasium", "envpool": "envpool"}, NO_SIMULATOR)
+        f"{section}.init_params": Mapped(
+            {f"{section}.id": env_id(role), f"{section}.init_params": env_arguments(role)}
         ),
+        f"{section}.env_type": to(f"{section}.env_type", by=env_type(role)),
         f"{section}.max_episode_steps": to(f"{section}.max_episode_steps"),
         f"{section}.ignore_terminations": to(f"{section}.ignore_terminations"),
         f"{section}.seed": to(f"{section}.seed"),
