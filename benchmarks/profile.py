@@ -89,7 +89,7 @@ def measure(setting: Setting) -> Section:
     rows = []
     for phase, spent in phases.seconds.items():
         total = plain.get(f"timing_s/{phase}")
-        if total is None or total < 0.02 * plain["timing_s/step"]:
+        if phase == "step" or total is None or total < 0.02 * plain["timing_s/step"]:
             continue
         recorded = sum(spent.values())
         largest = sorted(spent.items(), key=lambda item: -item[1])
