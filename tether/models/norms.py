@@ -90,9 +90,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _few_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each tensor [.., width], at a time."""
-    at_once = max(1, _CACHED // x.shape[-1])
-    return zip(*(tensor.reshape(-1, tensor.shape[-1]).split(at_once) for tensor in (x, *others)), strict=True)
+    """The same rows of each tensor [.., width], at a time; all at once where each operation is a kernel to launch."""
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, *others)]
+    at_once = max(1, _CACHED // x.shape[-1]) if x.device.type == "cpu" else max(1, len(flat[0]))
+    return zip(*(rows.split(at_once) for rows in flat), strict=True)
 
 
 def replace_norms(model: PreTrainedModel) -> None:

@@ -96,8 +96,9 @@ class MasterWeights:
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add in place, a little at a time: PyTorch first makes a whole copy of `part` in the wider dtype."""
-    for wide, narrow in zip(total.view(-1).split(_CACHED), part.reshape(-1).split(_CACHED), strict=True):
+    """Add in place; on a CPU a little at a time, where PyTorch first makes a copy of `part` in the wider dtype."""
+    at_once = _CACHED if total.device.type == "cpu" else max(1, total.numel())
+    for wide, narrow in zip(total.view(-1).split(at_once), part.reshape(-1).split(at_once), strict=True):
         wide.add_(narrow)
 
 
