@@ -96,9 +96,12 @@ class MasterWeights:
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add in place; on a CPU a little at a time, where PyTorch first makes a copy of `part` in the wider dtype."""
-    at_once = _CACHED if total.device.type == "cpu" else max(1, total.numel())
-    for wide, narrow in zip(total.view(-1).split(at_once), part.reshape(-1).split(at_once), strict=True):
+    """Add in place; on a CPU a few rows at a time, where PyTorch first makes a copy of `part` in the wider dtype."""
+    if total.device.type != "cpu" or total.numel() <= _CACHED:
+        total.add_(part)
+        return
+    at_once = max(1, _CACHED * len(total) // total.numel())
+    for wide, narrow in zip(total.split(at_once), part.split(at_once), strict=True):
         wide.add_(narrow)
 
 
