@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tether.models.causal import causal_attention
+from tether.models.gated import replace_gated_mlps
 from tether.models.norms import replace_norms
 from tether.models.places import places_of
 
@@ -155,6 +156,10 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_interface)
 
 
 def use_tether_attention(model: PreTrainedModel) -> None:
-    """Make `model` call the layouts of this module and give it our norms; its forward then needs `attention_layout`."""
+    """Make `model` call the layouts of this module, with our norms and MLPs; its forward then needs a layout.
+
+    It is handed over as ``attention_layout=``.
+    """
     model.set_attn_implementation(ATTENTION_NAME)
     replace_norms(model)
+    replace_gated_mlps(model)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tether.models.attention import AttentionLayout, AttentionSpec, Packed
 from tether.models.backbone import SELF_TEST_TOLERANCE
+from tether.models.cpu import loops_for
 from tether.models.logprobs import lm_head_of
 from tether.models.norms import RMSNorm
 from tether.rollout.products import Product
@@ -141,11 +142,18 @@ class Layer:
         if self._of_query is not None and self._of_key is not None:
             query, key = turned.split([self._heads, self._kv_heads], dim=1)
             turned = torch.cat([self._of_query(query), self._of_key(key)], dim=1)
-        cosine, sine = rotation
-        turned = torch.addcmul(turned * cosine, turned.roll(self._size // 2, dims=-1), sine)
-        query, key = turned.split([self._heads, self._kv_heads], dim=1)
+        query, key = _turned(turned, *rotation).split([self._heads, self._kv_heads], dim=1)
         query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
         return layout.attend(query, key, value, self._spec).transpose(1, 2).reshape(len(h), -1)
+
+
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Heads [N, H, D], which may be overwritten, rotated by cosine and signed sine [N, 1, D] (Su et al., 2021)."""
+    loops = loops_for(heads, cosine, sine)
+    if loops is None or heads.stride(1) != heads.shape[2]:
+        return torch.addcmul(heads * cosine, heads.roll(heads.shape[2] // 2, dims=-1), sine)
+    loops.rotate(len(heads), heads.stride(0) // heads.shape[2], *heads.shape[1:], heads, cosine, sine)
+    return heads
 
 
 def _signed(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
