@@ -57,14 +57,16 @@ def test_gated_and_its_way_back() -> None:
     close(grad_up, wanted[1])
 
 
-def test_rotation_leaves_the_last_heads_alone() -> None:
-    x, cosine, sine = drawn(6, 5, 8), drawn(6, 8, seed=1), drawn(6, 8, seed=2)
-    turned = x.clone()
-    loops.rotate(6, 5, 3, 8, turned, cosine, sine)
-    exact = x.double()
-    expected = exact * cosine.double()[:, None] + exact.roll(4, -1) * sine.double()[:, None]
-    close(turned[:, :3], expected[:, :3])
-    assert turned[:, 3:].equal(x[:, 3:])
+def test_rotation_and_back() -> None:
+    x, angle = drawn(6, 5, 8), torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    cosine, sine = (torch.cat([half, half], -1).to(BF16) for half in (angle.cos(), angle.sin()))
+    turned, back = torch.empty_like(x), torch.empty_like(x)
+    loops.rotate(6, 5, 8, 1.0, x, cosine, sine, turned)
+    loops.rotate(6, 5, 8, -1.0, turned, cosine, sine, back)
+    first, second = x.double().chunk(2, -1)
+    c, s = cosine.double()[:, None, :4], sine.double()[:, None, :4]
+    close(turned, torch.cat([first * c - second * s, second * c + first * s], -1))
+    close(back, x.double(), 3)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.models.attention import AttentionSpec, Packed
+from tether.models.attention import Packed
+from tether.models.layout import AttentionSpec
 from tether.rollout.cache import Decode, KVCache, Prefill
 
 CPU = torch.device("cpu")

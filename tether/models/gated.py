@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from tether.models.cpu import loops_for
 
@@ -63,5 +64,5 @@ def replace_gated_mlps(model: PreTrainedModel) -> None:
     """Put a `GatedMLP` in the place of every module named in `REPLACED` whose activation is SiLU; parameters stay."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child).__name__ in REPLACED and child.config.hidden_act == "silu":  # type: ignore[union-attr]
+            if type(child).__name__ in REPLACED and isinstance(child.act_fn, SiLUActivation):
                 setattr(parent, name, GatedMLP(child).train(child.training))

@@ -209,20 +209,20 @@ def gated_backward(p: Any) -> None:
 
 @Loop
 def rotate(p: Any) -> None:
-    """The first `count` of the heads of x [N, heads, D], in place, by cosine and signed sine [N, D]."""
-    a = carray(p, (7,))
-    rows, heads, count, size = a[0], a[1], a[2], a[3]
-    x, half = _bfloat16s(a[4], (rows, heads, size)), size // 2
+    """x [N, H, D] -> out of the same shape, by angles whose cosine and sine [N, D] repeat in both halves."""
+    a = carray(p, (8,))
+    rows, heads, size, sign = a[0], a[1], a[2], _float(a[3])
+    x, out, half = _bfloat16s(a[4], (rows, heads, size)), _bfloat16s(a[7], (rows, heads, size)), size // 2
     cosine, sine = _bfloat16s(a[5], (rows, size)), _bfloat16s(a[6], (rows, size))
     first, last = _share(rows)
     for row in range(first, last):
         c, s = cosine[row], sine[row]
-        for head in range(count):
-            of = x[row, head]
+        for head in range(heads):
+            of, to = x[row, head], out[row, head]
             for d in range(half):
-                left, right = _load(of[d]), _load(of[half + d])
-                of[d] = _round(left * _load(c[d]) + right * _load(s[d]))
-                of[half + d] = _round(right * _load(c[half + d]) + left * _load(s[half + d]))
+                left, right, up = _load(of[d]), _load(of[half + d]), sign * _load(s[d])
+                to[d] = _round(left * _load(c[d]) - right * up)
+                to[half + d] = _round(right * _load(c[d]) + left * up)
 
 
 @_inline
@@ -273,6 +273,92 @@ def product(p: Any) -> None:
                 total = sums[i] + _load(bias[at]) if has_bias else sums[i]
                 beside = other[row, column + at] if what >= TIMES else np.uint16(0)
                 out[row, column + at] = _finished(total, what, beside)
+
+
+@Loop
+def attention_weights(p: Any) -> None:
+    """Two matrices of causal attention's way back, both [B, G * W, W] float32 -> bfloat16.
+
+    From scores less their logarithmic sum: the weights. From the gradient of the weights less its mean: that of the
+    scores. G query heads of W queries stand one below the other; what a query does not see becomes 0.
+    """
+    a = carray(p, (6,))
+    rows, width = a[0], a[1]
+    scores, grad = _float32s(a[2], (rows, width)), _float32s(a[3], (rows, width))
+    weights, grad_scores = _bfloat16s(a[4], (rows, width)), _bfloat16s(a[5], (rows, width))
+    first, last = _share(rows)
+    for row in range(first, last):
+        of, back, to, to_grad, seen = scores[row], grad[row], weights[row], grad_scores[row], row % width + 1
+        for n in range(seen):
+            weight = _exp(of[n])
+            to[n] = _round(weight)
+            to_grad[n] = _round(weight * back[n])
+        for n in range(seen, width):
+            to[n] = to_grad[n] = np.uint16(0)
+
+
+@_inline
+def _in_order(number: Any) -> Any:
+    """The bits of a bfloat16 as a whole number that is larger for larger ones; back again by the same function."""
+    signed = np.int32(np.int16(number))
+    return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFF))
+
+
+@Loop
+def log_sums(p: Any) -> None:
+    """Logits [N, C] of a chunk, added to what `sums` [N, 4] float32 holds of the chunks before.
+
+    With z = logits * factor: m = max z, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m).
+    """
+    a = carray(p, (5,))
+    rows, width, factor = a[0], a[1], _float(a[2])
+    logits, sums = _bfloat16s(a[3], (rows, width)), _float32s(a[4], (rows, 4))
+    first, last = _share(rows)
+    for row in range(first, last):
+        of, so_far = logits[row], sums[row]
+        largest = np.int32(-0x8000)
+        for n in range(width):
+            largest = max(largest, _in_order(of[n]))
+        before, top = so_far[0], _load(np.uint16(_in_order(np.uint16(largest)))) * factor
+        top = before if before > top else top
+        mass, moment, square = np.float32(0), np.float32(0), np.float32(0)
+        for n in range(width):
+            z = _load(of[n]) * factor - top
+            e = _exp(z)
+            mass += e
+            moment += e * z
+            square += e * e
+        shift = before - top
+        decay = _exp(shift)
+        so_far[0] = top
+        so_far[2] = decay * (so_far[2] + shift * so_far[1]) + moment
+        so_far[1] = decay * so_far[1] + mass
+        so_far[3] = decay * decay * so_far[3] + square
+
+
+@Loop
+def log_probs_backward(p: Any) -> None:
+    """Logits [N, C] of a chunk -> the gradient with respect to them, in place; `target` [N] is a column or -1.
+
+    `rows` [N, 4] float32: logarithm of the sum, entropy, upstream gradient of log-probability and of entropy.
+    """
+    a = carray(p, (6,))
+    count, width, factor = a[0], a[1], _float(a[2])
+    logits, rows = _bfloat16s(a[3], (count, width)), _float32s(a[4], (count, 4))
+    target = carray(_pointer(a[5], np.int64(0)), (count,))
+    first, last = _share(count)
+    for row in range(first, last):
+        of, column = logits[row], target[row]
+        log_sum, entropy, to_log_prob, to_entropy = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3]
+        at_target = np.float32(0)
+        if column >= 0:
+            log_p = _load(of[column]) * factor - log_sum
+            at_target = to_log_prob - _exp(log_p) * (to_log_prob + to_entropy * (log_p + entropy))
+        for n in range(width):
+            log_p = _load(of[n]) * factor - log_sum
+            of[n] = _round(-_exp(log_p) * (to_log_prob + to_entropy * (log_p + entropy)))
+        if column >= 0:
+            of[column] = _round(at_target)
 
 
 @_inline

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tether.models.attention import AttentionSpec, Packed, visible_keys
+from tether.models.attention import Packed, visible_keys
 from tether.models.cpu import loops_for
+from tether.models.layout import AttentionSpec
 
 
 class KVCache:
