@@ -277,22 +277,26 @@ def product(p: Any) -> None:
 
 @Loop
 def attention_weights(p: Any) -> None:
-    """Two matrices of causal attention's way back, both [B, G * W, W] float32 -> bfloat16.
+    """The elementwise part of causal attention's way back: see `tether.models.causal`, where P and dS are defined.
 
-    From scores less their logarithmic sum: the weights. From the gradient of the weights less its mean: that of the
-    scores. G query heads of W queries stand one below the other; what a query does not see becomes 0.
+    Q K^T and dO V^T [N, W] float32, the logarithmic sum [N] float32, O and dO [N, D] -> P and dS [N, W]. N counts
+    matrices of W queries, one below the other; what a query does not see becomes 0.
     """
-    a = carray(p, (6,))
-    rows, width = a[0], a[1]
-    scores, grad = _float32s(a[2], (rows, width)), _float32s(a[3], (rows, width))
-    weights, grad_scores = _bfloat16s(a[4], (rows, width)), _bfloat16s(a[5], (rows, width))
+    a = carray(p, (11,))
+    rows, width, size, scale = a[0], a[1], a[2], _float(a[3])
+    scores, grad, log_sum = _float32s(a[4], (rows, width)), _float32s(a[5], (rows, width)), _float32s(a[6], (rows,))
+    out, grad_out = _bfloat16s(a[7], (rows, size)), _bfloat16s(a[8], (rows, size))
+    weights, grad_scores = _bfloat16s(a[9], (rows, width)), _bfloat16s(a[10], (rows, width))
     first, last = _share(rows)
     for row in range(first, last):
         of, back, to, to_grad, seen = scores[row], grad[row], weights[row], grad_scores[row], row % width + 1
+        of_out, of_grad, along, total = out[row], grad_out[row], np.float32(0), log_sum[row]
+        for d in range(size):
+            along += _load(of_out[d]) * _load(of_grad[d])
         for n in range(seen):
-            weight = _exp(of[n])
+            weight = _exp(of[n] * scale - total)
             to[n] = _round(weight)
-            to_grad[n] = _round(weight * back[n])
+            to_grad[n] = _round(weight * (back[n] - along))
         for n in range(seen, width):
             to[n] = to_grad[n] = np.uint16(0)
 
