@@ -308,6 +308,33 @@ def _in_order(number: Any) -> Any:
     return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFF))
 
 
+@_inline
+def _largest(numbers: Any) -> Any:
+    """Of bfloat16 numbers, as float32; it may be NaN where one is."""
+    largest = np.int32(-0x8000)
+    for n in range(len(numbers)):
+        largest = max(largest, _in_order(numbers[n]))
+    return _load(np.uint16(_in_order(np.uint16(largest))))
+
+
+@Loop
+def masses(p: Any) -> None:
+    """Logits [N, V] -> their largest [N], and e^(factor * (logit - largest)) summed by blocks [N, B], both float32."""
+    a = carray(p, (7,))
+    rows, width, block, factor = a[0], a[1], a[2], _float(a[3])
+    blocks = (width + block - 1) // block
+    logits, top, sums = _bfloat16s(a[4], (rows, width)), _float32s(a[5], (rows,)), _float32s(a[6], (rows, blocks))
+    first, last = _share(rows)
+    for row in range(first, last):
+        of, to, largest = logits[row], sums[row], _largest(logits[row])
+        top[row] = largest
+        for b in range(blocks):
+            part, total = of[b * block : (b + 1) * block], np.float32(0)
+            for n in range(len(part)):
+                total += _exp((_load(part[n]) - largest) * factor)
+            to[b] = total
+
+
 @Loop
 def log_sums(p: Any) -> None:
     """Logits [N, C] of a chunk, added to what `sums` [N, 4] float32 holds of the chunks before.
@@ -320,10 +347,7 @@ def log_sums(p: Any) -> None:
     first, last = _share(rows)
     for row in range(first, last):
         of, so_far = logits[row], sums[row]
-        largest = np.int32(-0x8000)
-        for n in range(width):
-            largest = max(largest, _in_order(of[n]))
-        before, top = so_far[0], _load(np.uint16(_in_order(np.uint16(largest)))) * factor
+        before, top = so_far[0], _largest(of) * factor
         top = before if before > top else top
         mass, moment, square = np.float32(0), np.float32(0), np.float32(0)
         for n in range(width):
