@@ -161,9 +161,9 @@ MEASURES: dict[str, Callable[[Point], float]] = {
 
 def measure(setting: Setting) -> Section:
     """Every axis."""
-    measured = {axis: [measure_point(size) for _, size in axis.sizes] for axis in axes(setting.quick)}
+    measured = [(axis, [measure_point(size) for _, size in axis.sizes]) for axis in axes(setting.quick)]
     table = []
-    for axis, points in measured.items():
+    for axis, points in measured:
         at = [
             point.parameters if axis.name == "model parameters" else size
             for (size, _), point in zip(axis.sizes, points, strict=True)
@@ -175,7 +175,7 @@ def measure(setting: Setting) -> Section:
         table.append([axis.name, f"{at[0]:,.0f} to {at[-1]:,.0f}", *cells, axis.expected])
     after = [] if setting.quick else [f"![time and memory against size](assets/{PICTURE.name})"]
     if not setting.quick:
-        draw(list(measured.items()), PICTURE)
+        draw(measured, PICTURE)
     return Section(
         "Scaling",
         [

@@ -45,6 +45,7 @@ class Product:
 
     def refresh(self) -> None:
         """Take over the layers' current weights."""
+        self._blocked = None  # first, so that the new blocks take the memory of the old
         if has_blocked_products(self._layers[0].weight):
             weights = [layer.weight.detach() for layer in self._layers]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)

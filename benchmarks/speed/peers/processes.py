@@ -30,7 +30,7 @@ class Skipped(Exception):
 
 
 class Worker:
-    """A peer's process, which answers one request at a time."""
+    """A peer's process, which answers one request at a time and is stopped in between: some wait in a busy loop."""
 
     def __init__(self, python: Path, module: str, arguments: Sequence[str]) -> None:
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)  # noqa: SIM115
@@ -46,6 +46,7 @@ class Worker:
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
         self.hello = self._read()
+        self._signal(signal.SIGSTOP)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request and wait for its answer.
@@ -54,17 +55,24 @@ class Worker:
             Skipped: the process has ended.
         """
         assert self._process.stdin
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
         except BrokenPipeError:
             raise Skipped(self._last_words()) from None
-        return self._read()
+        answer = self._read()
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def close(self) -> None:
         """End the process and those that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and those that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout
