@@ -1,0 +1,132 @@
+"""MetaWorld as a camera sees it: a picture, the numbers of the hand, and the task in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+import gymnasium
+import mujoco
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+HAND = 4
+"""Entries at the beginning of MetaWorld's observation that are of the hand: its place, and how far it is open."""
+SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
+"""What is not drawn: in software it takes ten times as long as everything else."""
+Env = gymnasium.Env[Any, Any]
+Result = tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]
+
+
+class Repeated(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Carries each action out several times, or until the episode ends; rewards add up.
+
+    Args:
+        env: the environment.
+        times: at least 1.
+    """
+
+    def __init__(self, env: Env, times: int) -> None:
+        super().__init__(env)
+        self._times = times
+
+    def step(self, action: Any) -> Result:
+        """See `gymnasium.Env.step`; the task is solved where it is in any of the repetitions."""
+        total, success = 0.0, 0.0
+        for _ in range(self._times):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            success = max(success, float(info["success"]))
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, {**info, "success": success}
+
+
+class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Shows a picture, the hand's numbers (``state``) and the ``task`` in place of MetaWorld's numbers.
+
+    Where object and goal are has to be seen. Pictures are drawn by mujoco, which needs a display, or the environment
+    variable ``MUJOCO_GL`` set to ``egl`` or ``osmesa``.
+
+    Args:
+        env: one of `tether.envs.metaworld_env.MetaWorldTasks`, wrapped or not.
+        longest: bytes of the longest task.
+        camera: the name of one of MetaWorld's, or where a free one stands: ``lookat`` (a place), ``distance`` from it,
+            ``azimuth`` and ``elevation`` of its direction in degrees.
+        picture_size: height and width.
+
+    Raises:
+        ValueError: there is no camera of that name.
+    """
+
+    def __init__(
+        self, env: Env, longest: int, camera: str | Mapping[str, Any] = "corner2", picture_size: int = 64
+    ) -> None:
+        super().__init__(env)
+        self._tasks: Any = env.unwrapped
+        self._size = picture_size
+        self._renderers: dict[int, mujoco.Renderer] = {}
+        self._camera = camera if isinstance(camera, str) else free_camera(camera)
+        names = [self._tasks.simulator.model.camera(n).name for n in range(self._tasks.simulator.model.ncam)]
+        if isinstance(camera, str) and camera not in names:
+            raise ValueError(f"init_params.camera: MetaWorld has no camera {camera}. Use one of {', '.join(names)}.")
+        self.observation_space = spaces.Dict(
+            {
+                "image": spaces.Box(0, 255, (picture_size, picture_size, 3), np.uint8),
+                "state": spaces.Box(-np.inf, np.inf, (HAND,), np.float32),
+                "task": spaces.Text(longest),
+            }
+        )
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `gymnasium.Env.reset`."""
+        obs, info = self.env.reset(seed=seed, options=options)
+        return self._seen(obs), info
+
+    def step(self, action: Any) -> Result:
+        """See `gymnasium.Env.step`."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return self._seen(obs), reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """See `gymnasium.Env.close`."""
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._renderers.clear()
+        super().close()
+
+    def _seen(self, obs: NDArray[Any]) -> dict[str, Any]:
+        return {"image": self._picture(), "state": obs[:HAND].astype(np.float32), "task": self._tasks.task}
+
+    def _picture(self) -> NDArray[np.uint8]:
+        simulator = self._tasks.simulator
+        if id(simulator) not in self._renderers:  # each task has a model of its own, which `self.env` keeps
+            self._renderers[id(simulator)] = _renderer(simulator.model, self._size)
+        renderer = self._renderers[id(simulator)]
+        renderer.update_scene(simulator.data, self._camera)
+        picture: NDArray[np.uint8] = renderer.render()
+        return picture
+
+
+def free_camera(place: Mapping[str, Any]) -> mujoco.MjvCamera:
+    """A camera of its own place.
+
+    Raises:
+        ValueError: an entry is none of a camera's.
+    """
+    camera = mujoco.MjvCamera()
+    known = ("lookat", "distance", "azimuth", "elevation")
+    for name, value in place.items():
+        if name not in known:
+            raise ValueError(f"init_params.camera: a camera has no {name}. Use {', '.join(known)}, or a name.")
+        setattr(camera, name, value)
+    return camera
+
+
+def _renderer(model: Any, size: int) -> mujoco.Renderer:
+    model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+    renderer = mujoco.Renderer(model, size, size)
+    for flag in SMOOTHING:
+        renderer.scene.flags[flag] = False
+    return renderer
