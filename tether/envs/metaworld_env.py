@@ -14,7 +14,8 @@ from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 
 from tether.envs.make import EnvOptions
-from tether.envs.metaworld_pictures import Repeated, Seen
+from tether.envs.metaworld_pictures import Seen
+from tether.envs.repeated import Repeated
 
 TASKS = tuple(metaworld.ALL_V3_ENVIRONMENTS)
 SUITES = {"MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT50": tuple(env_dict.MT50_V3)}

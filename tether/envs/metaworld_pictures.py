@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
@@ -15,32 +16,8 @@ HAND = 4
 """Entries at the beginning of MetaWorld's observation that are of the hand: its place, and how far it is open."""
 SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
 """What is not drawn: in software it takes ten times as long as everything else."""
+LETTERS = string.ascii_lowercase + " "
 Env = gymnasium.Env[Any, Any]
-Result = tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]
-
-
-class Repeated(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Carries each action out several times, or until the episode ends; rewards add up.
-
-    Args:
-        env: the environment.
-        times: at least 1.
-    """
-
-    def __init__(self, env: Env, times: int) -> None:
-        super().__init__(env)
-        self._times = times
-
-    def step(self, action: Any) -> Result:
-        """See `gymnasium.Env.step`; the task is solved where it is in any of the repetitions."""
-        total, success = 0.0, 0.0
-        for _ in range(self._times):
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
-            success = max(success, float(info["success"]))
-            if terminated or truncated:
-                break
-        return obs, total, terminated, truncated, {**info, "success": success}
 
 
 class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -75,7 +52,7 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
             {
                 "image": spaces.Box(0, 255, (picture_size, picture_size, 3), np.uint8),
                 "state": spaces.Box(-np.inf, np.inf, (HAND,), np.float32),
-                "task": spaces.Text(longest),
+                "task": spaces.Text(longest, charset=LETTERS),
             }
         )
 
@@ -84,7 +61,7 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
         obs, info = self.env.reset(seed=seed, options=options)
         return self._seen(obs), info
 
-    def step(self, action: Any) -> Result:
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         """See `gymnasium.Env.step`."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return self._seen(obs), reward, terminated, truncated, info
