@@ -5,12 +5,12 @@ set -e
 seed=$1
 shift
 out=runs/metaworld-pick-place/seed_$seed
-keys="recipes/metaworld/run.yaml env.train.id=pick-place-v3 policy.init_logstd=-1.5 trainer.seed=$seed
+keys="recipes/metaworld/run.yaml env.train.id=pick-place-v3 policy.init_logstd=-2.3 trainer.seed=$seed
     trainer.default_local_dir=$out trainer.experiment_name=metaworld-pick-place"
 if [ ! -d "$out/cloned" ]; then
     rm -rf "$out/demos"
-    tether collect $keys --from scripted --out "$out/demos" --episodes 5 --seed "${seed}000"
-    tether bc $keys --data "$out/demos" --out "$out/cloned" --held-out 0.2 --epochs 30
+    tether collect $keys --from scripted --out "$out/demos" --episodes 10 --seed "${seed}000"
+    tether bc $keys --data "$out/demos" --out "$out/cloned" --epochs 30
 fi
 tether train $keys actor_rollout_ref.model.path="$out/cloned" actor_rollout_ref.actor.optim.lr=3.0e-4 \
     trainer.total_env_steps=300000 "$@"

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("metaworld")
 
-from tests.trainer.control_run import call  # noqa: E402
-from tether.data.lerobot import read_dataset  # noqa: E402
-from tether.envs.make import EnvOptions, make_one, make_vector_env, scripted  # noqa: E402
+from tests.trainer.control_run import call
+from tether.data.lerobot import read_dataset
+from tether.envs.make import EnvOptions, make_one, make_vector_env, scripted
 
 CAMERA = {"lookat": [0.0, 0.7, 0.1], "distance": 0.75, "azimuth": 240.0, "elevation": -45.0}
 draws = pytest.mark.skipif("MUJOCO_GL" not in os.environ, reason="pictures are drawn with MUJOCO_GL=egl or osmesa")

@@ -104,7 +104,7 @@ def test_only_what_succeeds_is_kept(cloned, tmp_path):
             "an action of shape (2,) is none of",
         ),
         (["collect", *ENV, "--from", "{cloned}/nowhere"], "--from={cloned}/nowhere: no checkpoint here"),
-        (["collect", *ENV, "--from", "scripted"], "env.train.env_type: gymnasium brings no scripted policies, which meta"),
+        (["collect", *ENV, "--from", "scripted"], "env.train.env_type: gymnasium brings no scripted policies"),
         (["collect", *TEXT, "--from", "{cloned}/expert.py:act"], "env.train.id: name the simulator"),
         (
             ["collect", *ENV, "env.train.env_type=envpool", "--from", "{cloned}/expert.py:act"],

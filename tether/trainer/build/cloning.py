@@ -48,8 +48,8 @@ def build_recording(
 
     Args:
         loaded: the configuration.
-        source: a checkpoint, whose policy plays without noise; ``file.py:function``; or ``scripted``, the policy that the
-            simulator brings along.
+        source: a checkpoint, whose policy plays without noise; ``file.py:function``; or ``scripted``, the policy that
+            the simulator brings along.
         episodes: how many.
         seed: of the start states; None: ``env.train.seed``.
         only_successful: leave the others out.
