@@ -12,5 +12,6 @@ if [ ! -d "$out/cloned" ]; then
     tether collect $keys --from scripted --out "$out/demos" --episodes 10 --seed "${seed}000"
     tether bc $keys --data "$out/demos" --out "$out/cloned" --epochs 30
 fi
-tether train $keys actor_rollout_ref.model.path="$out/cloned" actor_rollout_ref.actor.optim.lr=3.0e-4 \
-    trainer.total_env_steps=300000 "$@"
+tether train $keys actor_rollout_ref.model.path="$out/cloned" actor_rollout_ref.actor.optim.lr=1.0e-4 \
+    actor_rollout_ref.actor.target_kl=0.01 critic.optim.lr=1.0e-3 trainer.critic_warmup=10 \
+    trainer.total_env_steps=200000 "$@"
