@@ -29,7 +29,7 @@ class RunningNormalizer(nn.Module):
         super().__init__()
         self.clip = clip
         self.fixed = False
-        """`update` changes nothing: where statistics move, a policy that can do something already does another thing."""
+        """`update` changes nothing: a policy that can do something would do another thing where statistics move."""
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
