@@ -20,12 +20,24 @@ def both(theirs: nn.Module, offset: float, dtype: torch.dtype) -> tuple[nn.Modul
     return theirs, RMSNorm(theirs.weight, 1e-2, offset)
 
 
+@pytest.mark.parametrize("with_loops", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_as_transformers(dtype: torch.dtype) -> None:
+def test_the_same_as_transformers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_loops: bool) -> None:
+    if not with_loops:
+        monkeypatch.setattr(norms, "loops_for", lambda *_: None)
     x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype)
     for module, offset in ((LlamaRMSNorm(WIDTH, eps=1e-2), 0.0), (Gemma2RMSNorm(WIDTH, eps=1e-2), 1.0)):
         theirs, ours = both(module, offset, dtype)
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+        found, expected = ours(x.requires_grad_()), theirs(x)
+        tolerance = {"rtol": 1e-6 if dtype == torch.float32 else 1e-2, "atol": 1e-6 if dtype == torch.float32 else 1e-2}
+        torch.testing.assert_close(found, expected, **tolerance)
+        with torch.no_grad():
+            assert ours(x).equal(found)
+        grad = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+        wanted = torch.autograd.grad(expected, (x, theirs.weight), grad)
+        for mine, other in zip(torch.autograd.grad(found, (x, ours.weight), grad), wanted, strict=True):
+            error = (mine.double() - other.double()).norm() / other.double().norm()
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

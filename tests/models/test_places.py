@@ -2,7 +2,8 @@
 
 import torch
 
-from tether.models.attention import AttentionSpec, Packed
+from tether.models.attention import Packed
+from tether.models.layout import AttentionSpec
 from tether.models.places import Places, places_of, select_rows
 
 CPU = torch.device("cpu")

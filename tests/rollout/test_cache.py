@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.models.attention import AttentionSpec, Packed
+from tether.models.attention import Packed
+from tether.models.layout import AttentionSpec
 from tether.rollout.cache import Decode, KVCache, Prefill
 
 CPU = torch.device("cpu")
@@ -20,19 +21,24 @@ SPECS = {
 def random_tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, VALUE_SIZE))
-    query, key, value = (torch.randn(1, h, count, d, dtype=torch.float64, generator=generator) for h, d in shapes)
+    drawn = (torch.randn(1, h, count, d, dtype=torch.float64, generator=generator) for h, d in shapes)
+    query, key, value = (x.bfloat16().double() for x in drawn)  # numbers of both dtypes
     return query, key, value
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("garbage", [0.0, 1e9, None])
-def test_decoding_token_by_token_equals_whole_sequences(spec: AttentionSpec, garbage: float | None) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_decoding_token_by_token_equals_whole_sequences(
+    spec: AttentionSpec, garbage: float | None, dtype: torch.dtype, tolerance: float
+) -> None:
     """Two sequences of 5 and 8 tokens: prompts of 2 and 5, then three decoding steps.
 
     Whatever finite numbers stand in unused places are never seen; without them (None) the cache grows as it goes.
     """
     query, key, value = random_tokens(13)
     whole = Packed((5, 8)).attend(query, key, value, spec)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
     prompt = torch.tensor([0, 1, 5, 6, 7, 8, 9])
     cache = KVCache(num_slots=3, max_length=20, device=CPU)
     if garbage is not None:
@@ -40,13 +46,13 @@ def test_decoding_token_by_token_equals_whole_sequences(spec: AttentionSpec, gar
         cache._layers[0] = (key.new_full((*shape, SIZE), garbage), value.new_full((*shape, VALUE_SIZE), garbage))
     prefill = Prefill.plan(cache, lengths=[2, 5], copies=[1, 1], first_slot=0)
     out = prefill.attend(query[:, :, prompt], key[:, :, prompt], value[:, :, prompt], spec)
-    assert torch.allclose(out, whole[:, :, prompt], atol=1e-12)
+    assert torch.allclose(out.double(), whole[:, :, prompt], atol=tolerance)
     for step in range(3):
         token = torch.tensor([2 + step, 10 + step])
         layout = Decode(cache, torch.tensor([2 + step, 5 + step]), length=6 + step)
         new = (x[0, :, token].transpose(0, 1).unsqueeze(2) for x in (query, key, value))
         out = layout.attend(*new, spec)
-        assert torch.allclose(out[:, :, 0].transpose(0, 1), whole[0, :, token], atol=1e-12)
+        assert torch.allclose(out[:, :, 0].transpose(0, 1).double(), whole[0, :, token], atol=tolerance)
 
 
 def test_prefill_writes_each_prompt_to_all_its_slots() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,28 +21,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tether.models.causal import causal_attention
+from tether.models.gated import replace_gated_mlps
+from tether.models.layout import AttentionLayout, AttentionSpec
 from tether.models.norms import replace_norms
 from tether.models.places import places_of
+from tether.models.rotary import replace_attentions
 
 ATTENTION_NAME = "tether"
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a layer says of its attention, beside the tensors."""
-
-    layer: int
-    scale: float
-    sliding_window: int | None = None  # a query sees itself and the window - 1 keys before it
-    softcap: float | None = None  # Gemma 2: scores become softcap * tanh(scores / softcap)
-
-
-class AttentionLayout(Protocol):
-    """Knows which query may look at which key."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend: query [R, H, Q, D], key and value [R, K, Q, D] of the same tokens -> [R, H, Q, Dv]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -155,6 +140,11 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_interface)
 
 
 def use_tether_attention(model: PreTrainedModel) -> None:
-    """Make `model` call the layouts of this module and give it our norms; its forward then needs `attention_layout`."""
+    """Make `model` call the layouts of this module, with our norms, rotations and gated MLPs.
+
+    Its forward then needs a layout, as ``attention_layout=``.
+    """
     model.set_attn_implementation(ATTENTION_NAME)
+    replace_attentions(model)
     replace_norms(model)
+    replace_gated_mlps(model)

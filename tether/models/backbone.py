@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.models.attention import AttentionLayout, Packed, use_tether_attention
+from tether.models.attention import Packed, use_tether_attention
+from tether.models.layout import AttentionLayout
 from tether.models.logprobs import lm_head_of, logits_of
 
 SELF_TEST_LENGTHS = (7, 12)

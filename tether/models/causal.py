@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tether.models.cpu import loops_for
+
 _SHORT = 384  # tokens; from here on the kernel is faster
 _SCORES = 1 << 20  # of the scores held at once, which then stay in the cache
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -93,15 +95,26 @@ def _short_backward(
             (x[chosen].unflatten(1, groups).flatten(2, 3) if x.shape[1] == heads else x[chosen]).flatten(0, 1)
             for x in inputs
         )
-        p = torch.baddbmm(log_s[..., None], q.to(exact), k.to(exact).mT, beta=-1, alpha=scale).exp_()
-        p.unflatten(1, (-1, width)).tril_()
+        scores = torch.baddbmm(log_s[..., None], q.to(exact), k.to(exact).mT, beta=-1, alpha=scale)
         exact_g = g.to(exact)
         along = torch.linalg.vecdot(exact_g, o.to(exact))
-        s = torch.baddbmm(along[..., None], exact_g, v.to(exact).mT, beta=-1).mul_(p).to(dtype)
-        by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.to(dtype).mT, g))
+        p, s = _weights(scores, torch.baddbmm(along[..., None], exact_g, v.to(exact).mT, beta=-1), dtype)
+        by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.mT, g))
         for whole, part in zip(found, by_head, strict=True):
             whole[chosen] = part.view(whole[chosen].shape)
     return found
+
+
+def _weights(scores: Tensor, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """P and dS as above, in `dtype`, from Q K^T and dO V^T [B, G * W, W] less their row's number."""
+    width = scores.shape[2]
+    p, s = torch.empty_like(scores, dtype=dtype), torch.empty_like(grad, dtype=dtype)
+    loops = loops_for(p, s)
+    if loops is not None and scores.dtype == torch.float32:
+        loops.attention_weights(scores.numel() // width, width, scores, grad, p, s)
+        return p, s
+    scores.exp_().unflatten(1, (-1, width)).tril_()
+    return scores.to(dtype), grad.mul_(scores).to(dtype)
 
 
 def _repeated(groups: int, *tensors: Tensor) -> tuple[Tensor, ...]:

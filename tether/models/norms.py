@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from tether.models.cpu import loops_for
+
 OFFSETS = {
     "LlamaRMSNorm": 0.0,
     "MistralRMSNorm": 0.0,
@@ -30,6 +32,7 @@ OFFSETS = {
 
 
 _CACHED = 1 << 17  # numbers of a few rows
+_ROWS_A_SUM = 64  # of the weight's gradient: a fixed number, so that it does not depend on the threads
 
 
 class RMSNorm(nn.Module):
@@ -47,25 +50,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [.., E]."""
+        if not torch.is_grad_enabled():
+            return _normalised(x.contiguous(), self.weight, self.eps, self.offset)[0]
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.offset)
         return normed
 
 
 class _RMSNorm(torch.autograd.Function):
-    """A few rows at a time, so that what is computed in between stays in the cache."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
-        for rows, row_scale, normed in _few_rows(x, scale, out):
-            exact = rows.to(scale.dtype)
-            mean_square = torch.linalg.vecdot(exact, exact).div_(x.shape[-1])
-            row_scale.copy_(mean_square.add_(eps).rsqrt_().unsqueeze(-1))
-            if offset == 0:
-                torch.mul(torch.mul(exact, row_scale).to(x.dtype), weight, out=normed)
-            else:
-                normed.copy_((exact * row_scale).mul_(weight.to(exact.dtype) + offset))
+        x = x.contiguous()
+        out, scale = _normalised(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
         return out
@@ -75,18 +70,50 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """With n = x * scale: d weight = sum grad n, dx = scale (g - n mean(g n)) for g = grad * (weight + offset)."""
         x, weight, scale = ctx.saved_tensors
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        grad_weight = weight.new_zeros(weight.shape, dtype=scale.dtype)
-        factor = weight.to(scale.dtype) + ctx.offset
-        for rows, row_scale, row_grad, row_grad_x in _few_rows(x, scale, grad, grad_x):
-            normed = rows.to(scale.dtype) * row_scale
-            exact = row_grad.to(scale.dtype)
-            if ctx.needs_input_grad[1]:
-                grad_weight += torch.mul(exact, normed).sum(0)
-            g = exact * factor
-            along = torch.linalg.vecdot(g, normed).div_(-x.shape[-1]).unsqueeze(-1)
-            row_grad_x.copy_(g.addcmul_(normed, along).mul_(row_scale))
+        grad, grad_x = grad.contiguous(), torch.empty_like(x)
+        loops = loops_for(x, weight, grad)
+        if loops is None:
+            grad_weight = _go_back(x, weight, scale, ctx.offset, grad, grad_x)
+        else:
+            rows, width = scale.numel(), x.shape[-1]
+            parts = scale.new_zeros(-(-rows // _ROWS_A_SUM), width)
+            loops.norm_backward(rows, width, len(parts), ctx.offset, x, weight, scale, grad, grad_x, parts)
+            grad_weight = parts.sum(0)
         return grad_x, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """What comes out, and the factor 1 / sqrt(mean(x^2) + eps) of each row."""
+    out = torch.empty_like(x)
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+    loops = loops_for(x, weight)
+    if loops is not None:
+        loops.norm(scale.numel(), x.shape[-1], offset, eps, x, weight, out, scale)
+        return out, scale
+    # A few rows at a time, so that what is computed in between stays in the cache.
+    for rows, row_scale, normed in _few_rows(x, scale, out):
+        exact = rows.to(scale.dtype)
+        mean_square = torch.linalg.vecdot(exact, exact).div_(x.shape[-1])
+        row_scale.copy_(mean_square.add_(eps).rsqrt_().unsqueeze(-1))
+        if offset == 0:
+            torch.mul(torch.mul(exact, row_scale).to(x.dtype), weight, out=normed)
+        else:
+            normed.copy_((exact * row_scale).mul_(weight.to(exact.dtype) + offset))
+    return out, scale
+
+
+def _go_back(x: Tensor, weight: Tensor, scale: Tensor, offset: float, grad: Tensor, grad_x: Tensor) -> Tensor:
+    """Fill `grad_x`; the gradient of the weight."""
+    grad_weight = scale.new_zeros(weight.shape)
+    factor = weight.to(scale.dtype) + offset
+    for rows, row_scale, row_grad, row_grad_x in _few_rows(x, scale, grad, grad_x):
+        normed = rows.to(scale.dtype) * row_scale
+        exact = row_grad.to(scale.dtype)
+        grad_weight += torch.mul(exact, normed).sum(0)
+        g = exact * factor
+        along = torch.linalg.vecdot(g, normed).div_(-x.shape[-1]).unsqueeze(-1)
+        row_grad_x.copy_(g.addcmul_(normed, along).mul_(row_scale))
+    return grad_weight
 
 
 def _few_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

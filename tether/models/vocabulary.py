@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,21 +59,31 @@ class VocabularyChunks:
         self.hidden, self.weight, self.bias, self.transform, self.size = hidden, weight, bias, transform, size
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self._raw = hidden.new_empty(len(hidden) * min(size, len(weight)))
-        self._z = self._raw if self._raw.dtype == self.dtype else torch.empty_like(self._raw, dtype=self.dtype)
-        self._work = torch.empty_like(self._z)
+
+    @cached_property
+    def _z(self) -> Tensor:
+        return self._raw if self._raw.dtype == self.dtype else torch.empty_like(self._raw, dtype=self.dtype)
+
+    @cached_property
+    def _work(self) -> Tensor:
+        return torch.empty_like(self._z)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yields the chunk's range of the vocabulary, its weight [C, E], z [N, C] and work space [N, C]."""
-        for start in range(0, len(self.weight), self.size):
-            span = slice(start, min(start + self.size, len(self.weight)))
-            weight = self.weight[span].to(self.hidden.dtype)
-            raw, z, work = (self._shaped(buffer, len(weight)) for buffer in (self._raw, self._z, self._work))
-            torch.mm(self.hidden, weight.T, out=raw)
+        for span, weight, raw in self.products():
+            z, work = self._shaped(self._z, len(weight)), self._shaped(self._work, len(weight))
             if z.dtype != raw.dtype:
                 z.copy_(raw)
             if self.bias is not None:
                 z.add_(self.bias[span])
             yield span, weight, self.transform.apply_(z), work
+
+    def products(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields the chunk's range of the vocabulary, its weight [C, E] and their product with `hidden` [N, C]."""
+        for start in range(0, len(self.weight), self.size):
+            span = slice(start, min(start + self.size, len(self.weight)))
+            weight = self.weight[span].to(self.hidden.dtype)
+            yield span, weight, torch.mm(self.hidden, weight.T, out=self._shaped(self._raw, len(weight)))
 
     def for_matmul(self, grad: Tensor) -> Tensor:
         """`grad` [N, C] in the dtype of the matmuls; takes the buffer of raw logits."""

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tether.models.attention import AttentionSpec, Packed, visible_keys
+from tether.models.attention import Packed, visible_keys
+from tether.models.cpu import loops_for
+from tether.models.layout import AttentionSpec
 
 
 class KVCache:
@@ -36,14 +39,18 @@ class KVCache:
 
     def write(self, layer: int, slot: Tensor, position: Tensor, length: int, key: Tensor, value: Tensor) -> None:
         """Put key [N, K, D] and value [N, K, E] of N tokens at their slots [N] and positions [N], under `length`."""
+        keys, values = self.room(layer, length, key, value)
+        keys[slot, :, position] = key
+        values[slot, :, position] = value
+
+    def room(self, layer: int, length: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's tensors, with at least `length` positions, for keys and values like these."""
         if layer not in self._layers:
             self._layers[layer] = (self._zeros(key, 2 * length), self._zeros(value, 2 * length))
         elif length > self._layers[layer][0].shape[2]:
             keys, values = self._layers[layer]
             self._layers[layer] = (self._grown(keys, 2 * length), self._grown(values, 2 * length))
-        keys, values = self._layers[layer]
-        keys[slot, :, position] = key
-        values[slot, :, position] = value
+        return self._layers[layer]
 
     def _zeros(self, like: Tensor, capacity: int) -> Tensor:
         # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
@@ -111,6 +118,9 @@ class Decode:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`: [R, H, 1, D] in, [R, H, 1, E] out."""
+        loops = loops_for(query, key, value)
+        if loops is not None:
+            return self._by_loop(loops, query.squeeze(2), key.squeeze(2), value.squeeze(2), spec)
         rows, heads, _, size = query.shape
         self._cache.write(spec.layer, self._slot, self._position, self._length, key.squeeze(2), value.squeeze(2))
         keys, values = self._cache.read(spec.layer, rows, self._length)
@@ -125,6 +135,17 @@ class Decode:
             weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
             out = torch.matmul(weights.to(values.dtype), values)
         return out.reshape(rows, heads, 1, -1)
+
+    def _by_loop(self, loops: Any, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """[R, H, D], [R, K, D] and [R, K, E] -> [R, H, 1, E]."""
+        rows, heads, size = query.shape
+        keys, values = self._cache.room(spec.layer, self._length, key, value)
+        shape = (rows, keys.shape[1], heads // keys.shape[1], size, values.shape[3], keys.shape[2])
+        out = query.new_empty(rows, heads, 1, values.shape[3])
+        how = (float(spec.scale), float(spec.softcap or 0), spec.sliding_window or 0)
+        views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
+        loops.attend(*shape, *how, self._position, keys, values, out, *views)
+        return out
 
     def _bias(self, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
         """[R, 1, 1, L]: 0 where the row sees the key, -inf elsewhere; the layers of one window share it."""

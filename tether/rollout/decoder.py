@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.models.attention import AttentionLayout, AttentionSpec, Packed
+from tether.models.attention import Packed
 from tether.models.backbone import SELF_TEST_TOLERANCE
+from tether.models.layout import AttentionLayout
 from tether.models.logprobs import lm_head_of
 from tether.models.norms import RMSNorm
+from tether.models.rotary import rotated, spec_of
 from tether.rollout.products import Product
 
 FAMILIES = (
@@ -44,7 +46,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._backbone = cast(Any, model.base_model)
-        self._layers = [Layer(module, number) for number, module in enumerate(self._backbone.layers)]
+        self._layers = [Layer(module) for module in self._backbone.layers]
         self._lm_head = lm_head_of(model)
         self._head = Product([cast(nn.Linear, model.get_output_embeddings())])
         self._stamp = self._current_stamp()
@@ -83,27 +85,24 @@ class Decoder:
         return [(parameter.data_ptr(), parameter._version) for parameter in self._model.parameters()]
 
     def _rotations(self, x: Tensor, positions: Tensor) -> dict[str | None, tuple[Tensor, Tensor]]:
-        """Cosine and signed sine [N, 1, D] for each kind of layer."""
+        """Cosine and sine [N, D] for each kind of layer."""
         rotary = self._backbone.rotary_emb
         if hasattr(rotary, "layer_types"):  # one base for local layers and one for global ones
-            return {kind: _signed(*rotary(x, positions, kind)) for kind in rotary.layer_types}
-        both = _signed(*rotary(x, positions))
+            return {kind: _flat(*rotary(x, positions, kind)) for kind in rotary.layer_types}
+        both = _flat(*rotary(x, positions))
         return dict.fromkeys([layer.kind for layer in self._layers], both)
 
 
 class Layer:
     """One decoder layer: attention, then a gated MLP, each behind a norm (Gemma: between two) and beside a residual."""
 
-    def __init__(self, module: Any, number: int) -> None:
+    def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
         self.kind: str | None = getattr(attention, "layer_type", None)
         self._size: int = attention.head_dim
         self._heads: int = attention.q_proj.out_features // self._size
         self._kv_heads: int = attention.k_proj.out_features // self._size
-        has_own_window = hasattr(attention, "sliding_window")
-        window = attention.sliding_window if has_own_window else getattr(attention.config, "sliding_window", None)
-        softcap = getattr(attention, "attn_logit_softcapping", None)
-        self._spec = AttentionSpec(number, attention.scaling, window, softcap)
+        self._spec = spec_of(attention)
         self._in = Product([attention.q_proj, attention.k_proj, attention.v_proj])
         self._out = Product([attention.o_proj])
         self._gate, self._up, self._down = Product([mlp.gate_proj]), Product([mlp.up_proj]), Product([mlp.down_proj])
@@ -141,17 +140,13 @@ class Layer:
         if self._of_query is not None and self._of_key is not None:
             query, key = turned.split([self._heads, self._kv_heads], dim=1)
             turned = torch.cat([self._of_query(query), self._of_key(key)], dim=1)
-        cosine, sine = rotation
-        turned = torch.addcmul(turned * cosine, turned.roll(self._size // 2, dims=-1), sine)
-        query, key = turned.split([self._heads, self._kv_heads], dim=1)
+        query, key = rotated(turned, *rotation).split([self._heads, self._kv_heads], dim=1)
         query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
         return layout.attend(query, key, value, self._spec).transpose(1, 2).reshape(len(h), -1)
 
 
-def _signed(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, Q, D] as transformers gives them -> [N, 1, D], the sine negative where the rotation takes the second half."""
-    first, second = sine.chunk(2, dim=-1)
-    return cosine.flatten(0, 1).unsqueeze(1), torch.cat([-first, second], dim=-1).flatten(0, 1).unsqueeze(1)
+def _flat(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    return cosine.flatten(0, 1), sine.flatten(0, 1)
 
 
 def decoder_for(model: PreTrainedModel) -> Decoder | None:

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch
-from tether.models.attention import AttentionLayout
 from tether.models.kept import KeptRecorder
+from tether.models.layout import AttentionLayout
 from tether.rollout.cache import Decode, KVCache, Prefill
 from tether.rollout.noise import uniform
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams

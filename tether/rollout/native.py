@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch
-from tether.models.attention import AttentionLayout, use_tether_attention
+from tether.models.attention import use_tether_attention
+from tether.models.layout import AttentionLayout
 from tether.rollout.decoder import Decoder, decoder_for
 from tether.rollout.generation import Forward, Generation
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams

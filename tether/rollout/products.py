@@ -3,18 +3,25 @@
 On a CPU in bfloat16 oneDNN wants a weight in blocks. From a plain weight it makes them anew at every call, which for
 the few rows of a decoding step can cost as much as the product. A `Product` keeps the blocks: a copy of the weights,
 refreshed after each update, and oneDNN then also does the activation, the gating or the residual sum before it rounds.
-Elsewhere the layers' own weights are used and nothing is copied.
+A row or two are multiplied by a loop of our own, which reads plain weights as fast as memory gives them. Elsewhere the
+layers' own weights are used and nothing is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tether.models.cpu import loops_for
+
 _ROWS = 64  # what oneDNN chooses the shape of its blocks for
+_FEW = 2  # rows up to which the loop is faster than oneDNN
+_AFTER = {"none": "PLAIN", "swish": "SILU", "mul": "TIMES", "add": "PLUS"}
+"""oneDNN's name for what follows a product -> that of `tether.models.loops`."""
 
 
 def has_blocked_products(weight: Tensor) -> bool:
@@ -47,32 +54,46 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product."""
-        if self._blocked is None:
-            return self._plain(x)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self._bias, "none", [], "")
-        return product
+        return self._product(x, "none", None)
 
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the product."""
-        if self._blocked is None:
-            return F.silu(self._plain(x))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self._bias, "swish", [], "")
-        return product
+        return self._product(x, "swish", None)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """The product times `factor`."""
-        if self._blocked is None:
-            return self._plain(x).mul_(factor)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._blocked, self._bias, "mul")
-        return product
+        return self._product(x, "mul", factor)
 
     def plus(self, x: Tensor, summand: Tensor) -> Tensor:
         """The product plus `summand`."""
+        return self._product(x, "add", summand)
+
+    def _product(self, x: Tensor, after: str, other: Tensor | None) -> Tensor:
+        loops = loops_for(x) if len(x) <= _FEW else None
+        if loops is not None:
+            return self._by_loop(loops, x, getattr(loops, _AFTER[after]), other)
         if self._blocked is None:
-            return self._plain(x).add_(summand)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, summand, self._blocked, self._bias, "add")
+            return self._plain(x, after, other)
+        product: Tensor
+        if other is None:
+            product = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self._bias, after, [], "")
+        else:
+            product = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._blocked, self._bias, after)
         return product
 
-    def _plain(self, x: Tensor) -> Tensor:
+    def _by_loop(self, loops: Any, x: Tensor, after: int, other: Tensor | None) -> Tensor:
+        x, beside = x.contiguous(), 0 if other is None else other.contiguous()
+        whole = sum(layer.out_features for layer in self._layers)
+        out, column = x.new_empty(len(x), whole), 0
+        for layer in self._layers:
+            weight, bias = layer.weight, 0 if layer.bias is None else layer.bias
+            loops.product(len(x), x.shape[1], len(weight), whole, after, x, weight, bias, column, out, beside)
+            column += len(weight)
+        return out
+
+    def _plain(self, x: Tensor, after: str, other: Tensor | None) -> Tensor:
         outputs = [F.linear(x, layer.weight, layer.bias) for layer in self._layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        product = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        if other is None:
+            return F.silu(product) if after == "swish" else product
+        return product.mul_(other) if after == "mul" else product.add_(other)

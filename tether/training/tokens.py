@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.batch import TrainBatch
-from tether.models.attention import AttentionLayout, Packed, Padded
+from tether.models.attention import Packed, Padded
+from tether.models.layout import AttentionLayout
 from tether.training.micro_batches import RowSize
 
 

@@ -1,0 +1,57 @@
+"""Our gated MLPs give what transformers' modules give, in every dtype, and stand where those stood."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import tiny_model
+from tether.models import gated
+from tether.models.gated import GatedMLP, replace_gated_mlps
+
+
+def gradients(mlp: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out = mlp(x)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [x, *mlp.parameters()], grad)]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_same_as_transformers(name: str) -> None:
+    theirs = tiny_model(name, dtype=torch.float64).model.layers[0].mlp
+    x = torch.randn(3, 4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for found, expected in zip(gradients(GatedMLP(theirs), x), gradients(theirs, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("with_loops", [True, False])
+def test_bfloat16_with_and_without_the_loop(monkeypatch: pytest.MonkeyPatch, with_loops: bool) -> None:
+    if not with_loops:
+        monkeypatch.setattr(gated, "loops_for", lambda *_: None)
+    exact = tiny_model("llama", dtype=torch.float64).model.layers[0].mlp
+    x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact.load_state_dict({key: value.bfloat16() for key, value in exact.state_dict().items()})
+    rounded = GatedMLP(copy.deepcopy(exact).bfloat16())
+    for found, expected in zip(gradients(rounded, x), gradients(exact, x.double()), strict=True):
+        error = (found.double() - expected).norm() / expected.norm()
+        assert error < 0.02
+
+
+def test_replacing_keeps_parameters_names_and_modes() -> None:
+    model = tiny_model("qwen2").train()
+    model.model.layers[1].mlp.eval()
+    before = dict(model.named_parameters())
+    replace_gated_mlps(model)
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(after[name] is before[name] for name in before)
+    assert [type(layer.mlp) for layer in model.model.layers] == [GatedMLP, GatedMLP]
+    assert [layer.mlp.training for layer in model.model.layers] == [True, False]
+
+
+def test_another_activation_is_left_alone() -> None:
+    model = tiny_model("llama", hidden_act="gelu")
+    replace_gated_mlps(model)
+    assert not any(isinstance(module, GatedMLP) for module in model.modules())

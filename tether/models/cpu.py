@@ -1,0 +1,26 @@
+"""Where the compiled loops of `tether.models.loops` run."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def loops_for(*tensors: Tensor) -> ModuleType | None:
+    """The module of loops if it can compute with these: bfloat16 on a CPU whose threads are GNU OpenMP's; else None."""
+    if all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
+        return _loops()
+    return None
+
+
+@cache
+def _loops() -> ModuleType | None:
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return None
+    return import_module("tether.models.loops")  # with numba, which takes a moment that other devices need not spend
