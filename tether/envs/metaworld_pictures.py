@@ -34,20 +34,18 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
         picture_size: height and width.
 
     Raises:
-        ValueError: there is no camera of that name.
+        ValueError: there is no such camera.
     """
 
     def __init__(
         self, env: Env, longest: int, camera: str | Mapping[str, Any] = "corner2", picture_size: int = 64
     ) -> None:
         super().__init__(env)
-        self._tasks: Any = env.unwrapped
+        tasks: Any = env.unwrapped
+        self._tasks = tasks
         self._size = picture_size
         self._renderers: dict[int, mujoco.Renderer] = {}
-        self._camera = camera if isinstance(camera, str) else free_camera(camera)
-        names = [self._tasks.simulator.model.camera(n).name for n in range(self._tasks.simulator.model.ncam)]
-        if isinstance(camera, str) and camera not in names:
-            raise ValueError(f"init_params.camera: MetaWorld has no camera {camera}. Use one of {', '.join(names)}.")
+        self._camera = named_camera(camera, tasks.simulator.model) if isinstance(camera, str) else free_camera(camera)
         self.observation_space = spaces.Dict(
             {
                 "image": spaces.Box(0, 255, (picture_size, picture_size, 3), np.uint8),
@@ -84,6 +82,18 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
         renderer.update_scene(simulator.data, self._camera)
         picture: NDArray[np.uint8] = renderer.render()
         return picture
+
+
+def named_camera(name: str, model: Any) -> str:
+    """The name of a camera of a model.
+
+    Raises:
+        ValueError: it has none of that name.
+    """
+    names = [model.camera(number).name for number in range(model.ncam)]
+    if name not in names:
+        raise ValueError(f"init_params.camera: MetaWorld has no camera {name}. Use one of {', '.join(names)}.")
+    return name
 
 
 def free_camera(place: Mapping[str, Any]) -> mujoco.MjvCamera:
