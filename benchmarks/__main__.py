@@ -76,11 +76,12 @@ def main() -> None:
     try:
         for number, name in enumerate(names):
             print(f"{name} ...", flush=True)
+            began = time.perf_counter()
             parts.append(TABLES[name](setting).markdown())
             if name != KEEPS_PEERS or number + 1 == len(names):
                 setting.peers.stop()
             release()  # the next table's peers need the memory
-            print("\n" + parts[-1], flush=True)
+            print(f"\n{parts[-1]}\n{name}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
     finally:
         setting.peers.stop()
     minutes = (time.perf_counter() - start) / 60

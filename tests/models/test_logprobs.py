@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from tests.tiny import TINY_CONFIGS, tiny_model
+from tether.models import logprobs
 from tether.models.kept import KeptRecorder, KeptSets
 from tether.models.logprobs import LmHead, LogProbs, lm_head_of, logits_of, token_log_probs
 
@@ -143,6 +144,32 @@ def test_no_tokens():
     (out.log_probs.sum() + out.entropy.sum()).backward()
     assert out.log_probs.shape == (0,)
     assert torch.equal(head.weight.grad, torch.zeros_like(head.weight))
+
+
+@pytest.mark.parametrize("with_loops", [True, False])
+@pytest.mark.parametrize("chunk_size", [7, 70, 100])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_bfloat16_logits_with_and_without_the_loops(monkeypatch, with_loops, chunk_size, scale):
+    """Against the formula in float64 of the very logits that the bfloat16 product gives."""
+    if not with_loops:
+        monkeypatch.setattr(logprobs, "loops_for", lambda *_: None)
+    torch.manual_seed(3)
+    hidden = (2 * torch.randn(9, 4)).bfloat16().requires_grad_()
+    weight = torch.eye(4).repeat(18, 1)[:70].mul(torch.randn(70, 1)).bfloat16().requires_grad_()  # exact products
+    targets = torch.randint(70, (9,))
+    options = {"temperature": 0.7, "with_entropy": True, "with_sum_pi_squared": True}
+    ours = token_log_probs(hidden, LmHead(weight, scale=scale), targets, chunk_size=chunk_size, **options)
+    rounded = (hidden @ weight.T).double().detach().requires_grad_()
+    identity = torch.eye(70, dtype=torch.float64)
+    want = plain(rounded, LmHead(identity, scale=scale), targets, 0.7)
+    for name in ("log_probs", "entropy", "sum_pi_squared"):
+        assert torch.allclose(getattr(ours, name).double(), getattr(want, name), rtol=1e-5, atol=2e-6), name
+    g, h = torch.randn(9), torch.randn(9)
+    (grad,) = torch.autograd.grad(want.log_probs @ g.double() + want.entropy @ h.double(), rounded)
+    found = torch.autograd.grad(ours.log_probs @ g + ours.entropy @ h, (hidden, weight))
+    expected = (grad @ weight.double(), grad.T @ hidden.double())
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() < 1e-2 * b.norm()
 
 
 def test_autocast_uses_bfloat16_matmuls_and_float32_sums():

@@ -109,16 +109,17 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     scale=st.sampled_from([0.0, 1.0, 300.0]),
     choice=st.sampled_from([*CHOICES, params(0.0), params(1e-3)]),
+    with_kept=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_never_draws_a_token_of_probability_zero(
-    forbidden: list[bool], u: float, dtype: torch.dtype, scale: float, choice: SamplingParams
+    forbidden: list[bool], u: float, dtype: torch.dtype, scale: float, choice: SamplingParams, with_kept: bool
 ) -> None:
     logits = (random_logits(1, len(forbidden)) * scale).to(dtype)
     logits[0, torch.tensor(forbidden)] = -torch.inf
-    token, log_prob, kept = draw(logits, numbers(u), choice, with_kept=True)
+    token, log_prob, kept = draw(logits, numbers(u), choice, with_kept=with_kept)
     assert not forbidden[int(token)]
-    assert kept.numel() == 0 if choice.temperature == 0 else kept[0, token]
+    assert kept.numel() == 0 if choice.temperature == 0 or not with_kept else kept[0, token]
     assert torch.isfinite(log_prob).all()
     assert log_prob <= 1e-6
 
@@ -133,20 +134,28 @@ def test_greedy_is_the_first_argmax_with_the_log_prob_of_the_softmax() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, None])
-def test_a_row_without_a_distribution_shows_it_and_spoils_no_other(temperature: float, bad: float | None) -> None:
-    logits = random_logits(3, 300)
-    good = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=0.9))
+@pytest.mark.parametrize(("dtype", "top_p"), [(torch.float64, 0.9), (torch.bfloat16, 0.9), (torch.bfloat16, 1.0)])
+def test_a_row_without_a_distribution_shows_it_and_spoils_no_other(
+    temperature: float, bad: float | None, dtype: torch.dtype, top_p: float
+) -> None:
+    logits = random_logits(3, 300, dtype)
+    good = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=top_p))
     logits[1] = -torch.inf
     if bad is not None:
         logits[1, 5] = bad
-    token, log_prob, _ = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=0.9))
+    token, log_prob, _ = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=top_p))
     assert torch.isfinite(log_prob).tolist() == [True, False, True]
     assert torch.equal(token[[0, 2]], good.token[[0, 2]])
     assert torch.equal(log_prob[[0, 2]], good.log_prob[[0, 2]])
 
 
+@pytest.mark.parametrize("with_loops", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
+def test_low_precision_logits_are_summed_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_loops: bool
+) -> None:
+    if not with_loops:
+        monkeypatch.setattr(sampling, "loops_for", lambda *_: None)
     logits = random_logits(8, 5000, dtype)
     u = torch.linspace(0.01, 0.99, 8, dtype=torch.float64)
     low, high = draw(logits, u, params(0.8)), draw(logits.double(), u, params(0.8))

@@ -84,7 +84,7 @@ def _short_backward(
     """
     rows, heads, width, _ = query.shape
     groups = (key.shape[1], heads // key.shape[1])
-    dtype, exact = query.dtype, log_sum.dtype
+    exact = log_sum.dtype
     found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     inputs = (query, key, value, grad, out, log_sum)
     at_once = max(1, _SCORES // (heads * width * width))
@@ -95,26 +95,29 @@ def _short_backward(
             (x[chosen].unflatten(1, groups).flatten(2, 3) if x.shape[1] == heads else x[chosen]).flatten(0, 1)
             for x in inputs
         )
-        scores = torch.baddbmm(log_s[..., None], q.to(exact), k.to(exact).mT, beta=-1, alpha=scale)
-        exact_g = g.to(exact)
-        along = torch.linalg.vecdot(exact_g, o.to(exact))
-        p, s = _weights(scores, torch.baddbmm(along[..., None], exact_g, v.to(exact).mT, beta=-1), dtype)
+        scores, grad_weights = torch.bmm(q.to(exact), k.to(exact).mT), torch.bmm(g.to(exact), v.to(exact).mT)
+        p, s = _weights(scores, grad_weights, log_s, o, g, scale)
         by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.mT, g))
         for whole, part in zip(found, by_head, strict=True):
             whole[chosen] = part.view(whole[chosen].shape)
     return found
 
 
-def _weights(scores: Tensor, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """P and dS as above, in `dtype`, from Q K^T and dO V^T [B, G * W, W] less their row's number."""
-    width = scores.shape[2]
-    p, s = torch.empty_like(scores, dtype=dtype), torch.empty_like(grad, dtype=dtype)
-    loops = loops_for(p, s)
-    if loops is not None and scores.dtype == torch.float32:
-        loops.attention_weights(scores.numel() // width, width, scores, grad, p, s)
+def _weights(
+    scores: Tensor, grad_weights: Tensor, log_sum: Tensor, out: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """P and dS as above [B, G * W, W], from Q K^T and dO V^T, which are overwritten, and the rows of the others."""
+    width, dtype = scores.shape[2], grad.dtype
+    loops = loops_for(out, grad) if scores.dtype == torch.float32 else None
+    if loops is not None:
+        p, s = torch.empty_like(scores, dtype=dtype), torch.empty_like(scores, dtype=dtype)
+        rows = (x.contiguous() for x in (scores, grad_weights, log_sum, out, grad))
+        loops.attention_weights(scores.numel() // width, width, out.shape[-1], scale, *rows, p, s)
         return p, s
-    scores.exp_().unflatten(1, (-1, width)).tril_()
-    return scores.to(dtype), grad.mul_(scores).to(dtype)
+    weights = scores.mul_(scale).sub_(log_sum[..., None]).exp_()
+    weights.unflatten(1, (-1, width)).tril_()
+    along = torch.linalg.vecdot(grad.to(scores.dtype), out.to(scores.dtype))
+    return weights.to(dtype), grad_weights.sub_(along[..., None]).mul_(weights).to(dtype)
 
 
 def _repeated(groups: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -277,22 +277,26 @@ def product(p: Any) -> None:
 
 @Loop
 def attention_weights(p: Any) -> None:
-    """Two matrices of causal attention's way back, both [B, G * W, W] float32 -> bfloat16.
+    """The elementwise part of causal attention's way back: see `tether.models.causal`, where P and dS are defined.
 
-    From scores less their logarithmic sum: the weights. From the gradient of the weights less its mean: that of the
-    scores. G query heads of W queries stand one below the other; what a query does not see becomes 0.
+    Q K^T and dO V^T [N, W] float32, the logarithmic sum [N] float32, O and dO [N, D] -> P and dS [N, W]. N counts
+    matrices of W queries, one below the other; what a query does not see becomes 0.
     """
-    a = carray(p, (6,))
-    rows, width = a[0], a[1]
-    scores, grad = _float32s(a[2], (rows, width)), _float32s(a[3], (rows, width))
-    weights, grad_scores = _bfloat16s(a[4], (rows, width)), _bfloat16s(a[5], (rows, width))
+    a = carray(p, (11,))
+    rows, width, size, scale = a[0], a[1], a[2], _float(a[3])
+    scores, grad, log_sum = _float32s(a[4], (rows, width)), _float32s(a[5], (rows, width)), _float32s(a[6], (rows,))
+    out, grad_out = _bfloat16s(a[7], (rows, size)), _bfloat16s(a[8], (rows, size))
+    weights, grad_scores = _bfloat16s(a[9], (rows, width)), _bfloat16s(a[10], (rows, width))
     first, last = _share(rows)
     for row in range(first, last):
         of, back, to, to_grad, seen = scores[row], grad[row], weights[row], grad_scores[row], row % width + 1
+        of_out, of_grad, along, total = out[row], grad_out[row], np.float32(0), log_sum[row]
+        for d in range(size):
+            along += _load(of_out[d]) * _load(of_grad[d])
         for n in range(seen):
-            weight = _exp(of[n])
+            weight = _exp(of[n] * scale - total)
             to[n] = _round(weight)
-            to_grad[n] = _round(weight * back[n])
+            to_grad[n] = _round(weight * (back[n] - along))
         for n in range(seen, width):
             to[n] = to_grad[n] = np.uint16(0)
 
@@ -302,6 +306,33 @@ def _in_order(number: Any) -> Any:
     """The bits of a bfloat16 as a whole number that is larger for larger ones; back again by the same function."""
     signed = np.int32(np.int16(number))
     return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFF))
+
+
+@_inline
+def _largest(numbers: Any) -> Any:
+    """Of bfloat16 numbers, as float32; it may be NaN where one is."""
+    largest = np.int32(-0x8000)
+    for n in range(len(numbers)):
+        largest = max(largest, _in_order(numbers[n]))
+    return _load(np.uint16(_in_order(np.uint16(largest))))
+
+
+@Loop
+def masses(p: Any) -> None:
+    """Logits [N, V] -> their largest [N], and e^(factor * (logit - largest)) summed by blocks [N, B], both float32."""
+    a = carray(p, (7,))
+    rows, width, block, factor = a[0], a[1], a[2], _float(a[3])
+    blocks = (width + block - 1) // block
+    logits, top, sums = _bfloat16s(a[4], (rows, width)), _float32s(a[5], (rows,)), _float32s(a[6], (rows, blocks))
+    first, last = _share(rows)
+    for row in range(first, last):
+        of, to, largest = logits[row], sums[row], _largest(logits[row])
+        top[row] = largest
+        for b in range(blocks):
+            part, total = of[b * block : (b + 1) * block], np.float32(0)
+            for n in range(len(part)):
+                total += _exp((_load(part[n]) - largest) * factor)
+            to[b] = total
 
 
 @Loop
@@ -316,10 +347,7 @@ def log_sums(p: Any) -> None:
     first, last = _share(rows)
     for row in range(first, last):
         of, so_far = logits[row], sums[row]
-        largest = np.int32(-0x8000)
-        for n in range(width):
-            largest = max(largest, _in_order(of[n]))
-        before, top = so_far[0], _load(np.uint16(_in_order(np.uint16(largest)))) * factor
+        before, top = so_far[0], _largest(of) * factor
         top = before if before > top else top
         mass, moment, square = np.float32(0), np.float32(0), np.float32(0)
         for n in range(width):

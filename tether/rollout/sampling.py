@@ -8,12 +8,13 @@ Legend: R = rows, V = vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tether.models.cpu import loops_for
 from tether.rollout.protocol import SamplingParams
 
 _BLOCK = 128
@@ -69,6 +70,9 @@ def _exact(logits: Tensor) -> torch.dtype:
 
 
 def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept: bool) -> Draw:
+    loops = None if with_kept or sampling.cuts(logits.shape[-1]) else loops_for(logits)
+    if loops is not None:
+        return _sample_by_loop(loops, logits.contiguous(), uniform, sampling.temperature)
     exact = logits.to(_exact(logits))
     weights = (exact if sampling.temperature == 1 else exact / sampling.temperature).softmax(dim=-1)
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -79,6 +83,22 @@ def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept
     token, total = _invert(weights, uniform)
     chosen = weights.gather(-1, token[:, None]).squeeze(-1)
     return Draw(token, chosen.log() - total.log().to(chosen.dtype), weights > 0 if with_kept else _none_of(logits))
+
+
+def _sample_by_loop(loops: Any, logits: Tensor, uniform: Tensor, temperature: float) -> Draw:
+    """From the whole vocabulary: only the weights of the block in which the number ends are ever written."""
+    rows, size = logits.shape
+    top, mass = torch.empty(rows, 1), torch.empty(rows, -(-size // _BLOCK))
+    loops.masses(rows, size, _BLOCK, 1.0 / temperature, logits, top, mass)
+    cumulative = mass.to(uniform.dtype).cumsum(dim=-1)
+    total = cumulative[:, -1]
+    block, before = _first_above(cumulative, uniform * total)
+    places = block[:, None] * _BLOCK + torch.arange(_BLOCK)
+    scaled = (logits.gather(-1, places.clamp(max=size - 1)).float() - top) / temperature
+    weights = scaled.exp().masked_fill_(places >= size, 0.0)
+    inside, _ = _first_above(weights.to(uniform.dtype).cumsum(dim=-1), uniform * total - before)
+    chosen = scaled.gather(-1, inside[:, None]).squeeze(-1)
+    return Draw(block * _BLOCK + inside, chosen - total.log().to(chosen.dtype), _none_of(logits))
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
