@@ -103,7 +103,12 @@ def play(
 @app.command()
 def collect(
     source: Annotated[
-        str, typer.Option("--from", help="Who plays: a checkpoint, or file.py:function, called with (env, obs).")
+        str,
+        typer.Option(
+            "--from",
+            help="Who plays: a checkpoint; file.py:function, called with (env, obs); or scripted, for the policy that "
+            "comes with the simulator (MetaWorld).",
+        ),
     ],
     arguments: ConfigArguments = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the dataset (LeRobot's layout).")] = Path("demos"),

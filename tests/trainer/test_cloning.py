@@ -80,6 +80,8 @@ def test_the_clone_plays_well_and_a_run_starts_from_it(cloned, tmp_path):
     assert float(run.trainer.policy.normalizer.count) > 1000
     run.trainer.fit()
     run.close()
+    statistics = start.normalizer.state_dict()  # learned weights would see something else where these move
+    assert all(torch.equal(statistics[name], kept) for name, kept in run.trainer.policy.normalizer.state_dict().items())
 
 
 def test_a_checkpoint_collects_too(cloned, tmp_path):
@@ -104,6 +106,7 @@ def test_only_what_succeeds_is_kept(cloned, tmp_path):
             "an action of shape (2,) is none of",
         ),
         (["collect", *ENV, "--from", "{cloned}/nowhere"], "--from={cloned}/nowhere: no checkpoint here"),
+        (["collect", *ENV, "--from", "scripted"], "env.train.env_type: gymnasium brings no scripted policies"),
         (["collect", *TEXT, "--from", "{cloned}/expert.py:act"], "env.train.id: name the simulator"),
         (
             ["collect", *ENV, "env.train.env_type=envpool", "--from", "{cloned}/expert.py:act"],

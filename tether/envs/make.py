@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -38,6 +38,8 @@ ADAPTERS = {
 }
 """env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
 
+SCRIPTED = ("metaworld",)
+"""Of these, those whose module has `scripted`: (environment, observation) -> action."""
 
 MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 """Beginning of ids -> module that registers them."""
@@ -197,6 +199,21 @@ def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
         env = _wrapped(env, name, options.role)
     env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
+
+
+def scripted(options: EnvOptions) -> Callable[[gymnasium.Env[Any, Any], Any], Any]:
+    """The policy that a simulator brings along: (environment, observation) -> action.
+
+    Raises:
+        ValueError: it brings none.
+    """
+    if options.env_type not in SCRIPTED:
+        raise ValueError(
+            f"{options.role}.env_type: {options.env_type} brings no scripted policies, which {', '.join(SCRIPTED)} "
+            "does. Write file.py:function."
+        )
+    function: Callable[[gymnasium.Env[Any, Any], Any], Any] = _adapter(options).scripted
+    return function
 
 
 def _adapter(options: EnvOptions) -> ModuleType:

@@ -8,13 +8,19 @@ from typing import Any
 
 import gymnasium
 import metaworld  # registers its ids
+import numpy as np
 from metaworld import env_dict
+from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 
 from tether.envs.make import EnvOptions
+from tether.envs.metaworld_pictures import Seen
+from tether.envs.repeated import Repeated
 
 TASKS = tuple(metaworld.ALL_V3_ENVIRONMENTS)
 SUITES = {"MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT50": tuple(env_dict.MT50_V3)}
+STATE = 39
+"""Numbers of a task's observation; what a suite adds stands behind them."""
 Env = gymnasium.Env[Any, Any]
 
 
@@ -32,6 +38,8 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
     def __init__(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> None:
         self._names, self._arguments = names, {"seed": 0, **arguments}
         self._made: dict[int, Env] = {}
+        self._number = 0
+        self._obs = np.zeros(STATE)
         self._env = self._task(0)
         self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
         self.render_mode = self._env.render_mode
@@ -40,15 +48,16 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[NDArray[Any], Any]:
         """See `gymnasium.Env.reset`."""
         super().reset(seed=seed)
-        self._env = self._task(int(self.np_random.integers(len(self._names))))
-        unwrapped: Any = self._env.unwrapped
-        unwrapped.seed(int(self.np_random.integers(2**31)))  # it takes no seed from `reset`
-        return self._env.reset(options=options)
+        self._number = int(self.np_random.integers(len(self._names)))
+        self._env = self._task(self._number)
+        self.simulator.seed(int(self.np_random.integers(2**31)))  # it takes no seed from `reset`
+        self._obs, info = self._env.reset(options=options)
+        return self._obs, info
 
     def step(self, action: NDArray[Any]) -> tuple[NDArray[Any], Any, bool, bool, dict[str, Any]]:
         """See `gymnasium.Env.step`; ``info["success"]`` says whether the task is solved in this step."""
-        obs, reward, terminated, truncated, info = self._env.step(action)
-        return obs, reward, bool(terminated), bool(truncated), info
+        self._obs, reward, terminated, truncated, info = self._env.step(action)
+        return self._obs, reward, bool(terminated), bool(truncated), info
 
     def render(self) -> Any:
         """See `gymnasium.Env.render`."""
@@ -58,6 +67,21 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
         """See `gymnasium.Env.close`."""
         for env in self._made.values():
             env.close()
+
+    @property
+    def simulator(self) -> Any:
+        """MetaWorld's environment of the task that is played."""
+        return self._env.unwrapped
+
+    @property
+    def task(self) -> str:
+        """What is to be done, in words: ``pick place`` for ``pick-place-v3``."""
+        return in_words(self._names[self._number])
+
+    def scripted_action(self) -> NDArray[np.float32]:
+        """What MetaWorld's scripted policy of the task does now; it reads the numbers, whatever a policy sees."""
+        policy = ENV_POLICY_MAP[self._names[self._number]]()
+        return np.clip(policy.get_action(self._obs[:STATE]), -1, 1).astype(np.float32)
 
     def _task(self, number: int) -> Env:
         """A task, which is made when an episode is of it for the first time."""
@@ -71,16 +95,46 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
         return self._made[number]
 
 
-def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> MetaWorldTasks:
+def in_words(name: str) -> str:
+    """A task's name as a text that a policy can read."""
+    return name.removesuffix("-v3").replace("-", " ")
+
+
+def scripted(env: Env, obs: Any) -> NDArray[np.float32]:
+    """Play as MetaWorld's scripted policies do."""
+    tasks: Any = env.unwrapped
+    action: NDArray[np.float32] = tasks.scripted_action()
+    return action
+
+
+def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> Env:
     """Make one environment of a task (``reach-v3``) or a suite (``MT10``).
 
+    Args:
+        options: of the environments.
+        arguments: of `gymnasium.make`, and of this adapter: ``camera`` and ``picture_size``, see
+            `tether.envs.metaworld_pictures.Seen`; ``action_repeat``, how often an action is carried out.
+
     Raises:
-        ValueError: there is no such name.
+        ValueError: there is no such name, or no such camera.
     """
+    own = {name: arguments[name] for name in ("camera", "picture_size") if name in arguments}
+    repeat = arguments.get("action_repeat", 1)
+    given = {name: value for name, value in arguments.items() if name not in (*own, "action_repeat")}
+    if "max_episode_steps" in given:
+        given["max_episode_steps"] *= repeat  # of the simulator
+    names = _names(options)
+    env: Env = MetaWorldTasks(names, given)
+    if repeat > 1:
+        env = Repeated(env, repeat)
+    return Seen(env, max(len(in_words(name)) for name in names), **own) if own else env
+
+
+def _names(options: EnvOptions) -> tuple[str, ...]:
     if options.id in TASKS:
-        return MetaWorldTasks((options.id,), arguments)
+        return (options.id,)
     if options.id in SUITES:
-        return MetaWorldTasks(SUITES[options.id], arguments)
+        return SUITES[options.id]
     near = get_close_matches(options.id, [*TASKS, *SUITES], n=3)
     fix = f"Did you mean {' or '.join(near)}?" if near else f"Use {', '.join(SUITES)}, or a task such as {TASKS[0]}."
     raise ValueError(f"{options.role}.id: MetaWorld has no {options.id}. {fix}")

@@ -28,6 +28,8 @@ class RunningNormalizer(nn.Module):
     def __init__(self, size: int, clip: float) -> None:
         super().__init__()
         self.clip = clip
+        self.fixed = False
+        """`update` changes nothing: a policy that can do something would do another thing where statistics move."""
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
@@ -41,6 +43,8 @@ class RunningNormalizer(nn.Module):
 
     def update(self, obs: Tensor) -> None:
         """Take observations [B, size] in (Chan et al. 1979)."""
+        if self.fixed:
+            return
         new = obs.double()
         total = self.count + len(new)
         shift = new.mean(dim=0) - self.mean

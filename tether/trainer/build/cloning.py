@@ -28,6 +28,8 @@ from tether.trainer.persistence import seed_rng
 from tether.training.cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 
 SOURCE = "--from"
+SCRIPTED = "scripted"
+"""The source that is the simulator's own policy."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def build_recording(
 
     Args:
         loaded: the configuration.
-        source: a checkpoint, whose policy plays without noise, or ``file.py:function``.
+        source: a checkpoint, whose policy plays without noise; ``file.py:function``; or ``scripted``, the policy that
+            the simulator brings along.
         episodes: how many.
         seed: of the start states; None: ``env.train.seed``.
         only_successful: leave the others out.
@@ -62,11 +65,13 @@ def build_recording(
         raise ValueError("env.train.env_type: envpool makes no single environment to record. Use gymnasium.")
     options = env_options(section, "env.train", {}, view_of(config))  # first: it says what is missing without Gymnasium
     record = importlib.import_module("tether.rollout.record")
-    env = importlib.import_module("tether.envs.make").make_one(options)
+    make = importlib.import_module("tether.envs.make")
+    env = make.make_one(options)
     name, _, function = source.rpartition(":")
-    if name.endswith(".py"):
+    if source == SCRIPTED or name.endswith(".py"):
         codec = importlib.import_module("tether.envs.spaces").ActionCodec.of(env.action_space, options.id)
-        decide = record.scripted(_function(name, function), codec)
+        act = make.scripted(options) if source == SCRIPTED else _function(name, function)
+        decide = record.scripted(act, codec)
     else:
         policy = saved_policy(Path(source), SOURCE)
         bounds = bounds_of(policy)

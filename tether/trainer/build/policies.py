@@ -34,6 +34,9 @@ _OTHERS = (ControlPolicy, NetworkPolicy)
 def start_policy(config: RunConfig, env: Envs) -> Policy:
     """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
 
+    The former keeps its statistics of observations: those of demonstrations hardly vary in some entries, and the first
+    rollouts would change what it sees there altogether.
+
     Raises:
         ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
     """
@@ -43,6 +46,8 @@ def start_policy(config: RunConfig, env: Envs) -> Policy:
     start = saved_policy(Path(path), START)
     policy = new_policy(config, env, bounds_of(start))
     _take_over(policy, start, path)
+    if policy.normalizer:
+        policy.normalizer.fixed = True
     return policy
 
 
