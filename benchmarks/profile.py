@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from torch.profiler import ProfilerActivity
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as record
 
 from benchmarks.speed.runs import PPO, one_step, running
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
+from tether.models.cpu import loops_for
 
 KINDS: dict[str, tuple[str, ...]] = {
-    "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul"),
-    "attention": ("scaled_dot_product",),
+    "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul", "product"),
+    "attention": ("scaled_dot_product", "attend", "attention"),
     "optimizer": ("adam", "lerp", "foreach", "norm_", "linalg_vector_norm"),
     "copies and dtype changes": ("copy", "to", "cat", "contiguous", "clone", "stack", "repeat", "expand"),
     "gathers and scatters": ("index", "gather", "scatter", "embedding", "masked", "where", "tril"),
-    "softmax, exp and sums": ("softmax", "exp", "sum", "amax", "log", "vecdot", "cumsum", "max"),
+    "softmax, exp and sums": ("softmax", "exp", "sum", "amax", "log", "vecdot", "cumsum", "max", "masses"),
     "layers' elementwise work": (
         "mul",
         "add",
@@ -28,10 +35,12 @@ KINDS: dict[str, tuple[str, ...]] = {
         "sub",
         "div",
         "sigmoid",
+        "gated",
+        "rotate",
     ),
     "memory": ("empty", "zeros", "zero_", "fill_", "resize"),
 }
-"""Kind -> beginnings of operators' names (after ``aten::``), looked through in this order."""
+"""Kind -> beginnings of the names of operators (after ``aten::``) and of our loops, looked through in this order."""
 OTHER = "everything else"
 
 
@@ -39,6 +48,26 @@ def kind_of(name: str) -> str:
     """The kind of an operator."""
     plain = name.split("::")[-1].lstrip("_").removeprefix("fused_")
     return next((kind for kind, beginnings in KINDS.items() if plain.startswith(beginnings)), OTHER)
+
+
+@contextmanager
+def loops_recorded() -> Iterator[None]:
+    """PyTorch's profiler sees the compiled loops too, under their names."""
+    if loops_for(torch.empty(0, dtype=torch.bfloat16)) is None:
+        yield
+        return
+    kind = import_module("tether.models.loops").Loop
+    plain = kind.__call__
+
+    def recorded(loop: Any, *arguments: Any) -> None:
+        with record_function(f"loop::{loop.name}"):
+            plain(loop, *arguments)
+
+    kind.__call__ = recorded
+    try:
+        yield
+    finally:
+        kind.__call__ = plain
 
 
 class Recorder:
@@ -83,7 +112,8 @@ def measure(setting: Setting) -> Section:
         plain = one_step(trainer)
         loggers = trainer.loggers
         trainer.loggers = phases  # type: ignore[assignment]  # a step only announces its phases and warns
-        one_step(trainer)
+        with loops_recorded():
+            one_step(trainer)
         phases.end()
         trainer.loggers = loggers
     rows = []

@@ -41,6 +41,7 @@ class Loop:
 
     def __init__(self, body: Callable[[Any], None]) -> None:
         self._body = body
+        self.name = body.__name__
 
     @cached_property
     def _compiled(self) -> Any:
@@ -136,7 +137,7 @@ def _share(count: Any) -> Any:
 
 
 @Loop
-def norm(p: Any) -> None:
+def rms_norm(p: Any) -> None:
     """x [N, E], weight [E] -> out [N, E], scale [N] float32."""
     a = carray(p, (8,))
     rows, width, offset, eps = a[0], a[1], _float(a[2]), _float(a[3])
@@ -159,7 +160,7 @@ def norm(p: Any) -> None:
 
 
 @Loop
-def norm_backward(p: Any) -> None:
+def rms_norm_backward(p: Any) -> None:
     """x, grad [N, E], weight [E], scale [N] -> grad of x [N, E], and of the weight in `parts` [P, E] to be added up."""
     a = carray(p, (10,))
     rows, width, parts, offset = a[0], a[1], a[2], _float(a[3])

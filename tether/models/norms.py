@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         else:
             rows, width = scale.numel(), x.shape[-1]
             parts = scale.new_zeros(-(-rows // _ROWS_A_SUM), width)
-            loops.norm_backward(rows, width, len(parts), ctx.offset, x, weight, scale, grad, grad_x, parts)
+            loops.rms_norm_backward(rows, width, len(parts), ctx.offset, x, weight, scale, grad, grad_x, parts)
             grad_weight = parts.sum(0)
         return grad_x, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
@@ -88,7 +88,7 @@ def _normalised(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[T
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
     loops = loops_for(x, weight)
     if loops is not None:
-        loops.norm(scale.numel(), x.shape[-1], offset, eps, x, weight, out, scale)
+        loops.rms_norm(scale.numel(), x.shape[-1], offset, eps, x, weight, out, scale)
         return out, scale
     # A few rows at a time, so that what is computed in between stays in the cache.
     for rows, row_scale, normed in _few_rows(x, scale, out):
