@@ -4,9 +4,9 @@ What lies between the matrix products of a model is a chain of small operations 
 its numbers, and starts its threads anew. Here such a chain is one loop that computes in float32 and rounds once. numba
 brings its compiler with it and keeps what it compiled on the disk.
 
-The formulas stand where the loops are called: `tether.models.norms`, `tether.models.gated`, `tether.rollout.decoder`,
-`tether.rollout.products`, `tether.rollout.cache`. Each thread takes an even share of the rows, and each number is made
-by one thread, so that no result depends on how many threads there are.
+The formulas stand where the loops are called, in `tether.models` and `tether.rollout`, beside the same in PyTorch for
+other devices and dtypes. Each thread takes an even share of the rows, and each number is made by one thread, so that no
+result depends on how many threads there are.
 """
 
 from __future__ import annotations
