@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import numba
 import pytest
 import torch
 from torch import Tensor
@@ -168,6 +169,21 @@ def test_only_for_bfloat16_on_a_cpu() -> None:
     assert loops_for(number, number) is loops
     assert loops_for(number, number.float()) is None
     assert loops_for(number.to("meta")) is None
+
+
+def test_where_nothing_can_be_written_they_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile = numba.cfunc
+
+    def without_a_folder(*signature: object, cache: bool = False, **options: object) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile(*signature, **options)
+
+    monkeypatch.setattr(numba, "cfunc", without_a_folder)
+    gate, up = drawn(9), drawn(9, seed=1)
+    out = torch.empty_like(gate)
+    loops.Loop(loops.gated._body)(9, gate, up, out)
+    close(out, torch.nn.functional.silu(gate.double()) * up.double())
 
 
 def test_numba_is_not_loaded_before_it_is_needed() -> None:

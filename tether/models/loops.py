@@ -45,8 +45,12 @@ class Loop:
 
     @cached_property
     def _compiled(self) -> Any:
-        compile = numba.cfunc(types.void(types.CPointer(types.int64)), cache=True, fastmath=_MATHS, error_model="numpy")
-        return compile(self._body)
+        options: Any = {"fastmath": _MATHS, "error_model": "numpy"}
+        signature = types.void(types.CPointer(types.int64))
+        try:
+            return numba.cfunc(signature, cache=True, **options)(self._body)
+        except RuntimeError:  # neither this folder nor the user's cache can be written to
+            return numba.cfunc(signature, **options)(self._body)
 
     def __call__(self, *arguments: int | float | Tensor) -> None:
         """Run on all of PyTorch's threads: sizes are handed on as they are, tensors as addresses, floats as bits."""
