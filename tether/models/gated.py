@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from tether.models.cpu import loops_for
+from tether.models.replace import replace_modules
 
 REPLACED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 """transformers' modules of this form."""
@@ -41,7 +42,8 @@ class _Gated(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
-        _loops(gate).gated(gate.numel(), gate, up, out)
+        loops: Any = loops_for(gate, up)
+        loops.gated(gate.numel(), gate, up, out)
         return out
 
     @staticmethod
@@ -50,19 +52,11 @@ class _Gated(torch.autograd.Function):
         """With s = sigmoid(gate): d gate = grad * up * s * (1 + gate * (1 - s)), d up = grad * gate * s."""
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        _loops(gate).gated_backward(gate.numel(), gate, up, grad.contiguous(), grad_gate, grad_up)
+        loops: Any = loops_for(gate, up)
+        loops.gated_backward(gate.numel(), gate, up, grad.contiguous(), grad_gate, grad_up)
         return grad_gate, grad_up
-
-
-def _loops(x: Tensor) -> Any:
-    loops = loops_for(x)
-    assert loops is not None
-    return loops
 
 
 def replace_gated_mlps(model: PreTrainedModel) -> None:
     """Put a `GatedMLP` in the place of every module named in `REPLACED` whose activation is SiLU; parameters stay."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child).__name__ in REPLACED and isinstance(child.act_fn, SiLUActivation):
-                setattr(parent, name, GatedMLP(child).train(child.training))
+    replace_modules(model, REPLACED, lambda mlp: GatedMLP(mlp) if isinstance(mlp.act_fn, SiLUActivation) else mlp)

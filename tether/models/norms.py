@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tether.models.cpu import loops_for
+from tether.models.replace import replace_modules
 
 OFFSETS = {
     "LlamaRMSNorm": 0.0,
@@ -73,7 +74,7 @@ class _RMSNorm(torch.autograd.Function):
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         loops = loops_for(x, weight, grad)
         if loops is None:
-            grad_weight = _go_back(x, weight, scale, ctx.offset, grad, grad_x)
+            grad_weight = _go_back(x, weight, scale, ctx.offset, grad, grad_x, ctx.needs_input_grad[1])
         else:
             rows, width = scale.numel(), x.shape[-1]
             parts = scale.new_zeros(-(-rows // _ROWS_A_SUM), width)
@@ -102,14 +103,17 @@ def _normalised(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[T
     return out, scale
 
 
-def _go_back(x: Tensor, weight: Tensor, scale: Tensor, offset: float, grad: Tensor, grad_x: Tensor) -> Tensor:
-    """Fill `grad_x`; the gradient of the weight."""
+def _go_back(
+    x: Tensor, weight: Tensor, scale: Tensor, offset: float, grad: Tensor, grad_x: Tensor, needs_weight: bool
+) -> Tensor:
+    """Fill `grad_x`; the gradient of the weight, if it is needed."""
     grad_weight = scale.new_zeros(weight.shape)
     factor = weight.to(scale.dtype) + offset
     for rows, row_scale, row_grad, row_grad_x in _few_rows(x, scale, grad, grad_x):
         normed = rows.to(scale.dtype) * row_scale
         exact = row_grad.to(scale.dtype)
-        grad_weight += torch.mul(exact, normed).sum(0)
+        if needs_weight:
+            grad_weight += torch.mul(exact, normed).sum(0)
         g = exact * factor
         along = torch.linalg.vecdot(g, normed).div_(-x.shape[-1]).unsqueeze(-1)
         row_grad_x.copy_(g.addcmul_(normed, along).mul_(row_scale))
@@ -125,9 +129,9 @@ def _few_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def replace_norms(model: PreTrainedModel) -> None:
     """Put an `RMSNorm` in the place of every module named in `OFFSETS`; parameters and their names stay."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            offset = OFFSETS.get(type(child).__name__)
-            if offset is not None:
-                eps = child.eps if hasattr(child, "eps") else child.variance_epsilon
-                setattr(parent, name, RMSNorm(child.weight, eps, offset).train(child.training))  # type: ignore[arg-type]
+    replace_modules(model, OFFSETS, _ours)
+
+
+def _ours(norm: Any) -> RMSNorm:
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return RMSNorm(norm.weight, eps, OFFSETS[type(norm).__name__])

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tether.models.cpu import loops_for
 from tether.models.layout import AttentionLayout, AttentionSpec
+from tether.models.replace import replace_modules
 
 REPLACED = (
     "LlamaAttention",
@@ -86,10 +87,11 @@ def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     if loops_for(heads, cosine, sine) is not None:
         turned: Tensor = _Rotation.apply(heads, cosine, sine)
         return turned
-    first, second = sine.chunk(2, dim=-1)
-    signed = torch.cat([-first, second], dim=-1)
     half = heads.shape[-1] // 2
-    return torch.addcmul(heads * cosine.unsqueeze(-2), heads.roll(half, dims=-1), signed.unsqueeze(-2))
+    first, second = heads.split(half, dim=-1)
+    cosine, sine = (x[..., None, :half] for x in (cosine, sine))
+    turned_first = torch.addcmul(first * cosine, second, sine, value=-1)
+    return torch.cat([turned_first, torch.addcmul(second * cosine, first, sine)], dim=-1)
 
 
 class _Rotation(torch.autograd.Function):
@@ -118,7 +120,4 @@ def _by_loop(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor
 
 def replace_attentions(model: PreTrainedModel) -> None:
     """Put a `RotaryAttention` in the place of every module named in `REPLACED`; parameters and their names stay."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child).__name__ in REPLACED:
-                setattr(parent, name, RotaryAttention(child))
+    replace_modules(model, REPLACED, RotaryAttention)
