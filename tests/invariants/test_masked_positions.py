@@ -117,12 +117,12 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
     outputs = make_engine(policy).infer(batch, PolicyModel(policy, with_entropy=True))
     aggregation = Aggregation(parts.mode, width=12)
     value = CriticLoss(huber_delta=parts.huber_delta, aggregation=aggregation)
-    metrics = make_engine(critic, MICRO).update(batch, ValueModel(critic), value, plan, step=0)
+    metrics = make_engine(critic, MICRO).update(batch, ValueModel(critic), value, plan, step=0).metrics
     loss = PolicyLoss(parts.loss, {}, aggregation, 0.03, 0.2, parts.kl_kind)
     reference = ReferenceModel(make_policy(seed=3, num_hidden_layers=1)) if parts.kl_kind == "full" else None
     forward = PolicyModel(policy, with_entropy=True, reference=reference)
     chosen = TokenSelection(parts.loss, SELECTION) if parts.loss in TOKEN_SELECTIONS else None
-    metrics |= make_engine(policy, MICRO).update(batch, forward, loss, plan, step=0, prepare=chosen)
+    metrics |= make_engine(policy, MICRO).update(batch, forward, loss, plan, step=0, prepare=chosen).metrics
     time = Timer()
     time.seconds["step"] = 1.0
     report = RewardReport([0.0] * ROWS, ROWS - 1, 0, 1, (), {})

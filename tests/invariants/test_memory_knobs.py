@@ -99,7 +99,7 @@ def accumulate(
     engine, mini = make_engine(model, micro), batch.clone()
     if isinstance(loss, PolicyLoss) and loss.name in TOKEN_SELECTIONS:
         SELECTIONS[loss.name](mini, engine.infer(mini, forward), torch.Generator().manual_seed(0))
-    measured = engine.accumulate_gradients(mini, forward, loss)
+    measured, _ = engine.accumulate_gradients(mini, forward, loss)
     return gradients(model), {name: float(metric) for name, metric in merge_metrics(measured).items()}
 
 

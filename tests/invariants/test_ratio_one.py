@@ -85,7 +85,7 @@ def test_the_first_update_starts_at_ratio_one(setting: str, sampling: SamplingPa
     assert len(set(batch.response_length.tolist())) > 3
     assert largest_difference(batch) <= LOG_PROB_TOLERANCE[setting]
     batch.advantages = torch.where(batch.response_mask, torch.randn(batch.response_mask.shape), 0.0)
-    metrics = learner.update(batch, step=0)
+    metrics = learner.update(batch, step=0).metrics
     for name in ("actor/ratio_mean", "actor/ratio_max", "actor/ratio_min"):
         assert metrics[name] == pytest.approx(1.0, abs=RATIO_TOLERANCE[setting], rel=0), name
         assert metrics[name.replace("actor/", "actor/first_update/")] == metrics[name]

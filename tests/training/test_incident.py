@@ -30,7 +30,7 @@ def test_the_replay_script_names_the_row(tmp_path: Path) -> None:
     policy = make_policy(dtype=torch.float32)
     engine = make_engine(policy, MicroBatching(max_rows=2), compute_dtype=torch.bfloat16, incident_dir=tmp_path)
     loss = PolicyLoss(options={"clip_ratio_high": 0.3}, kl_coef=0.1)
-    assert engine.update(batch, PolicyModel(policy), loss, PLAN, step=4)["skipped_updates"] == 1
+    assert engine.update(batch, PolicyModel(policy), loss, PLAN, step=4).metrics["skipped_updates"] == 1
     done = subprocess.run(
         [sys.executable, str(tmp_path / "step_5" / "replay.py")],
         cwd=tmp_path,
@@ -50,7 +50,7 @@ def test_a_critics_update_can_be_replayed(tmp_path: Path) -> None:
     batch = make_batch(make_policy(), critic)
     filled(batch.returns)[BAD_ROW, 1] = math.nan
     engine = make_engine(critic, incident_dir=tmp_path)
-    assert engine.update(batch, ValueModel(critic), CriticLoss(), PLAN, step=0)["skipped_updates"] == 1
+    assert engine.update(batch, ValueModel(critic), CriticLoss(), PLAN, step=0).metrics["skipped_updates"] == 1
     assert replay(tmp_path / "step_1") == [BAD_ROW]
 
 
@@ -60,7 +60,7 @@ def test_replay_returns_the_rows_and_the_first_incident_of_a_step_is_kept(tmp_pa
     for row in (0, 7):
         filled(batch.advantages)[row, 0] = math.nan
     engine = make_engine(policy, incident_dir=tmp_path)
-    metrics = engine.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
+    metrics = engine.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0).metrics
     assert metrics["skipped_updates"] == 2  # one bad row in each of the two mini-batches
     assert replay(tmp_path / "step_1") == [0]
 

@@ -35,7 +35,7 @@ def batch() -> TrainBatch:
 
 
 def update(engine: LocalEngine, batch: TrainBatch, plan: UpdatePlan = ALL, step: int = 0) -> dict[str, float]:
-    return engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, step)
+    return engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, step).metrics
 
 
 def optimizer_steps(engine: LocalEngine) -> int:
@@ -106,6 +106,34 @@ def test_infer_leaves_no_gradient_and_switches_to_eval(batch: TrainBatch) -> Non
     outputs = engine.infer(batch, PolicyModel(engine.model))
     assert not outputs.log_probs.requires_grad
     assert not engine.model.training
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_update_tells_what_the_model_gave_for_each_row(batch: TrainBatch, shuffle: bool) -> None:
+    """When the row's turn first came: that of the second mini-batch is after an optimizer step."""
+    engine = make_engine(make_policy(), MicroBatching(max_tokens=20))
+    plan = UpdatePlan(mini_batch_rows=5, epochs=2, shuffle=shuffle)
+    before = engine.infer(batch, PolicyModel(engine.model)).log_probs
+    found = engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, 3).outputs.log_probs
+    assert not found.requires_grad
+    assert not found[UNSCORED].any()
+    (learned,) = batch.response_mask.any(dim=-1).nonzero(as_tuple=True)
+    first, second = (learned[rows] for rows in plan.mini_batches(len(learned), 3, 0))
+    torch.testing.assert_close(found[first], before[first], rtol=1e-9, atol=1e-9)
+    assert (found[second] - before[second]).abs().max() > 1e-3
+    batch.response_mask = torch.zeros_like(batch.response_mask)
+    assert engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, 3).outputs is None
+
+
+def test_without_old_log_probs_the_policy_is_its_own_old_one(batch: TrainBatch) -> None:
+    engines = [make_engine(make_policy()) for _ in range(2)]
+    batch.old_log_probs = engines[0].infer(batch, PolicyModel(engines[0].model)).log_probs
+    update(engines[0], batch)
+    batch.old_log_probs = None
+    metrics = update(engines[1], batch)
+    assert metrics["actor/ratio_max"] == metrics["actor/ratio_min"] == 1
+    for left, right in zip(engines[0].trained, engines[1].trained, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
 
 
 def test_bfloat16_computes_beside_float32_master_weights(batch: TrainBatch) -> None:

@@ -263,7 +263,9 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
     "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
-    "timing_s/old_log_prob": MetricInfo("Seconds of recomputing the log-probabilities."),
+    "timing_s/old_log_prob": MetricInfo(
+        "Seconds of recomputing the log-probabilities.", when="where the update does not give them"
+    ),
     "timing_s/ref": MetricInfo("Seconds of the reference policy."),
     "timing_s/values": MetricInfo("Seconds of the critic's values."),
     "timing_s/adv": MetricInfo("Seconds of estimating advantages."),

@@ -102,11 +102,11 @@ class CriticPretraining:
             mini_batches = list(self._mini_batches(epoch))
             for rows in mini_batches:
                 once = UpdatePlan(mini_batch_rows=len(rows))
-                metrics = self.learner.engine.update(
+                updated = self.learner.engine.update(
                     self.learned[rows], self.learner.forward, self.learner.loss, once, step
                 )
                 step += 1
-                metrics = {name if "/" in name else f"critic/{name}": value for name, value in metrics.items()}
+                metrics = {name if "/" in name else f"critic/{name}": value for name, value in updated.metrics.items()}
                 yield step, metrics | (self._explained() if rows is mini_batches[-1] else {})
 
     def _mini_batches(self, epoch: int) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tether.batch import Prompt, TrainBatch
 from tether.data.prompts import PromptDataset
@@ -55,6 +55,11 @@ class Schedule:
         return self.test_freq > 0 and (step % self.test_freq == 0 or step == self.total_steps)
 
 
+OldLogProbs = Literal["recomputed", "sampler", "update"]
+"""Where the log-probs under the old policy come from: a forward pass of their own; the sampler's, as they are (bypass
+mode); or the only update that a rollout is used for, which begins with the old policy."""
+
+
 @dataclass
 class Trainer:
     """All parts of a run; `tether.trainer.build` makes one from a configuration."""
@@ -82,8 +87,7 @@ class Trainer:
     mismatch: MismatchAlarm
     loggers: Loggers
     seed: int
-    sampler_is_old_policy: bool = False
-    """The log-probs of the sampler are the old ones, and none are recomputed (bypass mode)."""
+    old_log_probs: OldLogProbs = "recomputed"
     step_number: int = 0
     """Training steps done."""
     validation_due: bool = False
@@ -106,14 +110,13 @@ class Trainer:
             if self.reward_components:
                 metrics |= self.reward_components.add_to(batch, experience.outcomes)
             policy = None
-            if self.sampler_is_old_policy:
+            if self.old_log_probs == "sampler":
                 batch.old_log_probs = batch.rollout_log_probs
-            else:
+            elif self.old_log_probs == "recomputed":
                 with time("old_log_prob"):
                     policy = self.actor.infer(batch)
-                    batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
-                metrics |= sampler_metrics(batch)
-                metrics |= self.mismatch.check(metrics, self.loggers.warn)
+                batch.old_log_probs, batch.sum_pi_squared = policy.log_probs, policy.sum_pi_squared
+                metrics |= self._compare_with_sampler(batch)
             if self.rollout_correction:
                 metrics |= self.rollout_correction.apply(batch)
             if self.reference:
@@ -131,10 +134,14 @@ class Trainer:
                     metrics |= filtered
             if self.critic:
                 with time("update_critic"):
-                    metrics |= _prefixed("critic", self.critic.update(learned, number - 1))
+                    metrics |= _prefixed("critic", self.critic.update(learned, number - 1).metrics)
             if self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", -math.inf)):
                 with time("update_actor"):
-                    metrics |= _prefixed("actor", self.actor.update(learned, number - 1))
+                    updated = self.actor.update(learned, number - 1)
+                metrics |= _prefixed("actor", updated.metrics)
+                if self.old_log_probs == "update" and updated.outputs is not None:
+                    batch.old_log_probs = updated.outputs.log_probs
+                    metrics |= self._compare_with_sampler(batch)
                 with time("update_weights"):
                     self.collector.engine.sync_weights()
             if self.rollout_files:
@@ -143,6 +150,10 @@ class Trainer:
         self.step_number = number
         measured = step_metrics(batch, policy, experience.report, time, self.dataset.report.max_prompt_length)
         return metrics | measured | {"training/global_step": float(number)}
+
+    def _compare_with_sampler(self, batch: TrainBatch) -> dict[str, float]:
+        metrics = sampler_metrics(batch)
+        return metrics | self.mismatch.check(metrics, self.loggers.warn)
 
     def _to_advantages(self, batch: TrainBatch) -> dict[str, float]:
         """Scores, shaped and with the KL penalty, become advantages and returns."""

@@ -7,7 +7,7 @@ from typing import Generic
 
 from tether.batch import TrainBatch
 from tether.training.micro_batches import MicroBatching
-from tether.training.protocol import Forward, LossFunction, Outputs, Prepare, TrainingEngine, UpdatePlan
+from tether.training.protocol import Forward, LossFunction, Outputs, Prepare, TrainingEngine, Updated, UpdatePlan
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class Learner(Generic[Outputs]):
         """Outputs for all rows, without gradients."""
         return self.engine.infer(batch, self.infer_forward, self.infer_micro)
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int) -> Updated[Outputs]:
         """Learn from the batch; see `TrainingEngine.update`."""
         return self.engine.update(batch, self.forward, self.loss, self.plan, step, self.prepare)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.algorithms import Mean, Metric, count_valid, merge_metrics
@@ -24,7 +25,7 @@ from tether.training import incident
 from tether.training.master import MasterWeights
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
-from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, UpdatePlan
+from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, Updated, UpdatePlan
 from tether.training.tokens import row_sizes
 
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
@@ -64,11 +65,9 @@ class LocalEngine(Generic[Outputs]):
     def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
         """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
         self.model.eval()
-        groups = (micro or self.micro).split(row_sizes(batch))
+        places = [torch.tensor(rows) for rows in (micro or self.micro).split(row_sizes(batch))]
         with torch.no_grad():
-            pieces = [forward(batch[torch.tensor(rows)]) for rows in groups]
-        place = torch.tensor([row for rows in groups for row in rows]).argsort()
-        return torch.cat(pieces)[place]  # type: ignore[arg-type, return-value]  # tensordict's classes
+            return _scattered([forward(batch[rows]) for rows in places], places, len(batch))
 
     def update(
         self,
@@ -78,23 +77,29 @@ class LocalEngine(Generic[Outputs]):
         plan: UpdatePlan,
         step: int,
         prepare: Prepare[Outputs] | None = None,
-    ) -> dict[str, float]:
+    ) -> Updated[Outputs]:
         """See `tether.training.protocol.TrainingEngine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
         rate = learning_rate(self.options, step)
         set_learning_rate(self.optimizer, rate)
-        batch = batch[batch.response_mask.any(dim=-1)]
+        (learned,) = batch.response_mask.any(dim=-1).nonzero(as_tuple=True)
         measured: list[dict[str, Metric]] = []
         first: list[dict[str, Metric]] = []
+        outputs: list[Outputs] = []
+        places: list[Tensor] = []
         norms: list[float] = []
         skipped = early_stops = 0
         for epoch in range(plan.epochs):
-            for number, rows in enumerate(plan.mini_batches(len(batch), step, epoch)):
+            for number, drawn in enumerate(plan.mini_batches(len(learned), step, epoch)):
+                rows = learned[drawn]
                 mini = batch[rows]
                 if prepare is not None:
                     prepare(mini, self.infer(mini, forward), plan.generator(step, epoch, number))
-                pieces = self.accumulate_gradients(mini, forward, loss)
+                pieces, found = self.accumulate_gradients(mini, forward, loss)
+                if epoch == 0:
+                    outputs.append(found)
+                    places.append(rows)
                 measured += pieces
                 first = first or pieces
                 if plan.max_ratio is not None and mean_ratio(pieces) > plan.max_ratio:
@@ -114,16 +119,21 @@ class LocalEngine(Generic[Outputs]):
         metrics |= _first_update_metrics(first)
         if plan.max_ratio is not None:
             metrics["early_stops"] = float(early_stops)
-        return metrics | {
+        metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "lr": rate,
             "skipped_updates": float(skipped),
         }
+        return Updated(metrics, _scattered(outputs, places, len(batch)) if outputs else None)
 
     def accumulate_gradients(
         self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs]
-    ) -> list[dict[str, Metric]]:
-        """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches."""
+    ) -> tuple[list[dict[str, Metric]], Outputs]:
+        """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches.
+
+        Returns:
+            Metrics, to be merged, and what the model gave for each row, without gradients.
+        """
         assert self.optimizer
         self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
         if self.masters:
@@ -134,10 +144,14 @@ class LocalEngine(Generic[Outputs]):
         sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
         measured: list[dict[str, Metric]] = []
         shares: dict[str, float] = {}
-        for rows in self.micro.split(row_sizes(mini)):
-            micro = mini[torch.tensor(rows)]
-            term = loss(forward(micro), micro, sizes)
+        outputs: list[Outputs] = []
+        places = [torch.tensor(rows) for rows in self.micro.split(row_sizes(mini))]
+        for rows in places:
+            micro = mini[rows]
+            found = forward(micro)
+            term = loss(found, micro, sizes)
             term.loss.backward()
+            outputs.append(found.detach())
             measured.append(term.metrics)
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + float(share.detach())
@@ -147,7 +161,7 @@ class LocalEngine(Generic[Outputs]):
         means: dict[str, Metric] = {
             name: Mean(torch.tensor(total, dtype=torch.float64), one) for name, total in shares.items()
         }
-        return [*measured, means]
+        return [*measured, means], _scattered(outputs, places, len(mini))
 
     def save_model(self, folder: Path) -> None:
         """Write the model as a plain Hugging Face directory."""
@@ -170,6 +184,14 @@ class LocalEngine(Generic[Outputs]):
     ) -> None:
         if self.incident_dir is not None:
             incident.save(self.incident_dir / f"step_{step + 1}", self.model, mini, forward, loss)
+
+
+def _scattered(pieces: list[Outputs], places: list[Tensor], rows: int) -> Outputs:
+    """Outputs of pieces of a batch at their rows of the whole one; zero at rows that no piece had."""
+    found = torch.cat(pieces)  # type: ignore[arg-type]  # tensordict's classes
+    whole = found.new_zeros(rows)
+    whole[torch.cat(places)] = found
+    return whole  # type: ignore[return-value]
 
 
 def mean_ratio(pieces: Iterable[Mapping[str, Metric]]) -> float:

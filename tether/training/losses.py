@@ -71,11 +71,16 @@ class PolicyLoss:
     kl_kind: str = "low_var_kl"
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """See `tether.training.protocol.LossFunction`; needs `old_log_probs` and `advantages`."""
+        """See `tether.training.protocol.LossFunction`; needs `advantages`.
+
+        Without `old_log_probs` the policy is taken for the old one itself, as it is in the first update after a
+        rollout: every ratio is 1, and only its gradient counts.
+        """
         mask = batch.response_mask
+        old_log_probs = outputs.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         token_loss = POLICY_LOSSES[self.name](
             outputs.log_probs,
-            batch.old_log_probs,
+            old_log_probs,
             batch.advantages,
             mask,
             selected=batch.selected,

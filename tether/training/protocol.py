@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -77,6 +77,16 @@ class UpdatePlan:
         return torch.Generator().manual_seed(int(seed))
 
 
+@dataclass(frozen=True)
+class Updated(Generic[Outputs]):
+    """What came of an update."""
+
+    metrics: dict[str, float]
+    outputs: Outputs | None
+    """Of each row of the batch when its turn first came, without gradients; zero where a row was left out, and None
+    where all were."""
+
+
 class TrainingEngine(Protocol[Outputs]):
     """Runs and updates one model: here, over many ranks, or with its layers split."""
 
@@ -92,7 +102,7 @@ class TrainingEngine(Protocol[Outputs]):
         plan: UpdatePlan,
         step: int,
         prepare: Prepare[Outputs] | None = None,
-    ) -> dict[str, float]:
+    ) -> Updated[Outputs]:
         """Learn from a rollout: `plan.epochs` passes of mini-batches, one optimizer step each.
 
         Args:
@@ -104,8 +114,9 @@ class TrainingEngine(Protocol[Outputs]):
             prepare: run on each mini-batch before it is cut; costs one more forward pass.
 
         Returns:
-            Metrics: those of the loss (ratios and clip fractions also of the first optimizer step alone), `grad_norm`
-            (mean over optimizer steps), `lr`, `skipped_updates`, and `early_stops` where the plan has a `max_ratio`.
+            What the model gave for each row, and metrics: those of the loss (ratios and clip fractions also of the
+            first optimizer step alone), `grad_norm` (mean over optimizer steps), `lr`, `skipped_updates`, and
+            `early_stops` where the plan has a `max_ratio`.
         """
         ...
 

@@ -26,7 +26,7 @@ from tether.models.load import load_causal_lm
 from tether.required import REQUIRED_AGGREGATION
 from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
-from tether.trainer.build.off_policy import bypass_options
+from tether.trainer.build.off_policy import bypass_options, old_log_probs_from
 from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel, ValueOutputs
 from tether.training.learner import Learner
 from tether.training.local import LocalEngine
@@ -147,7 +147,7 @@ def build_actor(
             model,
             temperature,
             packed,
-            with_entropy=actor.entropy_coeff != 0 or correction.bypass_mode,
+            with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
             reference=reference if _needs_full_kl(actor) else None,
         ),
         loss=_policy_loss(actor, correction, config.data.max_response_length),

@@ -8,18 +8,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.algorithms import parse_rejection
+from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
 from tether.config import RunConfig
 from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.trainer import TrainerConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
+from tether.trainer.build.advantages import asks_for
 from tether.trainer.collect import Collector
 from tether.trainer.critic_warmup import CriticWarmup
 from tether.trainer.dynamic_sampling import DynamicSampling
 from tether.trainer.pf_ppo import PolicyFiltration
 from tether.trainer.rollout_correction import RolloutCorrection
 from tether.trainer.rollout_files import RolloutFiles
+from tether.trainer.trainer import OldLogProbs
 
 
 def build_dynamic_sampling(
@@ -56,6 +58,28 @@ def build_rollout_correction(correction: RolloutCorrectionConfig) -> RolloutCorr
         rejection=_rejection(correction),
         veto_threshold=correction.rollout_token_veto_threshold,
     )
+
+
+def old_log_probs_from(config: RunConfig) -> OldLogProbs:
+    """Where the log-probs under the old policy come from.
+
+    The update gives them where it makes one optimizer step a rollout, so that its own are the old ones, and where
+    nothing before it reads them.
+    """
+    algorithm, trainer, actor = config.algorithm, config.trainer, config.actor_rollout_ref.actor
+    if algorithm.rollout_correction.bypass_mode:
+        return "sampler"
+    steps_once = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    are_read_before = (
+        algorithm.use_kl_in_reward
+        or algorithm.use_pf_ppo
+        or asks_for(config, "old_log_probs")
+        or asks_for(config, "sum_pi_squared")
+        or build_rollout_correction(algorithm.rollout_correction) is not None
+        or actor.policy_loss.loss_mode in TOKEN_SELECTIONS
+    )
+    may_not_update = trainer.critic_warmup > 0 or trainer.critic_warmup_until_explained_variance is not None
+    return "update" if steps_once and not are_read_before and not may_not_update else "recomputed"
 
 
 def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from tether.trainer.build.off_policy import (
     build_policy_filtration,
     build_rollout_correction,
     build_rollout_files,
+    old_log_probs_from,
 )
 from tether.trainer.collect import Collector
 from tether.trainer.evaluate import Evaluation
@@ -124,7 +125,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             mismatch=_mismatch_alarm(config),
             loggers=loggers,
             seed=config.trainer.seed,
-            sampler_is_old_policy=config.algorithm.rollout_correction.bypass_mode,
+            old_log_probs=old_log_probs_from(config),
         )
         if checkpoint:
             trainer.load_state(restore(checkpoint, trainer.actor.engine, trainer.critic_engine))
