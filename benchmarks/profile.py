@@ -14,6 +14,7 @@ from torch.profiler import profile as record
 from benchmarks.speed.runs import PPO, one_step, running
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
+from benchmarks.speed.timing import STEPS_TO_WARM_UP
 from tether.models.cpu import loops_for
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -105,10 +106,11 @@ class Recorder:
 
 
 def measure(setting: Setting) -> Section:
-    """The third step of a PPO run: the first ones pay for memory that is touched for the first time."""
+    """A step of a PPO run: the first ones pay for memory that is touched for the first time."""
     phases = Recorder()
     with running(setting, PPO) as trainer:
-        one_step(trainer)
+        for _ in range(STEPS_TO_WARM_UP):
+            one_step(trainer)
         plain = one_step(trainer)
         loggers = trainer.loggers
         trainer.loggers = phases  # type: ignore[assignment]  # a step only announces its phases and warns

@@ -6,11 +6,13 @@ clipped loss over tokens, lr 1e-6, no KL, no weight decay, gradients clipped to 
 
 from __future__ import annotations
 
+from statistics import median
+
 from benchmarks.speed.peers.processes import Skipped
 from benchmarks.speed.runs import GRPO, NEW_TOKENS, PPO, PROMPTS, SAMPLES, one_step, running
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from benchmarks.speed.timing import seconds, take_turns
+from benchmarks.speed.timing import STEPS_TO_WARM_UP, seconds, take_turns
 from benchmarks.training import start_trl
 
 OVER_TRL, PPO_SHARE = 3.0, 0.5
@@ -38,18 +40,18 @@ def measure(setting: Setting) -> Section:
 
             notes.append(f"TRL {trl.hello['version']}, all in bfloat16.")
             sides["TRL"] = peer
-        medians = take_turns(sides, setting.runs)
+        medians = take_turns(sides, setting.runs, STEPS_TO_WARM_UP)
         setting.peers.stop()
-        table.append(_row(setting, "GRPO, tether", metrics[1:]))
+        table.append(_row(setting, "GRPO, tether", metrics[STEPS_TO_WARM_UP:]))
     if "TRL" in medians:
-        generating = sorted(sampling[1:])[len(sampling[1:]) // 2]
+        generating = median(sampling[STEPS_TO_WARM_UP:])
         rest = medians["TRL"] - generating
         table.append(
             ["GRPO, TRL", f"{medians['TRL']:.2f}", "", f"sampling and reward {generating:.2f}, update {rest:.2f}"]
         )
         goals.append(Goal("GRPO step: tether / TRL", medians["TRL"] / medians["tether"], OVER_TRL))
     with running(setting, PPO) as trainer:
-        ppo = [one_step(trainer) for _ in range(setting.runs + 1)][1:]
+        ppo = [one_step(trainer) for _ in range(STEPS_TO_WARM_UP + setting.runs)][STEPS_TO_WARM_UP:]
     table.append(_row(setting, "PPO, tether", ppo))
     goals.append(Goal("PPO step: share of the limit", _share(setting, ppo), PPO_SHARE))
     return Section(
@@ -91,4 +93,4 @@ def _share(setting: Setting, metrics: list[dict[str, float]]) -> float:
 
 
 def _median(metrics: list[dict[str, float]], phase: str) -> float:
-    return sorted(step[f"timing_s/{phase}"] for step in metrics)[len(metrics) // 2]
+    return median(step[f"timing_s/{phase}"] for step in metrics)

@@ -17,18 +17,23 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def take_turns(sides: Mapping[str, Callable[[int], float]], runs: int) -> dict[str, float]:
+STEPS_TO_WARM_UP = 3
+"""Updates and steps take until then to have touched all the memory that they come to use."""
+
+
+def take_turns(sides: Mapping[str, Callable[[int], float]], runs: int, warm_up: int = 1) -> dict[str, float]:
     """Median seconds of each side.
 
     Args:
-        sides: each is called with the number of the round and returns its seconds; round 0 warms up and does not count.
+        sides: each is called with the number of the round and returns its seconds; the first rounds do not count.
         runs: rounds that count. The sides alternate within a round, so that what disturbs one disturbs the others.
+        warm_up: rounds that do not count.
     """
     measured: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(runs + 1):
+    for number in range(warm_up + runs):
         for name, side in sides.items():
             measured[name].append(side(number))
-    return {name: statistics.median(times[1:]) for name, times in measured.items()}
+    return {name: statistics.median(times[warm_up:]) for name, times in measured.items()}
 
 
 def peak_memory(function: Callable[[], object]) -> tuple[float, float]:

@@ -45,6 +45,7 @@ def test_sides_alternate_and_the_first_round_does_not_count() -> None:
         return run
 
     assert take_turns({"a": side("a", 99, 1, 5, 2), "b": side("b", 99, 4, 4, 7)}, runs=3) == {"a": 2, "b": 4}
+    assert take_turns({"a": side("a", 99, 98, 3), "b": side("b", 99, 1, 4)}, runs=1, warm_up=2) == {"a": 3, "b": 4}
     assert order[:4] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
