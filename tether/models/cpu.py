@@ -1,4 +1,4 @@
-"""Where the compiled loops of `tether.models.loops` run."""
+"""Where the compiled loops of `tether.models.loops` run, and are replayed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def loops_for(*tensors: Tensor) -> ModuleType | None:
     if all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
         return _loops()
     return None
+
+
+def replay_for(*tensors: Tensor) -> ModuleType | None:
+    """The module that records and replays loops, where `loops_for` gives one; else None."""
+    return None if loops_for(*tensors) is None else import_module("tether.models.replay")
 
 
 @cache

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -26,14 +27,17 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 # The pool that PyTorch's kernels run in; threads of another one would wait for the same cores.
-_pool = ctypes.CDLL(None)
+pool = ctypes.CDLL(None)
 for _name in ("omp_get_thread_num", "omp_get_num_threads"):
-    binding.add_symbol(_name, ctypes.cast(getattr(_pool, _name), ctypes.c_void_p).value)
+    binding.add_symbol(_name, ctypes.cast(getattr(pool, _name), ctypes.c_void_p).value)
 _thread: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
 _threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
 
 _MATHS = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; NaN and infinity stay what they are
 _inline: Any = numba.njit(inline="always", fastmath=_MATHS)
+
+recorded: ContextVar[list[tuple[int, Any, Any]] | None] = ContextVar("recorded", default=None)
+"""Where calls are noted for `tether.models.replay`: a loop's address, its numbers, and what they came from."""
 
 
 class Loop:
@@ -56,12 +60,17 @@ class Loop:
         """Run on all of PyTorch's threads: sizes are handed on as they are, tensors as addresses, floats as bits."""
         numbers = (x if isinstance(x, int) else x.data_ptr() if isinstance(x, Tensor) else _bits(x) for x in arguments)
         array = (ctypes.c_int64 * len(arguments))(*numbers)
-        _pool.GOMP_parallel(ctypes.c_void_p(self._compiled.address), array, torch.get_num_threads(), 0)
+        if (calls := recorded.get()) is not None:
+            calls.append((self._compiled.address, array, arguments))
+        self.run(array)
+
+    def run(self, array: Any) -> None:
+        """Run with arguments that are numbers in an array already."""
+        pool.GOMP_parallel(ctypes.c_void_p(self._compiled.address), array, torch.get_num_threads(), 0)
 
 
 def _bits(number: float) -> int:
-    whole: int = struct.unpack("q", struct.pack("d", number))[0]
-    return whole
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
 
 
 def _pointer_to(typing: Any, address: Any, like: Any) -> Any:
@@ -214,16 +223,15 @@ def gated_backward(p: Any) -> None:
 
 @Loop
 def rotate(p: Any) -> None:
-    """x [N, H, D] -> out of the same shape, by angles whose cosine and sine [N, D] repeat in both halves."""
-    a = carray(p, (8,))
-    rows, heads, size, sign = a[0], a[1], a[2], _float(a[3])
-    x, out, half = _bfloat16s(a[4], (rows, heads, size)), _bfloat16s(a[7], (rows, heads, size)), size // 2
+    """x [N, H, D] with a stride of N -> out [N, H, D], by angles whose cosine and sine [N, D] are for both halves."""
+    a = carray(p, (9,))
+    rows, heads, size, sign, out, half = a[0], a[1], a[2], _float(a[3]), _bfloat16s(a[7], (a[0], a[1], a[2])), a[2] // 2
     cosine, sine = _bfloat16s(a[5], (rows, size)), _bfloat16s(a[6], (rows, size))
     first, last = _share(rows)
     for row in range(first, last):
-        c, s = cosine[row], sine[row]
+        c, s, x = cosine[row], sine[row], _bfloat16s(a[4] + 2 * row * a[8], (heads, size))
         for head in range(heads):
-            of, to = x[row, head], out[row, head]
+            of, to = x[head], out[row, head]
             for d in range(half):
                 left, right, up = _load(of[d]), _load(of[half + d]), sign * _load(s[d])
                 to[d] = _round(left * _load(c[d]) - right * up)

@@ -111,10 +111,13 @@ class _Rotation(torch.autograd.Function):
 
 def _by_loop(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     loops: Any = loops_for(heads)
-    heads, (*rows, count, size) = heads.contiguous(), heads.shape
+    *rows, count, size = heads.shape
+    flat = heads.reshape(-1, count, size)
+    if flat.stride()[1:] != (size, 1):
+        flat = flat.contiguous()
     cosine, sine = (x.expand(*rows, size).contiguous() for x in (cosine, sine))
-    turned = torch.empty_like(heads)
-    loops.rotate(cosine.numel() // size, count, size, sign, heads, cosine, sine, turned)
+    turned = heads.new_empty(heads.shape)
+    loops.rotate(len(flat), count, size, sign, flat, cosine, sine, turned, flat.stride(0))
     return turned
 
 

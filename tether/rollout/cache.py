@@ -52,6 +52,18 @@ class KVCache:
             self._layers[layer] = (self._grown(keys, 2 * length), self._grown(values, 2 * length))
         return self._layers[layer]
 
+    def has_room(self, length: int) -> bool:
+        """Whether no layer has to grow for so many positions."""
+        return all(length <= keys.shape[2] for keys, _ in self._layers.values())
+
+    def addresses(self) -> list[int]:
+        """Of all layers: where keys and values begin, and how many positions they have."""
+        return [
+            number
+            for keys, values in self._layers.values()
+            for number in (keys.data_ptr(), values.data_ptr(), keys.shape[2])
+        ]
+
     def _zeros(self, like: Tensor, capacity: int) -> Tensor:
         # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
         return like.new_zeros(self.num_slots, like.shape[1], min(capacity, self.max_length), like.shape[-1])
@@ -115,6 +127,12 @@ class Decode:
         self._position = position
         self._length = length
         self._biases: dict[int | None, Tensor] = {}
+
+    def memory(self) -> tuple[int, ...]:
+        """While it is the same, `attend` reads and writes the same places; empty where the cache has to grow first."""
+        if not self._cache.has_room(self._length):
+            return ()
+        return len(self._position), self._position.data_ptr(), *self._cache.addresses()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`: [R, H, 1, D] in, [R, H, 1, E] out."""

@@ -35,6 +35,9 @@ FAMILIES = (
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TEST_TOKENS = 19
 
+Rotations = dict[str | None, tuple[Tensor, Tensor]]
+"""Cosine and sine [N, D] for each kind of layer."""
+
 
 class Decoder:
     """The forward pass of one model; it holds the model's modules, and copies of weights where a `Product` keeps them.
@@ -60,12 +63,24 @@ class Decoder:
             layout: which token sees which.
             keep: where logits are wanted; None: everywhere.
         """
+        x, rotations = self.begin(ids, positions)
+        return self.end(self.middle(x, rotations, layout, ids.shape, keep))
+
+    def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotations]:
+        """Embeddings [N, E] of the tokens, and what rotates their queries and keys."""
         x: Tensor = self._backbone.embed_tokens(ids)
-        rotations = self._rotations(x, positions)
-        x = x.flatten(0, 1)
+        return x.flatten(0, 1), self._rotations(x, positions)
+
+    def middle(
+        self, x: Tensor, rotations: Rotations, layout: AttentionLayout, shape: torch.Size, keep: Tensor | None
+    ) -> Tensor:
+        """The layers and the product with the output head: all that is large."""
         for layer in self._layers:
-            x = layer(x, rotations[layer.kind], layout, ids.shape)
-        logits = self._head(self._backbone.norm(x if keep is None else x[keep]))
+            x = layer(x, rotations[layer.kind], layout, shape)
+        return self._head(self._backbone.norm(x if keep is None else x[keep]))
+
+    def end(self, logits: Tensor) -> Tensor:
+        """From that product to logits, in place."""
         if self._lm_head.scale != 1.0:
             logits = logits.mul_(self._lm_head.scale)
         cap = self._lm_head.softcap
@@ -84,8 +99,7 @@ class Decoder:
         """Where the parameters lie and how often they were written to."""
         return [(parameter.data_ptr(), parameter._version) for parameter in self._model.parameters()]
 
-    def _rotations(self, x: Tensor, positions: Tensor) -> dict[str | None, tuple[Tensor, Tensor]]:
-        """Cosine and sine [N, D] for each kind of layer."""
+    def _rotations(self, x: Tensor, positions: Tensor) -> Rotations:
         rotary = self._backbone.rotary_emb
         if hasattr(rotary, "layer_types"):  # one base for local layers and one for global ones
             return {kind: _flat(*rotary(x, positions, kind)) for kind in rotary.layer_types}
@@ -137,10 +151,11 @@ class Layer:
         """[N, E] -> [N, H * D], before the output projection."""
         heads = self._in(h).view(len(h), -1, self._size)
         turned, value = heads.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
-        if self._of_query is not None and self._of_key is not None:
+        if self._of_query is None or self._of_key is None:
+            query, key = rotated(turned, *rotation).split([self._heads, self._kv_heads], dim=1)
+        else:
             query, key = turned.split([self._heads, self._kv_heads], dim=1)
-            turned = torch.cat([self._of_query(query), self._of_key(key)], dim=1)
-        query, key = rotated(turned, *rotation).split([self._heads, self._kv_heads], dim=1)
+            query, key = rotated(self._of_query(query), *rotation), rotated(self._of_key(key), *rotation)
         query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
         return layout.attend(query, key, value, self._spec).transpose(1, 2).reshape(len(h), -1)
 

@@ -29,6 +29,7 @@ from tether.models.layout import AttentionLayout
 from tether.rollout.decoder import Decoder, decoder_for
 from tether.rollout.generation import Forward, Generation
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+from tether.rollout.replayed import ReplayedDecoder
 
 _log = logging.getLogger(__name__)
 
@@ -100,9 +101,10 @@ class NativeEngine:
         self._check(prompts, sampling)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
+            forward = self._current_forward()
             call = Generation(
                 self._model,
-                self._current_forward(),
+                ReplayedDecoder(forward) if isinstance(forward, Decoder) else forward,
                 prompts,
                 sampling,
                 key,

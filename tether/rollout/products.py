@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from tether.models.cpu import loops_for
 
 _ROWS = 64  # what oneDNN chooses the shape of its blocks for
-_FEW = 2  # rows up to which the loop is faster than oneDNN
+FEW_ROWS = 2
+"""Rows up to which a loop of ours is faster than oneDNN."""
+
 _AFTER = {"none": "PLAIN", "swish": "SILU", "mul": "TIMES", "add": "PLUS"}
 """oneDNN's name for what follows a product -> that of `tether.models.loops`."""
 
@@ -70,7 +72,7 @@ class Product:
         return self._product(x, "add", summand)
 
     def _product(self, x: Tensor, after: str, other: Tensor | None) -> Tensor:
-        loops = loops_for(x) if len(x) <= _FEW else None
+        loops = loops_for(x) if len(x) <= FEW_ROWS else None
         if loops is not None:
             return self._by_loop(loops, x, getattr(loops, _AFTER[after]), other)
         if self._blocked is None:
