@@ -45,9 +45,9 @@ class ReplayedDecoder:
         def middle() -> Tensor:
             return self._decoder.middle(x, rotations, layout, ids.shape, keep)
 
-        replay = replay_for(x) if len(x) <= FEW_ROWS else None
-        cache = layout.memory() if isinstance(layout, Decode) else ()
-        if replay is None or not cache:
+        cache = layout.memory() if isinstance(layout, Decode) and len(x) <= FEW_ROWS else ()
+        replay = replay_for(x) if cache else None
+        if replay is None:
             return self._decoder.end(middle())
         inputs = [x, *(part for pair in rotations.values() for part in pair)]
         if self._step is None or self._step.cache != cache:
