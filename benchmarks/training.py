@@ -54,7 +54,7 @@ def token_counts(batch: TrainBatch) -> tuple[int, int, int]:
 
 def measure(setting: Setting) -> Section:
     """Responses to shared prompts, as GRPO has them, and to as many prompts as responses."""
-    limit = 64 if setting.quick else 128
+    limit = 64
     updater = Updater(setting, MICRO_TOKENS)
     plain = PlainLoop(setting.plain_model(), MICRO_ROWS)
     table, goals, notes = [], [], []

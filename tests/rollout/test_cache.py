@@ -77,11 +77,11 @@ def test_move_copies_a_slot_in_every_layer() -> None:
 
 
 def test_capacity_follows_the_lengths_that_occur_up_to_the_limit() -> None:
-    cache = KVCache(num_slots=1, max_length=10, device=CPU)
+    cache = KVCache(num_slots=1, max_length=200, device=CPU)
     capacities = []
-    for position in (0, 1, 2, 3, 8, 9):
+    for position in (0, 64, 65, 131, 140, 199):
         token = torch.full((1, 1, 2), float(position))
         cache.write(0, torch.tensor([0]), torch.tensor([position]), position + 1, token, token)
         capacities.append(cache._layers[0][0].shape[2])
-    assert capacities == [2, 2, 6, 6, 10, 10]
-    assert cache.read(0, rows=1, length=10)[0][0, 0, :, 0].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 8, 9]
+    assert capacities == [65, 65, 132, 132, 200, 200]
+    assert cache.read(0, rows=1, length=200)[0][0, 0, :, 0].nonzero().flatten().tolist() == [64, 65, 131, 140, 199]

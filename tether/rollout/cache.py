@@ -26,8 +26,9 @@ from tether.models.layout import AttentionSpec
 class KVCache:
     """One pair of tensors [S, K, capacity, D] and [S, K, capacity, E] a layer.
 
-    A layer's tensors are made when it is first written, with room for twice the longest prefix, and made anew like that
-    when it is used up: memory follows the lengths that occur and not the limit. Positions are written in place.
+    A layer's tensors are made when it is first written, with room for twice the longest prefix or 64 tokens more, and
+    made anew like that when it is used up: memory follows the lengths that occur and not the limit. Positions are
+    written in place.
     """
 
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
@@ -46,10 +47,10 @@ class KVCache:
     def room(self, layer: int, length: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's tensors, with at least `length` positions, for keys and values like these."""
         if layer not in self._layers:
-            self._layers[layer] = (self._zeros(key, 2 * length), self._zeros(value, 2 * length))
+            self._layers[layer] = (self._zeros(key, length), self._zeros(value, length))
         elif length > self._layers[layer][0].shape[2]:
             keys, values = self._layers[layer]
-            self._layers[layer] = (self._grown(keys, 2 * length), self._grown(values, 2 * length))
+            self._layers[layer] = (self._grown(keys, length), self._grown(values, length))
         return self._layers[layer]
 
     def has_room(self, length: int) -> bool:
@@ -64,12 +65,13 @@ class KVCache:
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[2])
         ]
 
-    def _zeros(self, like: Tensor, capacity: int) -> Tensor:
+    def _zeros(self, like: Tensor, length: int) -> Tensor:
+        capacity = max(2 * length, length + 64)
         # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
         return like.new_zeros(self.num_slots, like.shape[1], min(capacity, self.max_length), like.shape[-1])
 
-    def _grown(self, cached: Tensor, capacity: int) -> Tensor:
-        larger = self._zeros(cached, capacity)
+    def _grown(self, cached: Tensor, length: int) -> Tensor:
+        larger = self._zeros(cached, length)
         larger[:, :, : cached.shape[2]] = cached
         return larger
 
