@@ -21,7 +21,7 @@ from benchmarks.speed.timing import STEPS_TO_WARM_UP, seconds, take_turns
 from tether.batch import TrainBatch
 from tether.training.tokens import row_sizes
 
-ROWS, MICRO_ROWS, MICRO_TOKENS = 32, 8, 4096
+ROWS, NEW_TOKENS, MICRO_ROWS, MICRO_TOKENS = 32, 64, 8, 4096
 OVER_PEERS, SHARE = 2.0, 0.75
 CASES = {"4 prompts x 8 responses": (4, 8), "32 prompts x 1 response": (32, 1)}
 """Prompts and responses of each; the second is left out by ``--quick``."""
@@ -54,12 +54,11 @@ def token_counts(batch: TrainBatch) -> tuple[int, int, int]:
 
 def measure(setting: Setting) -> Section:
     """Responses to shared prompts, as GRPO has them, and to as many prompts as responses."""
-    limit = 64
     updater = Updater(setting, MICRO_TOKENS)
     plain = PlainLoop(setting.plain_model(), MICRO_ROWS)
     table, goals, notes = [], [], []
     for label, (prompts, samples) in list(CASES.items())[: 1 if setting.quick else None]:
-        batch = sampled_batch(setting, prompts, samples, limit)
+        batch = sampled_batch(setting, prompts, samples, NEW_TOKENS)
         sides: dict[str, Callable[[int], float]] = {
             "tether": lambda _, b=batch: seconds(lambda: updater(b)),
             "plain loop": lambda _, b=batch: seconds(lambda: plain(b)),
@@ -90,7 +89,7 @@ def measure(setting: Setting) -> Section:
     return Section(
         "Training",
         [
-            f"{ROWS} responses of up to {limit} tokens, one optimizer step. tokens/s counts prompt and response of",
+            f"{ROWS} responses of up to {NEW_TOKENS} tokens, one optimizer step. tokens/s counts prompt and response of",
             "every row. *limit*: share of the time that the matrix products of forward and backward would take at the",
             "rate of a large product; for tether of the tokens that it has to compute, where a prompt that rows share",
             "counts once.",

@@ -22,12 +22,14 @@ from tether.models.attention import Packed, visible_keys
 from tether.models.cpu import loops_for
 from tether.models.layout import AttentionSpec
 
+_MORE = 64  # tokens that there is room for at least, after which a cache is made anew
+
 
 class KVCache:
     """One pair of tensors [S, K, capacity, D] and [S, K, capacity, E] a layer.
 
-    A layer's tensors are made when it is first written, with room for twice the longest prefix or 64 tokens more, and
-    made anew like that when it is used up: memory follows the lengths that occur and not the limit. Positions are
+    A layer's tensors are made when it is first written, with room for twice the longest prefix, or for 64 tokens more,
+    and made anew like that when it is used up: memory follows the lengths that occur and not the limit. Positions are
     written in place.
     """
 
@@ -66,7 +68,7 @@ class KVCache:
         ]
 
     def _zeros(self, like: Tensor, length: int) -> Tensor:
-        capacity = max(2 * length, length + 64)
+        capacity = max(2 * length, length + _MORE)
         # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
         return like.new_zeros(self.num_slots, like.shape[1], min(capacity, self.max_length), like.shape[-1])
 
