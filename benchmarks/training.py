@@ -90,9 +90,9 @@ def measure(setting: Setting) -> Section:
         "Training",
         [
             f"{ROWS} responses of up to {NEW_TOKENS} tokens, one optimizer step. tokens/s counts prompt and response",
-            "of every row. *limit*: share of the time that the matrix products of forward and backward would take at the",
-            "rate of a large product; for tether of the tokens that it has to compute, where a prompt that rows share",
-            "counts once.",
+            "of every row. *limit*: share of the time that the matrix products of forward and backward would take at",
+            "the rate of a large product; for tether of the tokens that it has to compute, where a prompt that rows",
+            "share counts once.",
             *dict.fromkeys(notes),
         ],
         ("", "", "s", "tokens/s", "time / tether's", "limit"),
