@@ -24,7 +24,7 @@ def played(given, seed=3):
     env, act = make_one(given), scripted(given)
     obs, _ = env.reset(seed=seed)
     steps = []
-    while not steps or not steps[-1][3]:
+    while not steps or not (steps[-1][2] or steps[-1][3]):
         steps.append(env.step(act(env, obs)))
         obs = steps[-1][0]
     env.close()
@@ -53,6 +53,25 @@ def test_repeated_actions_make_short_episodes():
     assert len(steps) == 20
     assert any(info["success"] for *_, info in steps)
     assert max(reward for _, reward, *_ in steps) > 10  # which is the most that a step of MetaWorld pays
+
+
+def test_success_pays_once_and_ends_the_episode_where_that_is_asked_for():
+    given = {"reward": "success", "terminate_on_success": True, "action_repeat": 5}
+    steps = played(options("reach-v3", 20, **given))
+    assert [reward for _, reward, *_ in steps] == [0.0] * (len(steps) - 1) + [1.0]
+    _, _, terminated, truncated, info = steps[-1]
+    assert (terminated, truncated, bool(info["success"])) == (True, False, True)
+
+
+def test_success_pays_in_each_step_that_solves_the_task():
+    steps = played(options("reach-v3", 60, reward="success"))
+    assert {reward for _, reward, *_ in steps} == {0.0, 1.0}
+    assert all(reward == info["success"] for _, reward, _, _, info in steps)
+
+
+def test_a_reward_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"init_params\.reward is 'sparse'\. Use dense or success\."):
+        make_one(options("reach-v3", 5, reward="sparse"))
 
 
 @draws

@@ -19,6 +19,7 @@ from tether.envs.repeated import Repeated
 
 TASKS = tuple(metaworld.ALL_V3_ENVIRONMENTS)
 SUITES = {"MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT50": tuple(env_dict.MT50_V3)}
+REWARDS = ("dense", "success")
 STATE = 39
 """Numbers of a task's observation; what a suite adds stands behind them."""
 Env = gymnasium.Env[Any, Any]
@@ -33,10 +34,12 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
     Args:
         names: of MetaWorld's tasks.
         arguments: of `gymnasium.make` for each; ``seed`` decides on the goals that there are.
+        reward: MetaWorld's own is ``dense``; ``success`` pays 1 for a step that solves the task, and nothing else.
     """
 
-    def __init__(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, names: tuple[str, ...], arguments: Mapping[str, Any], reward: str = "dense") -> None:
         self._names, self._arguments = names, {"seed": 0, **arguments}
+        self._pays_success = reward == "success"
         self._made: dict[int, Env] = {}
         self._number = 0
         self._obs = np.zeros(STATE)
@@ -57,7 +60,8 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
     def step(self, action: NDArray[Any]) -> tuple[NDArray[Any], Any, bool, bool, dict[str, Any]]:
         """See `gymnasium.Env.step`; ``info["success"]`` says whether the task is solved in this step."""
         self._obs, reward, terminated, truncated, info = self._env.step(action)
-        return self._obs, reward, bool(terminated), bool(truncated), info
+        pays = float(info["success"]) if self._pays_success else reward
+        return self._obs, pays, bool(terminated), bool(truncated), info
 
     def render(self) -> Any:
         """See `gymnasium.Env.render`."""
@@ -113,21 +117,24 @@ def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> Env:
     Args:
         options: of the environments.
         arguments: of `gymnasium.make`, and of this adapter: ``camera`` and ``picture_size``, see
-            `tether.envs.metaworld_pictures.Seen`; ``action_repeat``, how often an action is carried out.
+            `tether.envs.metaworld_pictures.Seen`; ``action_repeat``, how often an action is carried out; ``reward``,
+            see `MetaWorldTasks`.
 
     Raises:
-        ValueError: there is no such name, or no such camera.
+        ValueError: there is no such name, no such camera, or no such reward.
     """
-    own = {name: arguments[name] for name in ("camera", "picture_size") if name in arguments}
-    repeat = arguments.get("action_repeat", 1)
-    given = {name: value for name, value in arguments.items() if name not in (*own, "action_repeat")}
+    given = dict(arguments)
+    seen = {name: given.pop(name) for name in ("camera", "picture_size") if name in given}
+    repeat, reward = given.pop("action_repeat", 1), given.pop("reward", "dense")
+    if reward not in REWARDS:
+        raise ValueError(f"{options.role}.init_params.reward is {reward!r}. Use {' or '.join(REWARDS)}.")
     if "max_episode_steps" in given:
         given["max_episode_steps"] *= repeat  # of the simulator
     names = _names(options)
-    env: Env = MetaWorldTasks(names, given)
+    env: Env = MetaWorldTasks(names, given, reward)
     if repeat > 1:
         env = Repeated(env, repeat)
-    return Seen(env, max(len(in_words(name)) for name in names), **own) if own else env
+    return Seen(env, max(len(in_words(name)) for name in names), **seen) if seen else env
 
 
 def _names(options: EnvOptions) -> tuple[str, ...]:
