@@ -66,4 +66,4 @@ def test_nothing_is_written_down_outside() -> None:
     x, weights = drawn(2, 8), [drawn(8, 8)]
     with pytest.raises(ZeroDivisionError):
         replay.record(lambda: chained(x, weights) if 1 / 0 else x)
-    assert loops.recorded.get() is None
+    assert replay.recorded.get() is None

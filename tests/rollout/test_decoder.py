@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.models.attention import Packed, use_tether_attention
+from tether.rollout import products
 from tether.rollout.decoder import Decoder, decoder_for
 from tether.rollout.native import NativeEngine
 from tether.rollout.products import Product, has_blocked_products
@@ -92,11 +93,18 @@ def test_what_it_does_not_know_runs_by_transformers(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("widths", [(16, 48), (64,)])
+@pytest.mark.parametrize("rows", [1, 5, 600])
+@pytest.mark.parametrize("amx", [True, False])
 @torch.no_grad()
-def test_products_by_parts(dtype: torch.dtype, bias: bool) -> None:
+def test_products_by_parts(
+    dtype: torch.dtype, bias: bool, widths: tuple[int, ...], rows: int, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not amx:
+        monkeypatch.setattr(products, "tiled_for", lambda *_: None)
     torch.manual_seed(0)
-    layers = [nn.Linear(32, width, bias=bias).to(dtype) for width in (16, 48)]
-    x, other = torch.randn(5, 32).to(dtype), torch.randn(5, 64).to(dtype)
+    layers = [nn.Linear(32, width, bias=bias).to(dtype) for width in widths]
+    x, other = torch.randn(rows, 32).to(dtype), torch.randn(rows, 64).to(dtype)
     product = Product(layers)
     exact = [copy.deepcopy(layer).double()(x.double()) for layer in layers]
     expected = torch.cat(exact, dim=-1)

@@ -1,4 +1,4 @@
-"""Steps of a row or two are replayed, and sample what they would have sampled without."""
+"""Decoding steps that are loops alone are replayed, and sample what they would have sampled without."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
-from tether.models.cpu import replay_for
+from tether.models.cpu import replay_for, tiled_for
 from tether.rollout import replayed
 from tether.rollout.native import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
@@ -15,6 +15,8 @@ BF16 = torch.bfloat16
 replay = replay_for(torch.zeros(1, dtype=BF16))
 pytestmark = pytest.mark.skipif(replay is None, reason="no GNU OpenMP here")
 MADE_OF_LOOPS = ("llama", "qwen2", "qwen3", "mistral")
+WIDE = {"intermediate_size": 64, "head_dim": 64}
+"""For AMX."""
 
 
 def sample(model: PreTrainedModel, prompts: list[list[int]], slots: int = 2, step: int = 1) -> RolloutBatch:
@@ -33,8 +35,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     happened: list[str] = []
     record, run = replay.record, replay.Recording.run
 
-    def noted_record(function):
-        result = record(function)
+    def noted_record(function, *, watched):
+        result = record(function, watched=watched)
         happened.append("refused" if result[1] is None else "recorded")
         return result
 
@@ -84,9 +86,23 @@ def test_layers_that_are_not_made_of_loops_alone_run_as_ever(name: str, runs: li
     assert len(runs) < 5  # not tried again at every step
 
 
-def test_many_rows_and_other_dtypes_are_not_recorded(runs: list[str]) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_many_rows_are_replayed_where_products_are_loops(
+    name: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name, dtype=BF16, **WIDE)
+    prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(40)]
+    found = sample(model, prompts, slots=24)
+    assert "run" in runs
+    assert ("refused" in runs) == (tiled_for(torch.zeros(1, dtype=BF16)) is None)
+    monkeypatch.setattr(replayed, "replay_for", lambda *_: None)
+    assert same(found, sample(model, prompts, slots=24))
+
+
+def test_other_dtypes_and_products_of_the_library_are_not_replayed(runs: list[str]) -> None:
     sample(tiny_model("llama", dtype=torch.float32), [[40, 50]])
-    model = tiny_model("llama", dtype=BF16)
+    assert runs == []
+    model = tiny_model("llama", dtype=BF16)  # its MLP is 48 wide
     engine = NativeEngine(model, eos_token_ids=frozenset(), max_num_seqs=4)
     engine.generate([[40, 50]] * 4, SamplingParams(max_new_tokens=20), NoiseKey(0, 1))
-    assert runs == []
+    assert runs == ["refused"]

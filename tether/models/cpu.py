@@ -1,4 +1,4 @@
-"""Where the compiled loops of `tether.models.loops` run, and are replayed."""
+"""Where the compiled loops of `tether.models.loops` and `tether.models.tiled` run, and are replayed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def loops_for(*tensors: Tensor) -> ModuleType | None:
     if all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
         return _loops()
     return None
+
+
+def tiled_for(*tensors: Tensor) -> ModuleType | None:
+    """The module of loops by AMX (`tether.models.tiled`), where `loops_for` gives one and there is AMX; else None."""
+    if loops_for(*tensors) is None:
+        return None
+    return import_module("tether.models.tiled") if import_module("tether.models.tiles").has_tiles() else None
 
 
 def replay_for(*tensors: Tensor) -> ModuleType | None:

@@ -1,197 +1,78 @@
-"""Loops over bfloat16 numbers in memory: compiled by numba, run by PyTorch's own threads, on a CPU under Linux.
+"""Loops over bfloat16 numbers in memory, on a CPU under Linux: what lies between a model's matrix products.
 
-What lies between the matrix products of a model is a chain of small operations in PyTorch: each reads and writes all
-its numbers, and starts its threads anew. Here such a chain is one loop that computes in float32 and rounds once. numba
-brings its compiler with it and keeps what it compiled on the disk.
+In PyTorch that is a chain of small operations: each reads and writes all its numbers, and starts its threads anew. Here
+such a chain is one loop that computes in float32 and rounds once.
 
 The formulas stand where the loops are called, in `tether.models` and `tether.rollout`, beside the same in PyTorch for
-other devices and dtypes. Each thread takes an even share of the rows, and each number is made by one thread, so that no
-result depends on how many threads there are.
+other devices and dtypes.
 """
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from collections.abc import Callable
-from contextvars import ContextVar
-from functools import cached_property
 from typing import Any
 
-import numba
 import numpy as np
-import torch
-from llvmlite import binding, ir
-from numba import carray, types
-from numba.extending import intrinsic
-from torch import Tensor
+from numba import carray
 
-# The pool that PyTorch's kernels run in; threads of another one would wait for the same cores.
-pool = ctypes.CDLL(None)
-for _name in ("omp_get_thread_num", "omp_get_num_threads"):
-    binding.add_symbol(_name, ctypes.cast(getattr(pool, _name), ctypes.c_void_p).value)
-_thread: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
-_threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
-
-_MATHS = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; NaN and infinity stay what they are
-_inline: Any = numba.njit(inline="always", fastmath=_MATHS)
-
-recorded: ContextVar[list[tuple[int, Any, Any]] | None] = ContextVar("recorded", default=None)
-"""Where calls are noted for `tether.models.replay`: a loop's address, its numbers, and what they came from."""
-
-
-class Loop:
-    """A loop of this file; it is compiled, or read from the disk, when it is first called."""
-
-    def __init__(self, body: Callable[[Any], None]) -> None:
-        self._body = body
-        self.name = body.__name__
-
-    @cached_property
-    def _compiled(self) -> Any:
-        options: Any = {"fastmath": _MATHS, "error_model": "numpy"}
-        signature = types.void(types.CPointer(types.int64))
-        try:
-            return numba.cfunc(signature, cache=True, **options)(self._body)
-        except RuntimeError:  # neither this folder nor the user's cache can be written to
-            return numba.cfunc(signature, **options)(self._body)
-
-    def __call__(self, *arguments: int | float | Tensor) -> None:
-        """Run on all of PyTorch's threads: sizes are handed on as they are, tensors as addresses, floats as bits."""
-        numbers = (x if isinstance(x, int) else x.data_ptr() if isinstance(x, Tensor) else _bits(x) for x in arguments)
-        array = (ctypes.c_int64 * len(arguments))(*numbers)
-        if (calls := recorded.get()) is not None:
-            calls.append((self._compiled.address, array, arguments))
-        self.run(array)
-
-    def run(self, array: Any) -> None:
-        """Run with arguments that are numbers in an array already."""
-        pool.GOMP_parallel(ctypes.c_void_p(self._compiled.address), array, torch.get_num_threads(), 0)
-
-
-def _bits(number: float) -> int:
-    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
-
-
-def _pointer_to(typing: Any, address: Any, like: Any) -> Any:
-    """`address` as a pointer to numbers of the type of `like`."""
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like)(address, like), code
-
-
-_pointer: Any = intrinsic(_pointer_to)
-
-
-@_inline
-def _bfloat16s(address: Any, shape: Any) -> Any:
-    return carray(_pointer(address, np.uint16(0)), shape)
-
-
-@_inline
-def _float32s(address: Any, shape: Any) -> Any:
-    return carray(_pointer(address, np.float32(0)), shape)
-
-
-@_inline
-def _float(bits: Any) -> Any:
-    return np.float32(np.int64(bits).view(np.float64))
-
-
-@_inline
-def _load(number: Any) -> Any:
-    """bfloat16 -> float32: the upper half of it."""
-    return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
-
-
-@_inline
-def _round(number: Any) -> Any:
-    """float32 -> the nearest bfloat16, of two the even one."""
-    bits = np.float32(number).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-
-
-@_inline
-def _exp(x: Any) -> Any:
-    """e^x: 2^n of the nearest whole n to x / log 2, times a polynomial in the rest of it."""
-    y = np.float32(x) * np.float32(1.4426950408889634)
-    n = np.floor(y + np.float32(0.5))
-    f = y - n
-    power = np.float32(1.5403530e-4)
-    power = power * f + np.float32(1.3333558e-3)
-    power = power * f + np.float32(9.6181291e-3)
-    power = power * f + np.float32(5.5504109e-2)
-    power = power * f + np.float32(2.4022651e-1)
-    power = power * f + np.float32(6.9314718e-1)
-    power = power * f + np.float32(1)
-    n = n if n > np.float32(-127) else np.float32(-127)  # NaN too: as a whole number it would be anything
-    n = n if n < np.float32(128) else np.float32(128)
-    scaled = power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return np.float32(0) if y < np.float32(-126) else scaled
-
-
-@_inline
-def _sigmoid(x: Any) -> Any:
-    return np.float32(1) / (np.float32(1) + _exp(-x))
-
-
-@_inline
-def _silu(x: Any) -> Any:
-    return x * _sigmoid(x)
-
-
-@_inline
-def _share(count: Any) -> Any:
-    """First and last (excluded) of this thread's share of `count` things."""
-    return count * _thread() // _threads(), count * (_thread() + 1) // _threads()
+from tether.models.compiled import (
+    Loop,
+    bfloat16s,
+    exp,
+    float32s,
+    float_of,
+    inline,
+    load,
+    pointer,
+    rounded,
+    share,
+    sigmoid,
+    silu,
+)
 
 
 @Loop
 def rms_norm(p: Any) -> None:
     """x [N, E], weight [E] -> out [N, E], scale [N] float32."""
     a = carray(p, (8,))
-    rows, width, offset, eps = a[0], a[1], _float(a[2]), _float(a[3])
-    x, weight, out = _bfloat16s(a[4], (rows, width)), _bfloat16s(a[5], (width,)), _bfloat16s(a[6], (rows, width))
-    scale = _float32s(a[7], (rows,))
-    first, last = _share(rows)
+    rows, width, offset, eps = a[0], a[1], float_of(a[2]), float_of(a[3])
+    x, weight, out = bfloat16s(a[4], (rows, width)), bfloat16s(a[5], (width,)), bfloat16s(a[6], (rows, width))
+    scale = float32s(a[7], (rows,))
+    first, last = share(rows)
     for row in range(first, last):
         of, to = x[row], out[row]
         total = np.float32(0)
         for e in range(width):
-            total += _load(of[e]) * _load(of[e])
+            total += load(of[e]) * load(of[e])
         factor = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
         scale[row] = factor
         if offset == 0:  # then transformers rounds before the weight
             for e in range(width):
-                to[e] = _round(_load(_round(_load(of[e]) * factor)) * _load(weight[e]))
+                to[e] = rounded(load(rounded(load(of[e]) * factor)) * load(weight[e]))
         else:
             for e in range(width):
-                to[e] = _round(_load(of[e]) * factor * (offset + _load(weight[e])))
+                to[e] = rounded(load(of[e]) * factor * (offset + load(weight[e])))
 
 
 @Loop
 def rms_norm_backward(p: Any) -> None:
     """x, grad [N, E], weight [E], scale [N] -> grad of x [N, E], and of the weight in `parts` [P, E] to be added up."""
     a = carray(p, (10,))
-    rows, width, parts, offset = a[0], a[1], a[2], _float(a[3])
-    x, weight, scale = _bfloat16s(a[4], (rows, width)), _bfloat16s(a[5], (width,)), _float32s(a[6], (rows,))
-    grad = _bfloat16s(a[7], (rows, width))
-    grad_x, grad_weight = _bfloat16s(a[8], (rows, width)), _float32s(a[9], (parts, width))
-    first, last = _share(parts)
+    rows, width, parts, offset = a[0], a[1], a[2], float_of(a[3])
+    x, weight, scale = bfloat16s(a[4], (rows, width)), bfloat16s(a[5], (width,)), float32s(a[6], (rows,))
+    grad = bfloat16s(a[7], (rows, width))
+    grad_x, grad_weight = bfloat16s(a[8], (rows, width)), float32s(a[9], (parts, width))
+    first, last = share(parts)
     for part in range(first, last):
         sums = grad_weight[part]
         for row in range(rows * part // parts, rows * (part + 1) // parts):
             of, back, to, factor = x[row], grad[row], grad_x[row], scale[row]
             along = np.float32(0)
             for e in range(width):
-                along += _load(back[e]) * (offset + _load(weight[e])) * _load(of[e])
+                along += load(back[e]) * (offset + load(weight[e])) * load(of[e])
             along *= factor * factor / np.float32(width)
             for e in range(width):
-                g, number = _load(back[e]), _load(of[e])
-                to[e] = _round((g * (offset + _load(weight[e])) - number * along) * factor)
+                g, number = load(back[e]), load(of[e])
+                to[e] = rounded((g * (offset + load(weight[e])) - number * along) * factor)
                 sums[e] += g * number * factor
 
 
@@ -199,54 +80,61 @@ def rms_norm_backward(p: Any) -> None:
 def gated(p: Any) -> None:
     """gate, up [N] -> silu(gate) * up [N]."""
     a = carray(p, (4,))
-    first, last = _share(a[0])
-    gate, up = _bfloat16s(a[1], (a[0],))[first:last], _bfloat16s(a[2], (a[0],))[first:last]
-    out = _bfloat16s(a[3], (a[0],))[first:last]
+    first, last = share(a[0])
+    gate, up = bfloat16s(a[1], (a[0],))[first:last], bfloat16s(a[2], (a[0],))[first:last]
+    out = bfloat16s(a[3], (a[0],))[first:last]
     for i in range(len(out)):
-        out[i] = _round(_silu(_load(gate[i])) * _load(up[i]))
+        out[i] = rounded(silu(load(gate[i])) * load(up[i]))
 
 
 @Loop
 def gated_backward(p: Any) -> None:
     """gate, up, grad [N] -> the gradients of gate and up [N]."""
     a = carray(p, (6,))
-    first, last = _share(a[0])
-    gate, up = _bfloat16s(a[1], (a[0],))[first:last], _bfloat16s(a[2], (a[0],))[first:last]
-    grad = _bfloat16s(a[3], (a[0],))[first:last]
-    grad_gate, grad_up = _bfloat16s(a[4], (a[0],))[first:last], _bfloat16s(a[5], (a[0],))[first:last]
+    first, last = share(a[0])
+    gate, up = bfloat16s(a[1], (a[0],))[first:last], bfloat16s(a[2], (a[0],))[first:last]
+    grad = bfloat16s(a[3], (a[0],))[first:last]
+    grad_gate, grad_up = bfloat16s(a[4], (a[0],))[first:last], bfloat16s(a[5], (a[0],))[first:last]
     for i in range(len(grad)):
-        g, x = _load(grad[i]), _load(gate[i])
-        sigmoid = _sigmoid(x)
-        grad_gate[i] = _round(g * _load(up[i]) * sigmoid * (np.float32(1) + x * (np.float32(1) - sigmoid)))
-        grad_up[i] = _round(g * x * sigmoid)
+        g, x = load(grad[i]), load(gate[i])
+        open_ = sigmoid(x)
+        grad_gate[i] = rounded(g * load(up[i]) * open_ * (np.float32(1) + x * (np.float32(1) - open_)))
+        grad_up[i] = rounded(g * x * open_)
 
 
 @Loop
 def rotate(p: Any) -> None:
     """x [N, H, D] with a stride of N -> out [N, H, D], by angles whose cosine and sine [N, D] are for both halves."""
     a = carray(p, (9,))
-    rows, heads, size, sign, out, half = a[0], a[1], a[2], _float(a[3]), _bfloat16s(a[7], (a[0], a[1], a[2])), a[2] // 2
-    cosine, sine = _bfloat16s(a[5], (rows, size)), _bfloat16s(a[6], (rows, size))
-    first, last = _share(rows)
+    rows, heads, size, sign, out, half = (
+        a[0],
+        a[1],
+        a[2],
+        float_of(a[3]),
+        bfloat16s(a[7], (a[0], a[1], a[2])),
+        a[2] // 2,
+    )
+    cosine, sine = bfloat16s(a[5], (rows, size)), bfloat16s(a[6], (rows, size))
+    first, last = share(rows)
     for row in range(first, last):
-        c, s, x = cosine[row], sine[row], _bfloat16s(a[4] + 2 * row * a[8], (heads, size))
+        c, s, x = cosine[row], sine[row], bfloat16s(a[4] + 2 * row * a[8], (heads, size))
         for head in range(heads):
             of, to = x[head], out[row, head]
             for d in range(half):
-                left, right, up = _load(of[d]), _load(of[half + d]), sign * _load(s[d])
-                to[d] = _round(left * _load(c[d]) - right * up)
-                to[half + d] = _round(right * _load(c[d]) + left * up)
+                left, right, up = load(of[d]), load(of[half + d]), sign * load(s[d])
+                to[d] = rounded(left * load(c[d]) - right * up)
+                to[half + d] = rounded(right * load(c[d]) + left * up)
 
 
-@_inline
+@inline
 def _finished(product: Any, what: Any, other: Any) -> Any:
     if what == SILU:
-        product = _silu(product)
+        product = silu(product)
     elif what == TIMES:
-        product *= _load(other)
+        product *= load(other)
     elif what == PLUS:
-        product += _load(other)
-    return _round(product)
+        product += load(other)
+    return rounded(product)
 
 
 PLAIN, SILU, TIMES, PLUS = range(4)
@@ -262,10 +150,10 @@ def product(p: Any) -> None:
     """
     a = carray(p, (11,))
     rows, width, outputs, whole, what = a[0], a[1], a[2], a[3], a[4]
-    x, weight = _bfloat16s(a[5], (rows, width)), _bfloat16s(a[6], (outputs, width))
-    has_bias, bias = a[7] != 0, _bfloat16s(a[7], (outputs,))
-    column, out, other = a[8], _bfloat16s(a[9], (rows, whole)), _bfloat16s(a[10], (rows, whole))
-    first, last = _share(outputs)
+    x, weight = bfloat16s(a[5], (rows, width)), bfloat16s(a[6], (outputs, width))
+    has_bias, bias = a[7] != 0, bfloat16s(a[7], (outputs,))
+    column, out, other = a[8], bfloat16s(a[9], (rows, whole)), bfloat16s(a[10], (rows, whole))
+    first, last = share(outputs)
     apart = (last - first + 3) // 4
     sums = np.empty(4, np.float32)
     for o in range(first, min(first + apart, last)):
@@ -275,15 +163,15 @@ def product(p: Any) -> None:
             of = x[row]
             s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for e in range(width):
-                number = _load(of[e])
-                s0 += number * _load(w0[e])
-                s1 += number * _load(w1[e])
-                s2 += number * _load(w2[e])
-                s3 += number * _load(w3[e])
+                number = load(of[e])
+                s0 += number * load(w0[e])
+                s1 += number * load(w1[e])
+                s2 += number * load(w2[e])
+                s3 += number * load(w3[e])
             sums[0], sums[1], sums[2], sums[3] = s0, s1, s2, s3
             for i in range(4):
                 at = min(o + i * apart, last - 1)
-                total = sums[i] + _load(bias[at]) if has_bias else sums[i]
+                total = sums[i] + load(bias[at]) if has_bias else sums[i]
                 beside = other[row, column + at] if what >= TIMES else np.uint16(0)
                 out[row, column + at] = _finished(total, what, beside)
 
@@ -296,55 +184,55 @@ def attention_weights(p: Any) -> None:
     matrices of W queries, one below the other; what a query does not see becomes 0.
     """
     a = carray(p, (11,))
-    rows, width, size, scale = a[0], a[1], a[2], _float(a[3])
-    scores, grad, log_sum = _float32s(a[4], (rows, width)), _float32s(a[5], (rows, width)), _float32s(a[6], (rows,))
-    out, grad_out = _bfloat16s(a[7], (rows, size)), _bfloat16s(a[8], (rows, size))
-    weights, grad_scores = _bfloat16s(a[9], (rows, width)), _bfloat16s(a[10], (rows, width))
-    first, last = _share(rows)
+    rows, width, size, scale = a[0], a[1], a[2], float_of(a[3])
+    scores, grad, log_sum = float32s(a[4], (rows, width)), float32s(a[5], (rows, width)), float32s(a[6], (rows,))
+    out, grad_out = bfloat16s(a[7], (rows, size)), bfloat16s(a[8], (rows, size))
+    weights, grad_scores = bfloat16s(a[9], (rows, width)), bfloat16s(a[10], (rows, width))
+    first, last = share(rows)
     for row in range(first, last):
         of, back, to, to_grad, seen = scores[row], grad[row], weights[row], grad_scores[row], row % width + 1
         of_out, of_grad, along, total = out[row], grad_out[row], np.float32(0), log_sum[row]
         for d in range(size):
-            along += _load(of_out[d]) * _load(of_grad[d])
+            along += load(of_out[d]) * load(of_grad[d])
         for n in range(seen):
-            weight = _exp(of[n] * scale - total)
-            to[n] = _round(weight)
-            to_grad[n] = _round(weight * (back[n] - along))
+            weight = exp(of[n] * scale - total)
+            to[n] = rounded(weight)
+            to_grad[n] = rounded(weight * (back[n] - along))
         for n in range(seen, width):
             to[n] = to_grad[n] = np.uint16(0)
 
 
-@_inline
+@inline
 def _in_order(number: Any) -> Any:
     """The bits of a bfloat16 as a whole number that is larger for larger ones; back again by the same function."""
     signed = np.int32(np.int16(number))
     return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFF))
 
 
-@_inline
+@inline
 def _largest(numbers: Any) -> Any:
     """Of bfloat16 numbers, as float32; it may be NaN where one is."""
     largest = np.int32(-0x8000)
     for n in range(len(numbers)):
         largest = max(largest, _in_order(numbers[n]))
-    return _load(np.uint16(_in_order(np.uint16(largest))))
+    return load(np.uint16(_in_order(np.uint16(largest))))
 
 
 @Loop
 def masses(p: Any) -> None:
     """Logits [N, V] -> their largest [N], and e^(factor * (logit - largest)) summed by blocks [N, B], both float32."""
     a = carray(p, (7,))
-    rows, width, block, factor = a[0], a[1], a[2], _float(a[3])
+    rows, width, block, factor = a[0], a[1], a[2], float_of(a[3])
     blocks = (width + block - 1) // block
-    logits, top, sums = _bfloat16s(a[4], (rows, width)), _float32s(a[5], (rows,)), _float32s(a[6], (rows, blocks))
-    first, last = _share(rows)
+    logits, top, sums = bfloat16s(a[4], (rows, width)), float32s(a[5], (rows,)), float32s(a[6], (rows, blocks))
+    first, last = share(rows)
     for row in range(first, last):
         of, to, largest = logits[row], sums[row], _largest(logits[row])
         top[row] = largest
         for b in range(blocks):
             part, total = of[b * block : (b + 1) * block], np.float32(0)
             for n in range(len(part)):
-                total += _exp((_load(part[n]) - largest) * factor)
+                total += exp((load(part[n]) - largest) * factor)
             to[b] = total
 
 
@@ -355,22 +243,22 @@ def log_sums(p: Any) -> None:
     With z = logits * factor: m = max z, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m).
     """
     a = carray(p, (5,))
-    rows, width, factor = a[0], a[1], _float(a[2])
-    logits, sums = _bfloat16s(a[3], (rows, width)), _float32s(a[4], (rows, 4))
-    first, last = _share(rows)
+    rows, width, factor = a[0], a[1], float_of(a[2])
+    logits, sums = bfloat16s(a[3], (rows, width)), float32s(a[4], (rows, 4))
+    first, last = share(rows)
     for row in range(first, last):
         of, so_far = logits[row], sums[row]
         before, top = so_far[0], _largest(of) * factor
         top = before if before > top else top
         mass, moment, square = np.float32(0), np.float32(0), np.float32(0)
         for n in range(width):
-            z = _load(of[n]) * factor - top
-            e = _exp(z)
+            z = load(of[n]) * factor - top
+            e = exp(z)
             mass += e
             moment += e * z
             square += e * e
         shift = before - top
-        decay = _exp(shift)
+        decay = exp(shift)
         so_far[0] = top
         so_far[2] = decay * (so_far[2] + shift * so_far[1]) + moment
         so_far[1] = decay * so_far[1] + mass
@@ -384,40 +272,40 @@ def log_probs_backward(p: Any) -> None:
     `rows` [N, 4] float32: logarithm of the sum, entropy, upstream gradient of log-probability and of entropy.
     """
     a = carray(p, (6,))
-    count, width, factor = a[0], a[1], _float(a[2])
-    logits, rows = _bfloat16s(a[3], (count, width)), _float32s(a[4], (count, 4))
-    target = carray(_pointer(a[5], np.int64(0)), (count,))
-    first, last = _share(count)
+    count, width, factor = a[0], a[1], float_of(a[2])
+    logits, rows = bfloat16s(a[3], (count, width)), float32s(a[4], (count, 4))
+    target = carray(pointer(a[5], np.int64(0)), (count,))
+    first, last = share(count)
     for row in range(first, last):
         of, column = logits[row], target[row]
         log_sum, entropy, to_log_prob, to_entropy = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3]
         at_target = np.float32(0)
         if column >= 0:
-            log_p = _load(of[column]) * factor - log_sum
-            at_target = to_log_prob - _exp(log_p) * (to_log_prob + to_entropy * (log_p + entropy))
+            log_p = load(of[column]) * factor - log_sum
+            at_target = to_log_prob - exp(log_p) * (to_log_prob + to_entropy * (log_p + entropy))
         for n in range(width):
-            log_p = _load(of[n]) * factor - log_sum
-            of[n] = _round(-_exp(log_p) * (to_log_prob + to_entropy * (log_p + entropy)))
+            log_p = load(of[n]) * factor - log_sum
+            of[n] = rounded(-exp(log_p) * (to_log_prob + to_entropy * (log_p + entropy)))
         if column >= 0:
-            of[column] = _round(at_target)
+            of[column] = rounded(at_target)
 
 
-@_inline
+@inline
 def _load_four(rows: Any, first: Any, last: Any, four: Any, width: Any) -> None:
     """Rows `first` to `first + 3`, the last one again where there are no more -> float32 [4, width]."""
     for i in range(4):
         of, to = rows[min(first + i, last)], four[i]
         for d in range(width):
-            to[d] = _load(of[d])
+            to[d] = load(of[d])
 
 
-@_inline
-def _softmax(scores: Any, seen: Any, softcap: Any) -> None:
+@inline
+def softmax(scores: Any, seen: Any, softcap: Any) -> None:
     """In place over the first `seen`; what follows up to the next four becomes 0."""
     padded = (seen + 3) // 4 * 4
     if softcap > 0:
         for n in range(padded):
-            e = _exp(np.float32(-2) * abs(scores[n]) / softcap)
+            e = exp(np.float32(-2) * abs(scores[n]) / softcap)
             capped = softcap * (np.float32(1) - e) / (np.float32(1) + e)
             scores[n] = capped if scores[n] > 0 else -capped
     m0, m1, m2, m3 = scores[0], scores[1], scores[2], scores[3]
@@ -428,7 +316,7 @@ def _softmax(scores: Any, seen: Any, softcap: Any) -> None:
         m3 = scores[n + 3] if scores[n + 3] > m3 else m3
     largest, total = max(max(m0, m1), max(m2, m3)), np.float32(0)
     for n in range(seen):
-        scores[n] = _exp(scores[n] - largest)
+        scores[n] = exp(scores[n] - largest)
         total += scores[n]
     for n in range(seen):
         scores[n] /= total
@@ -446,31 +334,31 @@ def attend(p: Any) -> None:
     """
     a = carray(p, (22,))
     rows, kv_heads, groups, size, value_size, capacity = a[0], a[1], a[2], a[3], a[4], a[5]
-    scale, softcap, window = _float(a[6]), _float(a[7]), a[8]
-    position = carray(_pointer(a[9], np.int64(0)), (rows,))
-    all_keys = _bfloat16s(a[10], (rows * kv_heads, capacity, size))
-    all_values = _bfloat16s(a[11], (rows * kv_heads, capacity, value_size))
-    out = _bfloat16s(a[12], (rows, kv_heads * groups, value_size))
+    scale, softcap, window = float_of(a[6]), float_of(a[7]), a[8]
+    position = carray(pointer(a[9], np.int64(0)), (rows,))
+    all_keys = bfloat16s(a[10], (rows * kv_heads, capacity, size))
+    all_values = bfloat16s(a[11], (rows * kv_heads, capacity, value_size))
+    out = bfloat16s(a[12], (rows, kv_heads * groups, value_size))
     query, scores = np.empty((groups, size), np.float32), np.empty((groups, capacity + 3), np.float32)
     sums, four = np.empty((groups, value_size), np.float32), np.empty((4, max(size, value_size)), np.float32)
     f0, f1, f2, f3 = four[0], four[1], four[2], four[3]
-    first, last = _share(rows * kv_heads)
+    first, last = share(rows * kv_heads)
     for task in range(first, last):
         row, head, keys, values = task // kv_heads, task % kv_heads, all_keys[task], all_values[task]
         here = position[row]
         start = max(0, here + 1 - window) if window > 0 else 0
         seen = here + 1 - start
-        new, to = _bfloat16s(a[16] + 2 * (row * a[17] + head * a[18]), (size,)), keys[here]
+        new, to = bfloat16s(a[16] + 2 * (row * a[17] + head * a[18]), (size,)), keys[here]
         for d in range(size):
             to[d] = new[d]
-        new, to = _bfloat16s(a[19] + 2 * (row * a[20] + head * a[21]), (value_size,)), values[here]
+        new, to = bfloat16s(a[19] + 2 * (row * a[20] + head * a[21]), (value_size,)), values[here]
         for d in range(value_size):
             to[d] = new[d]
         for group in range(groups):
-            new = _bfloat16s(a[13] + 2 * (row * a[14] + (head * groups + group) * a[15]), (size,))
+            new = bfloat16s(a[13] + 2 * (row * a[14] + (head * groups + group) * a[15]), (size,))
             of, to_sums = query[group], sums[group]
             for d in range(size):
-                of[d] = _load(new[d]) * scale
+                of[d] = load(new[d]) * scale
             for d in range(value_size):
                 to_sums[d] = np.float32(0)
 
@@ -486,7 +374,7 @@ def attend(p: Any) -> None:
                     s3 += of[d] * f3[d]
                 to_scores[n], to_scores[n + 1], to_scores[n + 2], to_scores[n + 3] = s0, s1, s2, s3
         for group in range(groups):
-            _softmax(scores[group], seen, softcap)
+            softmax(scores[group], seen, softcap)
         for n in range(0, seen, 4):
             _load_four(values, start + n, here, four, value_size)
             for group in range(groups):
@@ -497,4 +385,4 @@ def attend(p: Any) -> None:
         for group in range(groups):
             of, to = sums[group], out[row, head * groups + group]
             for d in range(value_size):
-                to[d] = _round(of[d])
+                to[d] = rounded(of[d])

@@ -1,6 +1,6 @@
 """A call's loops, kept to be run again on the same memory, one after the other, without Python in between.
 
-A decoding step of a row or two is hundreds of loops of a few microseconds each, and starting each from Python takes
+A decoding step is hundreds of loops, with few rows of a few microseconds each, and starting each from Python takes
 longer than many of them run. Whoever records a call and runs it again puts the new inputs where the old ones were, and
 finds the results where the old ones were: what a CUDA graph is to kernels.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from llvmlite import binding, ir
@@ -16,7 +17,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tether.models.loops import Loop, pool, recorded
+from tether.models.compiled import Loop, pool, recorded
 
 Result = TypeVar("Result")
 
@@ -65,16 +66,22 @@ class Recording:
         _chain.run(self._array)
 
 
-def record(function: Callable[[], Result]) -> tuple[Result, Recording | None]:
+def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
     """Call the function.
 
+    Args:
+        function: what to record.
+        watched: look at all that PyTorch does in it, which takes longer than many loops do. False where it is known to
+            compute nothing.
+
     Returns:
-        Its result, and its recording; None if PyTorch computed something in it beside the loops.
+        Its result, and its recording; None if PyTorch was seen to compute something in it beside the loops.
     """
     calls: list[tuple[int, Any, Any]] = []
     token = recorded.set(calls)
+    watch = _Watch()
     try:
-        with _Watch() as watch:
+        with watch if watched else nullcontext():
             result = function()
     finally:
         recorded.reset(token)

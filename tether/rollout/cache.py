@@ -19,18 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tether.models.attention import Packed, visible_keys
-from tether.models.cpu import loops_for
+from tether.models.cpu import loops_for, tiled_for
 from tether.models.layout import AttentionSpec
 
 _MORE = 64  # tokens that there is room for at least, after which a cache is made anew
+_MULTIPLE = 32  # of tokens: what loops take at a time
 
 
 class KVCache:
     """One pair of tensors [S, K, capacity, D] and [S, K, capacity, E] a layer.
 
     A layer's tensors are made when it is first written, with room for twice the longest prefix, or for 64 tokens more,
-    and made anew like that when it is used up: memory follows the lengths that occur and not the limit. Positions are
-    written in place.
+    and made anew like that when it is used up, always for a multiple of 32: memory follows the lengths that occur and
+    not the limit. Positions are written in place.
     """
 
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
@@ -70,7 +71,8 @@ class KVCache:
     def _zeros(self, like: Tensor, length: int) -> Tensor:
         capacity = max(2 * length, length + _MORE)
         # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
-        return like.new_zeros(self.num_slots, like.shape[1], min(capacity, self.max_length), like.shape[-1])
+        capacity = -(-min(capacity, self.max_length) // _MULTIPLE) * _MULTIPLE
+        return like.new_zeros(self.num_slots, like.shape[1], capacity, like.shape[-1])
 
     def _grown(self, cached: Tensor, length: int) -> Tensor:
         larger = self._zeros(cached, length)
@@ -162,11 +164,17 @@ class Decode:
         """[R, H, D], [R, K, D] and [R, K, E] -> [R, H, 1, E]."""
         rows, heads, size = query.shape
         keys, values = self._cache.room(spec.layer, self._length, key, value)
-        shape = (rows, keys.shape[1], heads // keys.shape[1], size, values.shape[3], keys.shape[2])
+        groups = heads // keys.shape[1]
+        shape = (rows, keys.shape[1], groups, size, values.shape[3], keys.shape[2])
         out = query.new_empty(rows, heads, 1, values.shape[3])
         how = (float(spec.scale), float(spec.softcap or 0), spec.sliding_window or 0)
         views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
-        loops.attend(*shape, *how, self._position, keys, values, out, *views)
+        arguments = (*shape, *how, self._position, keys, values, out, *views)
+        tiled = tiled_for(query)
+        if tiled is not None and tiled.can_attend(groups, size, values.shape[3]):
+            tiled.attend(*arguments, tiled.ATTENTION_SHAPES)
+        else:
+            loops.attend(*arguments)
         return out
 
     def _bias(self, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,11 @@
 """Linear layers for decoding: those that read the same input as one product, and what follows them inside it.
 
-On a CPU in bfloat16 oneDNN wants a weight in blocks. From a plain weight it makes them anew at every call, which for
-the few rows of a decoding step can cost as much as the product. A `Product` keeps the blocks: a copy of the weights,
-refreshed after each update, and oneDNN then also does the activation, the gating or the residual sum before it rounds.
-A row or two are multiplied by a loop of our own, which reads plain weights as fast as memory gives them. Elsewhere the
-layers' own weights are used and nothing is copied.
+On a CPU in bfloat16 a product wants its weight in an order of its own, and making that anew at every call can cost as
+much as the product. A `Product` keeps it: a copy of the weights, refreshed after each update. Where the processor has
+AMX the product is then a loop of ours (`tether.models.tiled`), or for very many rows oneDNN's, which may then as well
+put the weights in order. Elsewhere it is oneDNN's, but for a row or two, for which a loop reads plain weights as fast
+as memory gives them. All of these also do the activation, the gating or the residual sum before they round. On other
+devices and in other dtypes the layers' own weights are used and nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tether.models.cpu import loops_for
+from tether.models.cpu import loops_for, tiled_for
 
 _ROWS = 64  # what oneDNN chooses the shape of its blocks for
 FEW_ROWS = 2
-"""Rows up to which a loop of ours is faster than oneDNN."""
+"""Rows up to which a loop over plain weights is faster than oneDNN."""
+_MANY_ROWS = 512  # over which oneDNN is faster than AMX in a loop of ours
 
 _AFTER = {"none": "PLAIN", "swish": "SILU", "mul": "TIMES", "add": "PLUS"}
 """oneDNN's name for what follows a product -> that of `tether.models.loops`."""
@@ -41,17 +43,21 @@ class Product:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
-        self._blocked: Tensor | None = None
+        tiled = tiled_for(layers[0].weight)
+        self._tiled = tiled if tiled is not None and tiled.can_multiply(layers[0].in_features) else None
+        self._kept: Tensor | None = None
         self._bias: Tensor | None = None
+        self._outputs = sum(layer.out_features for layer in layers)
         self.refresh()
 
     def refresh(self) -> None:
         """Take over the layers' current weights."""
-        self._blocked = None  # first, so that the new blocks take the memory of the old
-        if has_blocked_products(self._layers[0].weight):
+        self._kept = None  # first, so that the new copy takes the memory of the old
+        if self._tiled is not None or has_blocked_products(self._layers[0].weight):
             weights = [layer.weight.detach() for layer in self._layers]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+            in_blocks = torch.ops.mkldnn._reorder_linear_weight
+            self._kept = in_blocks(weight, _ROWS) if self._tiled is None else self._tiled.packed(weight)
             biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
             self._bias = torch.cat(biases) if biases else None
 
@@ -72,21 +78,25 @@ class Product:
         return self._product(x, "add", summand)
 
     def _product(self, x: Tensor, after: str, other: Tensor | None) -> Tensor:
-        loops = loops_for(x) if len(x) <= FEW_ROWS else None
-        if loops is not None:
+        loops = loops_for(x)
+        if self._tiled is not None and len(x) <= _MANY_ROWS:
+            what = getattr(loops, _AFTER[after])
+            product: Tensor = self._tiled.multiplied(x, self._kept, self._outputs, self._bias, what, other)
+            return product
+        if loops is not None and len(x) <= FEW_ROWS:
             return self._by_loop(loops, x, getattr(loops, _AFTER[after]), other)
-        if self._blocked is None:
+        if self._kept is None or (self._tiled is not None and len(self._layers) > 1):
             return self._plain(x, after, other)
-        product: Tensor
+        weight = self._kept if self._tiled is None else self._layers[0].weight
         if other is None:
-            product = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self._bias, after, [], "")
+            product = torch.ops.mkldnn._linear_pointwise(x, weight, self._bias, after, [], "")
         else:
-            product = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._blocked, self._bias, after)
+            product = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, self._bias, after)
         return product
 
     def _by_loop(self, loops: Any, x: Tensor, after: int, other: Tensor | None) -> Tensor:
         x, beside = x.contiguous(), 0 if other is None else other.contiguous()
-        whole = sum(layer.out_features for layer in self._layers)
+        whole = self._outputs
         out, column = x.new_empty(len(x), whole), 0
         for layer in self._layers:
             weight, bias = layer.weight, 0 if layer.bias is None else layer.bias

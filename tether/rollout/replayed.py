@@ -22,11 +22,10 @@ class _Step:
     inputs: list[Tensor]
     product: Tensor
     loops: Any
-    """None: it is not made of loops alone."""
 
 
 class ReplayedDecoder:
-    """The forward of one generation. A step of so few rows that all of it are loops is recorded and replayed.
+    """The forward of one generation. A decoding step that is made of loops alone is recorded and replayed.
 
     The logits of a replayed step lie where those of the step before lay.
 
@@ -37,6 +36,7 @@ class ReplayedDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._step: _Step | None = None
+        self._has_only_loops: dict[int, bool] = {}
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
         """See `Decoder.__call__`."""
@@ -45,19 +45,19 @@ class ReplayedDecoder:
         def middle() -> Tensor:
             return self._decoder.middle(x, rotations, layout, ids.shape, keep)
 
-        cache = layout.memory() if isinstance(layout, Decode) and len(x) <= FEW_ROWS else ()
+        kind = min(len(x), FEW_ROWS + 1)  # rows more than these take the same ways
+        cache = layout.memory() if isinstance(layout, Decode) and self._has_only_loops.get(kind, True) else ()
         replay = replay_for(x) if cache else None
         if replay is None:
             return self._decoder.end(middle())
         inputs = [x, *(part for pair in rotations.values() for part in pair)]
-        if self._step is None or self._step.cache != cache:
-            product, loops = replay.record(middle)
-            self._step = _Step(cache, inputs, product, loops)
-        elif self._step.loops is None:
-            product = middle()
-        else:
+        if self._step is not None and self._step.cache == cache:
             for old, new in zip(self._step.inputs, inputs, strict=True):
                 old.copy_(new)
             self._step.loops.run()
-            product = self._step.product
+            return self._decoder.end(self._step.product)
+        self._step = None  # first, so that the new one takes the memory of the old
+        product, loops = replay.record(middle, watched=kind not in self._has_only_loops)
+        self._has_only_loops[kind] = loops is not None
+        self._step = None if loops is None else _Step(cache, inputs, product, loops)
         return self._decoder.end(product)

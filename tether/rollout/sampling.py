@@ -46,6 +46,10 @@ def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_kept
         sampling: temperature, top_k and top_p are read.
         with_kept: also return which tokens had a probability above 0.
     """
+    is_plain = sampling.temperature != 0 and not with_kept and not sampling.cuts(logits.shape[-1])
+    loops = loops_for(logits) if is_plain else None
+    if loops is not None:
+        return _sample_by_loop(loops, logits.contiguous(), uniform, sampling.temperature)
     at_once = max(1, _SCRATCH // logits.shape[-1])
     parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     if sampling.temperature == 0:
@@ -70,9 +74,6 @@ def _exact(logits: Tensor) -> torch.dtype:
 
 
 def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept: bool) -> Draw:
-    loops = None if with_kept or sampling.cuts(logits.shape[-1]) else loops_for(logits)
-    if loops is not None:
-        return _sample_by_loop(loops, logits.contiguous(), uniform, sampling.temperature)
     exact = logits.to(_exact(logits))
     weights = (exact if sampling.temperature == 1 else exact / sampling.temperature).softmax(dim=-1)
     if 0 < sampling.top_k < logits.shape[-1]:
