@@ -16,6 +16,7 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
 from benchmarks.speed.timing import STEPS_TO_WARM_UP
 from tether.models.cpu import loops_for
+from tether.rollout import replayed
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul", "product"),
@@ -53,22 +54,22 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def loops_recorded() -> Iterator[None]:
-    """PyTorch's profiler sees the compiled loops too, under their names."""
+    """PyTorch's profiler sees the compiled loops too, under their names: all start from Python, none are replayed."""
     if loops_for(torch.empty(0, dtype=torch.bfloat16)) is None:
         yield
         return
-    kind = import_module("tether.models.loops").Loop
-    plain = kind.__call__
+    kind = import_module("tether.models.compiled").Loop
+    plain, replay_for = kind.__call__, replayed.replay_for
 
     def recorded(loop: Any, *arguments: Any) -> None:
         with record_function(f"loop::{loop.name}"):
             plain(loop, *arguments)
 
-    kind.__call__ = recorded
+    kind.__call__, replayed.replay_for = recorded, lambda *_: None
     try:
         yield
     finally:
-        kind.__call__ = plain
+        kind.__call__, replayed.replay_for = plain, replay_for
 
 
 class Recorder:
