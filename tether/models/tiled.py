@@ -37,6 +37,7 @@ from tether.models.tiles import (
     has_tiles,
     read,
     release,
+    round_to,
     shapes_of,
     side_by_side,
     write,
@@ -82,20 +83,24 @@ def _sums(x: Any, lower: Any, stride: Any, weight: Any, steps: Any, out: Any, ah
 
 
 @inline
-def _finish(sums: Any, what: Any, other: Any, out: Any) -> None:
-    """Some sums of a row, what follows them, rounded."""
+def _finish(sums: Any, columns: Any, what: Any, other: Any, out: Any) -> None:
+    """What follows the sums of a row at an address, up to 32, rounded to `out`."""
+    of, beside = float32s(sums, (_BLOCK,)), bfloat16s(other, (columns,))
     if what == SILU:
-        for o in range(len(out)):
-            out[o] = rounded(silu(sums[o]))
+        for o in range(_BLOCK):
+            of[o] = silu(of[o])
     elif what == TIMES:
-        for o in range(len(out)):
-            out[o] = rounded(sums[o] * load(other[o]))
+        for o in range(columns):
+            of[o] *= load(beside[o])
     elif what == PLUS:
-        for o in range(len(out)):
-            out[o] = rounded(sums[o] + load(other[o]))
+        for o in range(columns):
+            of[o] += load(beside[o])
+    if columns == _BLOCK:
+        round_to(sums, out)
     else:
-        for o in range(len(out)):
-            out[o] = rounded(sums[o])
+        to = bfloat16s(out, (columns,))
+        for o in range(columns):
+            to[o] = rounded(of[o])
 
 
 @Loop
@@ -129,11 +134,12 @@ def product(p: Any) -> None:
                 ahead = here + 2048 * steps + LINE * lines * steps * time
                 _sums(x + 2 * row * width, x + 2 * lower * width, 2 * width, here, steps, place, ahead, lines)
                 for i in range(count):
-                    of, at = float32s(place + 128 * i, (_BLOCK,)), 2 * ((row + i) * outputs + column)
                     if a[6] != 0:
+                        of = float32s(place + 128 * i, (columns,))
                         for o in range(columns):
                             of[o] += load(bias[column + o])
-                    _finish(of, what, bfloat16s(a[8] + at, (columns,)), bfloat16s(a[7] + at, (columns,)))
+                    at = 2 * ((row + i) * outputs + column)
+                    _finish(place + 128 * i, columns, what, a[8] + at, a[7] + at)
     release()
     keep(sums)
 

@@ -140,3 +140,22 @@ def side_by_side(typing: Any, even: Any, odd: Any, out: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(even, odd, out), code
+
+
+@_intrinsic
+def round_to(typing: Any, numbers: Any, out: Any) -> Any:
+    """32 float32 numbers at an address -> the nearest bfloat16 ones: `tether.models.compiled.rounded` of each."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        words, halves = ir.VectorType(ir.IntType(32), DEPTH), ir.VectorType(ir.IntType(16), DEPTH)
+        bits = builder.load(builder.inttoptr(values[0], words.as_pointer()), align=4)
+
+        def constant(number: int) -> ir.Constant:
+            return ir.Constant(words, [number] * DEPTH)
+
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+        builder.store(builder.trunc(nearest, halves), builder.inttoptr(values[1], halves.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(numbers, out), code
