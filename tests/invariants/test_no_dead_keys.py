@@ -32,8 +32,9 @@ from tether.config.type_errors import expected
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.pool import RewardPool
 from tether.trainer import commands, control_commands
-from tether.trainer.build import build_run, inputs, learners
+from tether.trainer.build import inputs, learners
 from tether.trainer.build.control import build_control_run
+from tether.trainer.build.run import build_run
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
 

@@ -24,7 +24,7 @@ from tether.config import load_config
 from tether.rewards.custom import CustomReward
 from tether.rewards.outcome import RewardFailure, RewardRequest, Score
 from tether.rewards.pool import RewardPool
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 0.25

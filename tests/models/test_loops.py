@@ -32,7 +32,7 @@ def test_norm_and_its_way_back(rows: int, width: int, offset: float) -> None:
     x, weight, grad = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
     out, scale, parts = torch.empty_like(x), torch.empty(rows), torch.zeros(3, width)
     grad_x = torch.empty_like(x)
-    loops.rms_norm(rows, width, offset, 1e-2, x, weight, out, scale)
+    loops.rms_norm(rows, 1, width, offset, 1e-2, x, weight, out, scale, width)
     loops.rms_norm_backward(rows, width, 3, offset, x, weight, scale, grad, grad_x, parts)
     exact, w = x.double().requires_grad_(), weight.double().requires_grad_()
     factor = (exact.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
@@ -42,6 +42,17 @@ def test_norm_and_its_way_back(rows: int, width: int, offset: float) -> None:
     wanted = torch.autograd.grad(expected, (exact, w), grad.double())
     close(grad_x, wanted[0])
     torch.testing.assert_close(parts.sum(0).double(), wanted[1], rtol=1e-5, atol=1e-5)
+
+
+def test_norm_of_some_heads_of_each_row() -> None:
+    """The next row's do not follow at once."""
+    x, weight = drawn(6, 9, 8)[:, 2:5], drawn(8, seed=1)
+    out, scale = torch.empty(6, 3, 8, dtype=BF16), torch.empty(6, 3)
+    loops.rms_norm(6, 3, 8, 0.0, 1e-2, x, weight, out, scale, x.stride(0))
+    exact = x.double()
+    factor = (exact.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
+    close(out, exact * factor * weight.double(), 2)
+    torch.testing.assert_close(scale.double(), factor.squeeze(-1), rtol=1e-6, atol=0)
 
 
 def test_gated_and_its_way_back() -> None:
@@ -134,7 +145,7 @@ def test_damage_is_not_hidden(bad: float) -> None:
     assert not attended(heads, torch.tensor([5]), keys, values)[0, :2, 0].isfinite().any()
     x, out, scale = drawn(2, 5), torch.empty(2, 5, dtype=BF16), torch.empty(2)
     x[1, 3] = bad
-    loops.rms_norm(2, 5, 0.0, 1e-5, x, drawn(5), out, scale)
+    loops.rms_norm(2, 1, 5, 0.0, 1e-5, x, drawn(5), out, scale, 5)
     assert out[0].isfinite().all()
     assert out[1].isnan().any()
     loops.gated(10, drawn(10), x, out)
@@ -157,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         x, out, scale, parts = drawn(50, 12), torch.empty(50, 12, dtype=BF16), torch.empty(50), torch.zeros(4, 12)
-        loops.rms_norm(50, 12, 0.0, 1e-5, x, drawn(12), out, scale)
+        loops.rms_norm(50, 1, 12, 0.0, 1e-5, x, drawn(12), out, scale, 12)
         loops.rms_norm_backward(50, 12, 4, 0.0, x, drawn(12), scale, drawn(50, 12, seed=3), torch.empty_like(x), parts)
         keys, values = drawn(7, 2, 31, 8, seed=1), drawn(7, 2, 31, 8, seed=2)
         results.append((out, parts, attended(heads, position, keys, values)))

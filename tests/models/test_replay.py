@@ -19,7 +19,7 @@ def chained(x: Tensor, weights: list[Tensor]) -> Tensor:
     """Each product needs all of the one before, from whichever thread it came."""
     for weight in weights:
         normed, scale = torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
-        loops.rms_norm(len(x), x.shape[1], 0.0, 1e-6, x, weight[0], normed, scale)
+        loops.rms_norm(len(x), 1, x.shape[1], 0.0, 1e-6, x, weight[0], normed, scale, x.shape[1])
         out = x.new_empty(len(x), len(weight))
         loops.product(len(x), x.shape[1], len(weight), len(weight), loops.PLAIN, normed, weight, 0, 0, out, 0)
         x = out

@@ -10,7 +10,7 @@ import torch
 from tests.trainer.tiny_run import base_overrides, measured, same, train, weights
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.training.checkpoint import load_state
 
 

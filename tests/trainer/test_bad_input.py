@@ -11,7 +11,7 @@ from tests.tiny import save_tiny
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, rows, train, write_jsonl
 from tether.config import load_config
 from tether.rewards.outcome import RewardFailure
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.training.checkpoint import CheckpointDamaged
 
 Spoil = Callable[[Path, Path], str]

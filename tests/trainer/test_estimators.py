@@ -18,7 +18,7 @@ from tether.config.advantage_rules import COMPARES_RESPONSES
 from tether.config.keys import keys
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.trainer import Trainer
 
 REWARD = '''

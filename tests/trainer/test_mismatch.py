@@ -8,7 +8,7 @@ import torch
 
 from tests.trainer.tiny_run import GAE, GRPO, measured
 from tether.config import load_config
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.mismatch import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
 
 CUT = ["actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.rollout.top_k=40"]

@@ -8,8 +8,8 @@ import torch
 
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, weights
 from tether.config import load_config
-from tether.trainer.build import build_run
 from tether.trainer.build.off_policy import old_log_probs_from
+from tether.trainer.build.run import build_run
 from tether.trainer.mismatch import ALARM
 from tether.trainer.trainer import OldLogProbs
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tests.trainer.tiny_run import GAE, set_eos
 from tether.config import load_config
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.preflight import Preflight, preflight
 
 

@@ -12,7 +12,7 @@ from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.reward_shaping import RewardShaping
 from tether.training.checkpoint import TRACKER
 from tether.training.local import LocalEngine

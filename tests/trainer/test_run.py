@@ -14,7 +14,7 @@ from tether.config import load_config
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics, read_samples
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.trainer import Trainer
 from tether.training.checkpoint import CheckpointStore
 

@@ -10,7 +10,7 @@ import pytest
 from tests.trainer.tiny_run import GAE, measured, train
 from tether.config import load_config
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 from tether.trainer.commands import evaluate
 from tether.trainer.evaluate import EvaluationResult
 

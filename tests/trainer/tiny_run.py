@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.tiny import EOS_ID, save_tiny
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build import build_run
+from tether.trainer.build.run import build_run
 
 NUM_PROMPTS = 10
 BATCH = 4  # three steps an epoch, the last of them short

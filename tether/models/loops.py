@@ -32,14 +32,13 @@ from tether.models.compiled import (
 
 @Loop
 def rms_norm(p: Any) -> None:
-    """x [N, E], weight [E] -> out [N, E], scale [N] float32."""
-    a = carray(p, (8,))
-    rows, width, offset, eps = a[0], a[1], float_of(a[2]), float_of(a[3])
-    x, weight, out = bfloat16s(a[4], (rows, width)), bfloat16s(a[5], (width,)), bfloat16s(a[6], (rows, width))
-    scale = float32s(a[7], (rows,))
+    """x [N, H, E] with a stride of N, weight [E] -> out [N, H, E], scale [N, H] float32."""
+    a = carray(p, (10,))
+    rows, heads, width, offset, eps = a[0] * a[1], a[1], a[2], float_of(a[3]), float_of(a[4])
+    weight, out, scale = bfloat16s(a[6], (width,)), bfloat16s(a[7], (rows, width)), float32s(a[8], (rows,))
     first, last = share(rows)
     for row in range(first, last):
-        of, to = x[row], out[row]
+        of, to = bfloat16s(a[5] + 2 * (row // heads * a[9] + row % heads * width), (width,)), out[row]
         total = np.float32(0)
         for e in range(width):
             total += load(of[e]) * load(of[e])

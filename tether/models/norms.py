@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [.., E]."""
         if not torch.is_grad_enabled():
-            return _normalised(x.contiguous(), self.weight, self.eps, self.offset)[0]
+            return _normalised(x, self.weight, self.eps, self.offset)[0]
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.offset)
         return normed
 
@@ -85,11 +85,12 @@ class _RMSNorm(torch.autograd.Function):
 
 def _normalised(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """What comes out, and the factor 1 / sqrt(mean(x^2) + eps) of each row."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
     loops = loops_for(x, weight)
     if loops is not None:
-        loops.rms_norm(scale.numel(), x.shape[-1], offset, eps, x, weight, out, scale)
+        heads = x if x.dim() == 3 and x.stride()[1:] == (x.shape[2], 1) else x.contiguous().view(-1, 1, x.shape[-1])
+        loops.rms_norm(*heads.shape, offset, eps, heads, weight, out, scale, heads.stride(0))
         return out, scale
     # A few rows at a time, so that what is computed in between stays in the cache.
     for rows, row_scale, normed in _few_rows(x, scale, out):

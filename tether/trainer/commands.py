@@ -11,20 +11,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from tether.config import LoadedConfig, load_config
 from tether.execution.interrupt import graceful_interrupt
-from tether.execution.machine import cache_dir
 from tether.metrics.loggers import build_loggers
 from tether.metrics.loggers.protocol import RunInfo
-from tether.models.pull import pull_model
-from tether.models.resolve import KNOWN_MODELS
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.build import build_critic_pretraining, build_evaluator, build_generator, build_run
+from tether.rollout.protocol import NoiseKey
+from tether.trainer.build.run import build_run
+from tether.trainer.build.standalone import build_critic_pretraining, build_evaluator
 from tether.trainer.control_commands import evaluate as evaluate_control
 from tether.trainer.control_commands import play as play_control
 from tether.trainer.critic_pretraining import EXPLAINED
 from tether.trainer.evaluate import EvaluationResult
+from tether.trainer.model_commands import checkpoint_at
 from tether.trainer.preflight import preflight
 from tether.trainer.report import show_report
-from tether.training.checkpoint import CheckpointStore, is_checkpoint, step_of, verify
+from tether.training.checkpoint import step_of
 
 
 def train(loaded: LoadedConfig, command: str) -> None:
@@ -82,7 +81,7 @@ def evaluate(checkpoint: Path, overrides: Sequence[str]) -> None:
         CheckpointDamaged: a file of the checkpoint is not what was saved.
     """
     disable_progress_bar()
-    checkpoint = _checkpoint(checkpoint)
+    checkpoint = checkpoint_at(checkpoint)
     loaded = load_config(checkpoint / "run.yaml", overrides)
     console = Console(highlight=False, markup=False)
     if loaded.config.env.train.id is not None:
@@ -149,7 +148,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
     Raises:
         ValueError: it is no checkpoint of a control policy.
     """
-    checkpoint = _checkpoint(checkpoint)
+    checkpoint = checkpoint_at(checkpoint)
     asked = [
         f"env.eval.num_episodes={episodes}",
         "env.eval.total_num_envs=1",
@@ -161,47 +160,6 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         raise ValueError(f"{checkpoint}: a language model; ask it with `tether generate {checkpoint}`")
     console = Console(highlight=False, markup=False)
     console.print(f"written to {play_control(checkpoint, loaded, console)}", soft_wrap=True)
-
-
-def generate(model: str, prompts: Sequence[str], sampling: SamplingParams, system: str | None, seed: int) -> None:
-    """Print the replies of a model."""
-    disable_progress_bar()
-    folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        model = str(_checkpoint(folder) / "actor")
-    engine, tokenizer, encode = build_generator(model)
-    ids = [encode(prompt, system) for prompt in prompts]
-    batch = engine.generate(ids, sampling, NoiseKey(seed, step=0))
-    for row, (response, length) in enumerate(zip(batch.response_ids, batch.response_length.tolist(), strict=True)):
-        if len(prompts) * sampling.n > 1:
-            print(f"--- {prompts[row // sampling.n]}")
-        print(tokenizer.decode(response[:length], skip_special_tokens=True))
-
-
-def pull(name: str) -> Path:
-    """Fetch a known model into the cache."""
-    return pull_model(name, cache_dir(), progress=print)
-
-
-def list_models() -> None:
-    """Print the known models, and whether they are in the cache."""
-    for name, model in KNOWN_MODELS.items():
-        here = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
-        print(f"{name:20} {here:16} {model.requirement}, {model.size_mb} MB")
-
-
-def _checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names, verified; of a run's folder, its last one.
-
-    Raises:
-        ValueError: there is none.
-        CheckpointDamaged: a file of it is not what was saved.
-    """
-    checkpoint = path if is_checkpoint(path) else CheckpointStore(path).latest()
-    if checkpoint is None:
-        raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
-    verify(checkpoint)
-    return checkpoint
 
 
 def _show(result: EvaluationResult, checkpoint: Path, console: Console) -> None:

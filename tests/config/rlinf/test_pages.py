@@ -11,8 +11,8 @@ from tether.config.rlinf.embodied import EMBODIED, FIXED
 from tether.config.rlinf.rows import Mapped
 from tether.config.rlinf.text import TEXT
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build import build_run
 from tether.trainer.build.control import build_control_run
+from tether.trainer.build.run import build_run
 
 HERE = Path(__file__).parent
 PAGE_KEYS = (

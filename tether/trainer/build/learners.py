@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from tether.algorithms import TOKEN_SELECTIONS
@@ -26,6 +25,7 @@ from tether.models.load import load_causal_lm
 from tether.required import REQUIRED_AGGREGATION
 from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
+from tether.trainer.build.loading import DTYPES, on_device
 from tether.trainer.build.off_policy import bypass_options, old_log_probs_from
 from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel, ValueOutputs
 from tether.training.learner import Learner
@@ -34,8 +34,6 @@ from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSel
 from tether.training.micro_batches import MicroBatching
 from tether.training.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
-
-DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 Reference = Callable[[TrainBatch], PolicyOutputs]
 
@@ -61,12 +59,6 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
 def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool) -> MicroBatching:
     """Rows a micro-batch, or tokens under ``use_dynamic_bsz``."""
     return MicroBatching(max_rows=None if dynamic else rows, max_tokens=tokens if dynamic else None, packed=packed)
-
-
-def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model; transformers' own `to` is typed for a decorator that hides its argument."""
-    nn.Module.to(model, device)
-    return model
 
 
 def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:

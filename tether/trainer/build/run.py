@@ -27,13 +27,13 @@ from tether.trainer.build.advantages import (
 )
 from tether.trainer.build.inputs import Inputs, build_inputs, build_rewards
 from tether.trainer.build.learners import (
-    DTYPES,
     build_actor,
     build_critic,
     build_reference,
     load_policy,
     load_reference,
 )
+from tether.trainer.build.loading import DTYPES
 from tether.trainer.build.off_policy import (
     build_critic_warmup,
     build_dynamic_sampling,
