@@ -32,6 +32,16 @@ def test_a_directory_loads_and_saves_back_bit_for_bit(tiny_dir, tmp_path, packed
         assert torch.equal(again(ids).logits, AutoModelForCausalLM.from_pretrained(tiny_dir)(ids).logits)
 
 
+def test_float32_weights_stand_where_computed_ones_would(tiny_dir):
+    """Or products of one row round otherwise, on processors where MKL's depend on the address."""
+
+    def addresses(model):
+        return {parameter.data_ptr() % 64 for parameter in model.parameters()}
+
+    assert addresses(load_causal_lm(tiny_dir, dtype=torch.float32)) == {0}
+    assert addresses(AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)) != {0}
+
+
 def test_transformers_own_attention_can_be_kept(tiny_dir):
     model = load_causal_lm(tiny_dir, dtype=torch.bfloat16, attn="sdpa")
     assert model.dtype == torch.bfloat16

@@ -19,6 +19,7 @@ from tether.models.from_gguf import load_gguf_model, load_gguf_tokenizer
 
 CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
 """How the class names end that a critic is saved as."""
+_ALIGNMENT = 64  # bytes, as PyTorch allocates
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -170,12 +171,24 @@ def from_checkpoint(
             "It was saved from another model class or is incomplete."
         )
     loaded: PreTrainedModel = model
+    _align(loaded)
     return loaded
 
 
 def is_gguf(path: Path | str) -> bool:
     """Whether a path names a GGUF file."""
     return Path(path).suffix == ".gguf"
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move float32 weights that a file's layout put at odd addresses to where weights that were computed stand.
+
+    MKL's products of a single row or column round by the address on some processors: a model that was saved and loaded
+    would not repeat what it did before, bit for bit.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32 and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def _first_line(error: Exception) -> str:
