@@ -1,5 +1,7 @@
 """Loops that multiply with AMX: linear layers over any number of rows, and attention of new tokens.
 
+Whoever wants them asks `tether.models.cpu.tiled_for`, which knows whether there is AMX.
+
 Legend: N rows, E and O = width of what goes into a linear layer and of what comes out; R rows of one new token each, K
 key/value heads, G query heads for each of them, D = head size.
 """
@@ -34,7 +36,6 @@ from tether.models.tiles import (
     clear,
     configure,
     fetch,
-    has_tiles,
     read,
     release,
     round_to,
@@ -49,13 +50,13 @@ _CHUNK = 4 * TILE  # numbers of a value that are summed up at once, in four tile
 
 
 def can_multiply(width: int) -> bool:
-    """Whether rows of so many numbers can be multiplied here."""
-    return has_tiles() and width % DEPTH == 0
+    """Whether rows of so many numbers can be multiplied."""
+    return width % DEPTH == 0
 
 
 def can_attend(groups: int, size: int, value_size: int) -> bool:
-    """Whether heads like these can be attended to here."""
-    return has_tiles() and size % _CHUNK == value_size % _CHUNK == 0 and groups <= TILE
+    """Whether heads like these can be attended to."""
+    return size % _CHUNK == value_size % _CHUNK == 0 and groups <= TILE
 
 
 @inline

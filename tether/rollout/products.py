@@ -79,12 +79,12 @@ class Product:
 
     def _product(self, x: Tensor, after: str, other: Tensor | None) -> Tensor:
         loops = loops_for(x)
+        what = None if loops is None else getattr(loops, _AFTER[after])
         if self._tiled is not None and len(x) <= _MANY_ROWS:
-            what = getattr(loops, _AFTER[after])
             product: Tensor = self._tiled.multiplied(x, self._kept, self._outputs, self._bias, what, other)
             return product
-        if loops is not None and len(x) <= FEW_ROWS:
-            return self._by_loop(loops, x, getattr(loops, _AFTER[after]), other)
+        if what is not None and len(x) <= FEW_ROWS:
+            return self._by_loop(loops, x, what, other)
         if self._kept is None or (self._tiled is not None and len(self._layers) > 1):
             return self._plain(x, after, other)
         weight = self._kept if self._tiled is None else self._layers[0].weight
