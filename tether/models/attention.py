@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tether.models.causal import causal_attention
+from tether.models.cpu import pieces_for
 from tether.models.gated import replace_gated_mlps
 from tether.models.layout import AttentionLayout, AttentionSpec
 from tether.models.norms import replace_norms
@@ -45,6 +46,11 @@ class Packed:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`; R is 1 and Q is N."""
+        pieces = pieces_for(query, key, value)
+        if pieces is not None and pieces.can_attend(query.shape[3], value.shape[3]):
+            tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+            attended: Tensor = pieces.attention(*tokens, self.lengths, self.after, spec)
+            return attended.transpose(0, 1)[None]
         places = places_of(self.lengths, self.after, query.device)
         spread = (places.batches(places.spread(x[0].transpose(0, 1))) for x in (query, key, value))
         outputs = []

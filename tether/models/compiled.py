@@ -150,6 +150,14 @@ def silu(x: Any) -> Any:
 
 
 @inline
+def capped(score: Any, softcap: Any) -> Any:
+    """softcap * tanh(score / softcap)."""
+    e = exp(np.float32(-2) * abs(score) / softcap)
+    size = softcap * (np.float32(1) - e) / (np.float32(1) + e)
+    return size if score > 0 else -size
+
+
+@inline
 def share(count: Any) -> Any:
     """First and last (excluded) of this thread's share of `count` things."""
     return count * _thread() // _threads(), count * (_thread() + 1) // _threads()

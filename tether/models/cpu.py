@@ -1,4 +1,4 @@
-"""Where the compiled loops of `tether.models.loops` and `tether.models.tiled` run, and are replayed."""
+"""Where the compiled loops of `tether.models` run, and are replayed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def tiled_for(*tensors: Tensor) -> ModuleType | None:
     if loops_for(*tensors) is None:
         return None
     return import_module("tether.models.tiled") if import_module("tether.models.tiles").has_tiles() else None
+
+
+def pieces_for(*tensors: Tensor) -> ModuleType | None:
+    """The module of attention over packed pieces, where `loops_for` gives one and there is AVX512_BF16; else None."""
+    if loops_for(*tensors) is None:
+        return None
+    return import_module("tether.models.pieces") if import_module("tether.models.vectors").has_products() else None
 
 
 def replay_for(*tensors: Tensor) -> ModuleType | None:

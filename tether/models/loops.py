@@ -17,6 +17,7 @@ from numba import carray
 from tether.models.compiled import (
     Loop,
     bfloat16s,
+    capped,
     exp,
     float32s,
     float_of,
@@ -304,9 +305,7 @@ def softmax(scores: Any, seen: Any, softcap: Any) -> None:
     padded = (seen + 3) // 4 * 4
     if softcap > 0:
         for n in range(padded):
-            e = exp(np.float32(-2) * abs(scores[n]) / softcap)
-            capped = softcap * (np.float32(1) - e) / (np.float32(1) + e)
-            scores[n] = capped if scores[n] > 0 else -capped
+            scores[n] = capped(scores[n], softcap)
     m0, m1, m2, m3 = scores[0], scores[1], scores[2], scores[3]
     for n in range(4, padded, 4):  # four chains: each comparison waits for the one before
         m0 = scores[n] if scores[n] > m0 else m0

@@ -35,14 +35,12 @@ from tether.models.tiles import (
     add_product,
     clear,
     configure,
-    fetch,
     read,
     release,
-    round_to,
     shapes_of,
-    side_by_side,
     write,
 )
+from tether.models.vectors import fetch, round_to, side_by_side
 
 _BLOCK = 2 * TILE  # rows and columns of the sums that are held at once: four tiles, made of two and two
 _ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight

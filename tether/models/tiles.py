@@ -19,12 +19,14 @@ from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from tether.models.vectors import declared
+
 TILE = 16
 """Rows of a tile, and columns of sums."""
 DEPTH = 32
 """Numbers of a row that a tile product goes through."""
 LINE = 64
-"""Bytes of a tile's row, and of what is fetched at a time."""
+"""Bytes of a tile's row."""
 
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl, whose number is 158
 
@@ -64,17 +66,12 @@ def _instruction(name: str, kinds: str, *arguments: Any) -> Any:
     }
 
     def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
-        function = _declared(builder, f"llvm.x86.{name}", [of_kind[kind] for kind in kinds])
+        function = declared(builder, f"llvm.x86.{name}", ir.VoidType(), [of_kind[kind] for kind in kinds])
         of = zip(kinds, arguments, values, strict=True)
         builder.call(function, [made[kind](builder, argument, value) for kind, argument, value in of])
         return context.get_dummy_value()
 
     return types.void(*arguments), code
-
-
-def _declared(builder: ir.IRBuilder, name: str, arguments: list[Any]) -> Any:
-    module: Any = builder.module
-    return module.globals.get(name) or ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
 
 
 @_intrinsic
@@ -111,51 +108,3 @@ def write(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
 def add_product(typing: Any, sums: Any, left: Any, right: Any) -> Any:
     """Add the product of two tiles to a third."""
     return _instruction("tdpbf16ps", "ttt", sums, left, right)
-
-
-@_intrinsic
-def fetch(typing: Any, address: Any) -> Any:
-    """Ask for the line at an address, into the second level of the cache."""
-
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
-        number, place = ir.IntType(32), ir.IntType(8).as_pointer()
-        function = _declared(builder, "llvm.prefetch.p0", [place, number, number, number])
-        to_read, second_level, data = number(0), number(2), number(1)
-        builder.call(function, [builder.inttoptr(values[0], place), to_read, second_level, data])
-        return context.get_dummy_value()
-
-    return types.void(address), code
-
-
-@_intrinsic
-def side_by_side(typing: Any, even: Any, odd: Any, out: Any) -> Any:
-    """32 bfloat16 numbers at one address and 32 at another, in turns, to a third: the pairs of a row of two tiles."""
-
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
-        half, whole = ir.VectorType(ir.IntType(16), DEPTH), ir.VectorType(ir.IntType(16), 2 * DEPTH)
-        left, right = (builder.load(builder.inttoptr(at, half.as_pointer()), align=2) for at in values[:2])
-        order = [place for n in range(DEPTH) for place in (n, DEPTH + n)]
-        pairs = builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * DEPTH), order))
-        builder.store(pairs, builder.inttoptr(values[2], whole.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(even, odd, out), code
-
-
-@_intrinsic
-def round_to(typing: Any, numbers: Any, out: Any) -> Any:
-    """32 float32 numbers at an address -> the nearest bfloat16 ones: `tether.models.compiled.rounded` of each."""
-
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
-        words, halves = ir.VectorType(ir.IntType(32), DEPTH), ir.VectorType(ir.IntType(16), DEPTH)
-        bits = builder.load(builder.inttoptr(values[0], words.as_pointer()), align=4)
-
-        def constant(number: int) -> ir.Constant:
-            return ir.Constant(words, [number] * DEPTH)
-
-        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-        nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
-        builder.store(builder.trunc(nearest, halves), builder.inttoptr(values[1], halves.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(numbers, out), code
