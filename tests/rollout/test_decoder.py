@@ -95,13 +95,18 @@ def test_what_it_does_not_know_runs_by_transformers(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("widths", [(16, 48), (64,)])
 @pytest.mark.parametrize("rows", [1, 5, 600])
-@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.parametrize("multiplying", [True, False])
 @torch.no_grad()
 def test_products_by_parts(
-    dtype: torch.dtype, bias: bool, widths: tuple[int, ...], rows: int, amx: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    bias: bool,
+    widths: tuple[int, ...],
+    rows: int,
+    multiplying: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not amx:
-        monkeypatch.setattr(products, "tiled_for", lambda *_: None)
+    if not multiplying:
+        monkeypatch.setattr(products, "multiplying_for", lambda *_: None)
     torch.manual_seed(0)
     layers = [nn.Linear(32, width, bias=bias).to(dtype) for width in widths]
     x, other = torch.randn(rows, 32).to(dtype), torch.randn(rows, 64).to(dtype)

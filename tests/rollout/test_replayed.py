@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
-from tether.models.cpu import replay_for, tiled_for
+from tether.models.cpu import multiplying_for, replay_for
 from tether.rollout import replayed
 from tether.rollout.native import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
@@ -93,7 +93,7 @@ def test_many_rows_are_replayed_where_products_are_loops(
     prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(40)]
     found = sample(model, prompts, slots=24)
     assert "run" in runs
-    assert ("refused" in runs) == (tiled_for(torch.zeros(1, dtype=BF16)) is None)
+    assert ("refused" in runs) == (multiplying_for(torch.zeros(1, dtype=BF16)) is None)
     monkeypatch.setattr(replayed, "replay_for", lambda *_: None)
     assert same(found, sample(model, prompts, slots=24))
 

@@ -19,11 +19,14 @@ def loops_for(*tensors: Tensor) -> ModuleType | None:
     return None
 
 
-def tiled_for(*tensors: Tensor) -> ModuleType | None:
-    """The module of loops by AMX (`tether.models.tiled`), where `loops_for` gives one and there is AMX; else None."""
+def multiplying_for(*tensors: Tensor) -> ModuleType | None:
+    """The module of loops that multiply, where `loops_for` gives one: by AMX (`tether.models.tiled`) or AVX512_BF16
+    (`tether.models.vectored`); None where there is neither."""
     if loops_for(*tensors) is None:
         return None
-    return import_module("tether.models.tiled") if import_module("tether.models.tiles").has_tiles() else None
+    if import_module("tether.models.tiles").has_tiles():
+        return import_module("tether.models.tiled")
+    return import_module("tether.models.vectored") if import_module("tether.models.vectors").has_products() else None
 
 
 def pieces_for(*tensors: Tensor) -> ModuleType | None:

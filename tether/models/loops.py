@@ -29,6 +29,7 @@ from tether.models.compiled import (
     sigmoid,
     silu,
 )
+from tether.models.vectors import COLUMNS, round_to
 
 
 @Loop
@@ -126,6 +127,10 @@ def rotate(p: Any) -> None:
                 to[half + d] = rounded(right * load(c[d]) + left * up)
 
 
+PLAIN, SILU, TIMES, PLUS = range(4)
+"""What follows a product before it is rounded."""
+
+
 @inline
 def _finished(product: Any, what: Any, other: Any) -> Any:
     if what == SILU:
@@ -137,8 +142,25 @@ def _finished(product: Any, what: Any, other: Any) -> Any:
     return rounded(product)
 
 
-PLAIN, SILU, TIMES, PLUS = range(4)
-"""What follows a product before it is rounded."""
+@inline
+def finish(sums: Any, columns: Any, what: Any, other: Any, out: Any) -> None:
+    """What follows the sums of a row at an address, up to 32, rounded to `out`."""
+    of, beside = float32s(sums, (COLUMNS,)), bfloat16s(other, (columns,))
+    if what == SILU:
+        for o in range(COLUMNS):
+            of[o] = silu(of[o])
+    elif what == TIMES:
+        for o in range(columns):
+            of[o] *= load(beside[o])
+    elif what == PLUS:
+        for o in range(columns):
+            of[o] += load(beside[o])
+    if columns == COLUMNS:
+        round_to(sums, out)
+    else:
+        to = bfloat16s(out, (columns,))
+        for o in range(columns):
+            to[o] = rounded(of[o])
 
 
 @Loop
@@ -320,6 +342,29 @@ def softmax(scores: Any, seen: Any, softcap: Any) -> None:
         scores[n] /= total
     for n in range(seen, padded):
         scores[n] = np.float32(0)
+
+
+@inline
+def copy(address: Any, count: Any, to: Any) -> None:
+    """So many bfloat16 numbers."""
+    of, out = bfloat16s(address, (count,)), bfloat16s(to, (count,))
+    for n in range(count):
+        out[n] = of[n]
+
+
+@inline
+def weigh(scores: Any, before: Any, seen: Any, softcap: Any, weights: Any) -> None:
+    """Scores of a query -> its weights, rounded; 0 for the keys before, and for those after up to a multiple of 32."""
+    of, end = scores[before:], before + seen
+    for n in range(seen, seen + 3):  # up to which `softmax` may look
+        of[n] = of[seen - 1]
+    softmax(of, seen, softcap)
+    for n in range(before):
+        weights[n] = np.uint16(0)
+    for n in range(seen):
+        weights[before + n] = rounded(of[n])
+    for n in range(end, (end + COLUMNS - 1) // COLUMNS * COLUMNS):
+        weights[n] = np.uint16(0)
 
 
 @Loop

@@ -46,8 +46,8 @@ from tether.models.vectors import COLUMNS, add_products, side_by_side, transpose
 
 _BLOCK = COLUMNS
 _HIDDEN = np.float32(-1e30)
-_FIELDS = 8
-_FIRST, _COUNT, _OFFSET, _OWN, _BEFORE, _SEEN_BEFORE, _LOOKERS, _LOOKING = range(_FIELDS)
+_FIELDS = 9
+_FIRST, _COUNT, _OFFSET, _OWN, _END, _BEFORE, _SEEN_BEFORE, _FOLLOWING, _FOLLOWERS = range(_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Blocks:
     """Where the blocks of 32 tokens lie; made by `blocks_of`."""
 
     table: Tensor
-    """[B, 8] int64: first token, how many tokens, place of the first in its piece; first block of the piece, first
-    block of the piece before it and that one's tokens (0: none); where among the `lookers` those of this block begin,
-    and how many they are."""
-    lookers: Tensor
-    """Blocks whose queries look at a block's keys: from itself to the end of its piece, and those that continue it."""
+    """[B, 9] int64: first token, how many tokens, place of the first in its piece; first block of the piece, and the
+    one after its last; first block of the piece before it and that one's tokens (0: none); where among the `following`
+    those of its piece begin, and how many they are."""
+    following: Tensor
+    """Blocks of the pieces that continue a piece: with those of the piece from a block on, they look at its keys."""
     longest: int
     """Keys that a query can see, rounded up to whole blocks."""
 
@@ -75,19 +75,17 @@ def blocks_of(lengths: tuple[int, ...], after: tuple[int | None, ...] | None) ->
         if before is not None:
             continuing[before].extend(range(own[piece], own[piece] + counts[piece]))
     table: list[tuple[int, ...]] = []
-    lookers: list[int] = []
+    following: list[int] = []
     longest = token = 0
     for piece, (length, before) in enumerate(zip(lengths, prior, strict=True)):
         ahead = (0, 0) if before is None else (own[before], lengths[before])
         longest = max(longest, counts[piece] + -(-ahead[1] // _BLOCK))
+        blocks, followers = (own[piece], own[piece] + counts[piece]), (len(following), len(continuing[piece]))
         for offset in range(0, length, _BLOCK):
-            block = own[piece] + offset // _BLOCK
-            looking = [*range(block, own[piece] + counts[piece]), *continuing[piece]]
-            count = min(_BLOCK, length - offset)
-            table.append((token + offset, count, offset, own[piece], *ahead, len(lookers), len(looking)))
-            lookers.extend(looking)
+            table.append((token + offset, min(_BLOCK, length - offset), offset, *blocks, *ahead, *followers))
+        following.extend(continuing[piece])
         token += length
-    return Blocks(torch.tensor(table), torch.tensor(lookers, dtype=torch.int64), longest * _BLOCK)
+    return Blocks(torch.tensor(table), torch.tensor(following, dtype=torch.int64), longest * _BLOCK)
 
 
 @Loop
@@ -333,10 +331,8 @@ def keys_backward(p: Any) -> None:
     blocks, kv_heads, groups, size, value_size = a[0], a[1], a[2], a[3], a[4]
     scale, softcap, window = float_of(a[5]), float_of(a[6]), a[7]
     turned_query, paired_query, turned_grad, paired_grad = a[18], a[19], a[20], a[21]
-    table, lookers = (
-        carray(pointer(a[9], np.int64(0)), (blocks, _FIELDS)),
-        carray(pointer(a[10], np.int64(0)), (a[11],)),
-    )
+    table = carray(pointer(a[9], np.int64(0)), (blocks, _FIELDS))
+    following = carray(pointer(a[10], np.int64(0)), (a[11],))
     heads = kv_heads * groups
     log_sum, along = float32s(a[22], (heads, blocks, _BLOCK)), float32s(a[23], (heads, blocks, _BLOCK))
     scores, grads = np.empty((_BLOCK, _BLOCK), np.float32), np.empty((_BLOCK, _BLOCK), np.float32)
@@ -351,9 +347,11 @@ def keys_backward(p: Any) -> None:
         values += 2 * (block[_FIRST] * a[16] + kv_head * a[17])
         of_key[:] = np.float32(0)
         of_value[:] = np.float32(0)
-        for look in range(groups * block[_LOOKING]):
-            head = kv_head * groups + look // block[_LOOKING]
-            looker = lookers[block[_LOOKERS] + look % block[_LOOKING]]
+        own = block[_END] - task % blocks
+        looking = own + block[_FOLLOWERS]
+        for look in range(groups * looking):
+            head, n = kv_head * groups + look // looking, look % looking
+            looker = task % blocks + n if n < own else following[block[_FOLLOWING] + n - own]
             at = 2 * _BLOCK * (head * blocks + looker)
             add_products(keys, 2 * a[13], count, turned_query + at * size, size // 2, to_scores, 4 * _BLOCK, 1)
             turned = turned_grad + at * value_size
@@ -436,9 +434,9 @@ class _Attention(torch.autograd.Function):
         how = _how(query, key, value, blocks, ctx.spec)
         keys = (_turned(key, blocks), _paired(key, blocks))
         queries_backward(*how, *_rows(query), grad, *keys, _turned(value, blocks), of_query, log_sum, along)
-        lookers = (blocks.lookers, len(blocks.lookers))
+        following = (blocks.following, len(blocks.following))
         sides = (side for x in (query, grad) for side in (_turned(x, blocks), _paired(x, blocks)))
-        keys_backward(*how, *lookers, *_rows(key), *_rows(value), *sides, log_sum, along, of_key, of_value)
+        keys_backward(*how, *following, *_rows(key), *_rows(value), *sides, log_sum, along, of_key, of_value)
         return of_query, of_key, of_value, None, None
 
 

@@ -1,6 +1,6 @@
 """Loops that multiply with AMX: linear layers over any number of rows, and attention of new tokens.
 
-Whoever wants them asks `tether.models.cpu.tiled_for`, which knows whether there is AMX.
+Whoever wants them asks `tether.models.cpu.multiplying_for`, which knows what the processor has.
 
 Legend: N rows, E and O = width of what goes into a linear layer and of what comes out; R rows of one new token each, K
 key/value heads, G query heads for each of them, D = head size.
@@ -25,9 +25,8 @@ from tether.models.compiled import (
     pointer,
     rounded,
     share,
-    silu,
 )
-from tether.models.loops import PLUS, SILU, TIMES, softmax
+from tether.models.loops import copy, finish, weigh
 from tether.models.tiles import (
     DEPTH,
     LINE,
@@ -40,10 +39,12 @@ from tether.models.tiles import (
     shapes_of,
     write,
 )
-from tether.models.vectors import fetch, round_to, side_by_side
+from tether.models.vectors import fetch, side_by_side
 
 _BLOCK = 2 * TILE  # rows and columns of the sums that are held at once: four tiles, made of two and two
 _ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight
+MOST_ROWS = 512
+"""Rows over which the matrix library is faster."""
 _CHUNK = 4 * TILE  # numbers of a value that are summed up at once, in four tiles
 
 
@@ -79,27 +80,6 @@ def _sums(x: Any, lower: Any, stride: Any, weight: Any, steps: Any, out: Any, ah
     write(1, out + 64, 128)
     write(2, out + 2048, 128)
     write(3, out + 2112, 128)
-
-
-@inline
-def _finish(sums: Any, columns: Any, what: Any, other: Any, out: Any) -> None:
-    """What follows the sums of a row at an address, up to 32, rounded to `out`."""
-    of, beside = float32s(sums, (_BLOCK,)), bfloat16s(other, (columns,))
-    if what == SILU:
-        for o in range(_BLOCK):
-            of[o] = silu(of[o])
-    elif what == TIMES:
-        for o in range(columns):
-            of[o] *= load(beside[o])
-    elif what == PLUS:
-        for o in range(columns):
-            of[o] += load(beside[o])
-    if columns == _BLOCK:
-        round_to(sums, out)
-    else:
-        to = bfloat16s(out, (columns,))
-        for o in range(columns):
-            to[o] = rounded(of[o])
 
 
 @Loop
@@ -138,7 +118,7 @@ def product(p: Any) -> None:
                         for o in range(columns):
                             of[o] += load(bias[column + o])
                     at = 2 * ((row + i) * outputs + column)
-                    _finish(place + 128 * i, columns, what, a[8] + at, a[7] + at)
+                    finish(place + 128 * i, columns, what, a[8] + at, a[7] + at)
     release()
     keep(sums)
 
@@ -199,14 +179,6 @@ def multiplied(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, wha
 
 
 @inline
-def _copy(address: Any, count: Any, to: Any) -> None:
-    """So many bfloat16 numbers."""
-    of, out = bfloat16s(address, (count,)), bfloat16s(to, (count,))
-    for n in range(count):
-        out[n] = of[n]
-
-
-@inline
 def _scores(keys: Any, size: Any, queries: Any, out: Any) -> None:
     """32 keys [32, D] times 16 queries [D / 2, 16], in pairs -> float32 [32, 16] to `out`."""
     clear(4)
@@ -225,21 +197,6 @@ def _scores(keys: Any, size: Any, queries: Any, out: Any) -> None:
         add_product(5, 3, 7)
     write(4, out, LINE)
     write(5, out + 1024, LINE)
-
-
-@inline
-def _weigh(scores: Any, before: Any, seen: Any, softcap: Any, weights: Any) -> None:
-    """Scores of a query -> its weights, rounded; 0 for the keys before, and for those after up to a multiple of 32."""
-    of, end = scores[before:], before + seen
-    for n in range(seen, seen + 3):  # up to which `softmax` may look
-        of[n] = of[seen - 1]
-    softmax(of, seen, softcap)
-    for n in range(before):
-        weights[n] = np.uint16(0)
-    for n in range(seen):
-        weights[before + n] = rounded(of[n])
-    for n in range(end, (end + _BLOCK - 1) // _BLOCK * _BLOCK):
-        weights[n] = np.uint16(0)
 
 
 @inline
@@ -298,8 +255,8 @@ def attend(p: Any) -> None:
         start = max(0, here + 1 - window) if window > 0 else 0
         begin = start // _BLOCK * _BLOCK
         end = here + 1 - begin
-        _copy(a[16] + 2 * (row * a[17] + head * a[18]), size, keys + 2 * here * size)
-        _copy(a[19] + 2 * (row * a[20] + head * a[21]), value_size, values + 2 * here * value_size)
+        copy(a[16] + 2 * (row * a[17] + head * a[18]), size, keys + 2 * here * size)
+        copy(a[19] + 2 * (row * a[20] + head * a[21]), value_size, values + 2 * here * value_size)
         for group in range(groups):
             query = a[13] + 2 * (row * a[14] + (head * groups + group) * a[15])
             of_query = carray(pointer(query, np.uint32(0)), (size // 2,))
@@ -314,7 +271,7 @@ def attend(p: Any) -> None:
                 for line in range(group * lines, (group + 1) * lines):
                     fetch(keys + 2 * (capacity + begin + n) * size + LINE * line)
         for group in range(groups):
-            _weigh(scores[group], start - begin, end - (start - begin), softcap, weights[group])
+            weigh(scores[group], start - begin, end - (start - begin), softcap, weights[group])
         for chunk in range(0, value_size, _CHUNK):
             clear(0)
             clear(1)
@@ -341,5 +298,6 @@ def attend(p: Any) -> None:
     keep(nothing)
 
 
-ATTENTION_SHAPES = _PRODUCT_SHAPES[-1].ctypes.data
-"""Where the tiles' shapes lie: the last argument of `attend`."""
+def attend_to(*arguments: int | float | Tensor) -> None:
+    """`attend`, with the tiles' shapes."""
+    attend(*arguments, _PRODUCT_SHAPES[-1].ctypes.data)

@@ -20,6 +20,7 @@ COLUMNS = 32
 _AT_ONCE = 12  # rows whose sums are: with a pair of columns and one of a row this takes 27 of 32 registers
 _PAIRS_AT_ONCE = 4  # between which nothing is counted
 _PAIR = 4 * COLUMNS  # bytes that one pair of all columns takes
+_AHEAD = 32  # bytes that are fetched while a pair is multiplied
 
 
 class _BFloat(ir.types.Type):  # llvmlite has none
@@ -56,9 +57,9 @@ def declared(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[
 
 @_intrinsic
 def _add_products(
-    typing: Any, x: Any, stride: Any, rows: Any, weight: Any, pairs: Any, out: Any, out_stride: Any, is_new: Any
+    typing: Any, x: Any, stride: Any, rows: Any, weight: Any, pairs: Any, out: Any, to: Any, is_new: Any, ahead: Any
 ) -> Any:
-    """`add_products` of up to 12 rows."""
+    """`add_products` of up to 12 rows; from `ahead` on is fetched."""
 
     def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
         rows = values[2]
@@ -73,17 +74,17 @@ def _add_products(
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), code
+    return types.void(*[types.int64] * 9), code
 
 
 def _add_products_of(
-    b: ir.IRBuilder, rows: int, x: Any, stride: Any, weight: Any, pairs: Any, out: Any, out_stride: Any, is_new: Any
+    b: ir.IRBuilder, rows: int, x: Any, stride: Any, weight: Any, pairs: Any, out: Any, to: Any, is_new: Any, ahead: Any
 ) -> None:
     """Code for so many rows, whose sums stay in registers from one pair to the next, two of a row after another's."""
     dot = declared(b, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _NUMBERS, _NUMBERS])
     starts = [b.add(x, b.mul(stride, _WORD(row))) for row in range(rows)]
-    to = [b.add(out, b.mul(out_stride, _WORD(row))) for row in range(rows)]
-    places = [_pointer(b, b.add(of_row, _WORD(64 * half)), _SUMS) for of_row in to for half in range(2)]
+    of_rows = [b.add(out, b.mul(to, _WORD(row))) for row in range(rows)]
+    places = [_pointer(b, b.add(of_row, _WORD(64 * half)), _SUMS) for of_row in of_rows for half in range(2)]
     nothing, is_first = ir.Constant(_SUMS, [0.0] * 16), b.icmp_signed("!=", is_new, _WORD(0))
     before = [b.select(is_first, nothing, b.load(place, align=4)) for place in places]
     entry, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
@@ -92,8 +93,11 @@ def _add_products_of(
     b.position_at_end(loop)
     pair, sums = b.phi(_WORD), [b.phi(_SUMS) for _ in places]
     now: list[Any] = list(sums)
-    for ahead in range(_PAIRS_AT_ONCE):
-        this = b.add(pair, _WORD(ahead))
+    each = _PAIR if rows < _AT_ONCE // 2 else _AHEAD  # few rows go through the columns only once
+    for line in range(0, each * _PAIRS_AT_ONCE, 64):
+        _fetch(b, b.add(ahead, b.add(b.mul(pair, _WORD(each)), _WORD(line))))
+    for more in range(_PAIRS_AT_ONCE):
+        this = b.add(pair, _WORD(more))
         at = b.add(weight, b.mul(this, _WORD(_PAIR)))
         columns = [b.load(_pointer(b, b.add(at, _WORD(64 * half)), _PAIRS), align=2) for half in range(2)]
         for row in range(rows):
@@ -124,13 +128,14 @@ def add_products(
 ) -> None:
     """Add to sums [R, 32] float32 at `out` what R rows at `x` give with 32 columns at `weight` [pairs, 32, 2].
 
-    Strides are bytes; the number of pairs is a multiple of 4. `is_new`: begin at 0, whatever is at `out`.
+    Strides are bytes; the number of pairs is a multiple of 4. `is_new`: begin at 0, whatever is at `out`. Meanwhile
+    what follows the columns in memory is fetched, which are the next ones where there are more.
     """
     parts = (rows + _AT_ONCE - 1) // _AT_ONCE
     for part in range(parts):
         first, last = rows * part // parts, rows * (part + 1) // parts
-        to = out + first * out_stride
-        _add_products(x + first * stride, stride, last - first, weight, pairs, to, out_stride, is_new)
+        of, to, ahead = x + first * stride, out + first * out_stride, weight + _PAIR * pairs + part * _AHEAD * pairs
+        _add_products(of, stride, last - first, weight, pairs, to, out_stride, is_new, ahead)
 
 
 @_intrinsic
@@ -162,15 +167,19 @@ def transposed(typing: Any, x: Any, stride: Any, rows: Any, nothing: Any, out: A
     return types.void(*[types.int64] * 5), code
 
 
+def _fetch(b: ir.IRBuilder, address: Any) -> None:
+    number, place = ir.IntType(32), _BYTES.as_pointer()
+    function = declared(b, "llvm.prefetch.p0", ir.VoidType(), [place, number, number, number])
+    to_read, second_level, data = number(0), number(2), number(1)
+    b.call(function, [b.inttoptr(address, place), to_read, second_level, data])
+
+
 @_intrinsic
 def fetch(typing: Any, address: Any) -> Any:
     """Ask for the line at an address, into the second level of the cache."""
 
     def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
-        number, place = ir.IntType(32), _BYTES.as_pointer()
-        function = declared(builder, "llvm.prefetch.p0", ir.VoidType(), [place, number, number, number])
-        to_read, second_level, data = number(0), number(2), number(1)
-        builder.call(function, [builder.inttoptr(values[0], place), to_read, second_level, data])
+        _fetch(builder, values[0])
         return context.get_dummy_value()
 
     return types.void(address), code

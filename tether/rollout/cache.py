@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tether.models.attention import Packed, visible_keys
-from tether.models.cpu import loops_for, tiled_for
+from tether.models.cpu import loops_for, multiplying_for
 from tether.models.layout import AttentionSpec
 
 _MORE = 64  # tokens that there is room for at least, after which a cache is made anew
@@ -170,9 +170,9 @@ class Decode:
         how = (float(spec.scale), float(spec.softcap or 0), spec.sliding_window or 0)
         views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
         arguments = (*shape, *how, self._position, keys, values, out, *views)
-        tiled = tiled_for(query)
-        if tiled is not None and tiled.can_attend(groups, size, values.shape[3]):
-            tiled.attend(*arguments, tiled.ATTENTION_SHAPES)
+        multiplying = multiplying_for(query)
+        if multiplying is not None and multiplying.can_attend(groups, size, values.shape[3]):
+            multiplying.attend_to(*arguments)
         else:
             loops.attend(*arguments)
         return out

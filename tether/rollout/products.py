@@ -1,11 +1,12 @@
 """Linear layers for decoding: those that read the same input as one product, and what follows them inside it.
 
 On a CPU in bfloat16 a product wants its weight in an order of its own, and making that anew at every call can cost as
-much as the product. A `Product` keeps it: a copy of the weights, refreshed after each update. Where the processor has
-AMX the product is then a loop of ours (`tether.models.tiled`), or for very many rows oneDNN's, which may then as well
-put the weights in order. Elsewhere it is oneDNN's, but for a row or two, for which a loop reads plain weights as fast
-as memory gives them. All of these also do the activation, the gating or the residual sum before they round. On other
-devices and in other dtypes the layers' own weights are used and nothing is copied.
+much as the product. A `Product` keeps it: a copy of the weights, refreshed after each update. Where the processor
+multiplies bfloat16 by AMX or AVX-512 the product is then a loop of ours (`tether.models.cpu.multiplying_for`), or with
+AMX and very many rows oneDNN's, which may then as well put the weights in order. Elsewhere it is oneDNN's, but for a
+row or two, for which a loop reads plain weights as fast as memory gives them. All of these also do the activation, the
+gating or the residual sum before they round. On other devices and in other dtypes the layers' own weights are used and
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tether.models.cpu import loops_for, tiled_for
+from tether.models.cpu import loops_for, multiplying_for
 
 _ROWS = 64  # what oneDNN chooses the shape of its blocks for
 FEW_ROWS = 2
 """Rows up to which a loop over plain weights is faster than oneDNN."""
-_MANY_ROWS = 512  # over which oneDNN is faster than AMX in a loop of ours
 
 _AFTER = {"none": "PLAIN", "swish": "SILU", "mul": "TIMES", "add": "PLUS"}
 """oneDNN's name for what follows a product -> that of `tether.models.loops`."""
@@ -43,8 +43,8 @@ class Product:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
-        tiled = tiled_for(layers[0].weight)
-        self._tiled = tiled if tiled is not None and tiled.can_multiply(layers[0].in_features) else None
+        loops = multiplying_for(layers[0].weight)
+        self._multiplying = loops if loops is not None and loops.can_multiply(layers[0].in_features) else None
         self._kept: Tensor | None = None
         self._bias: Tensor | None = None
         self._outputs = sum(layer.out_features for layer in layers)
@@ -53,11 +53,11 @@ class Product:
     def refresh(self) -> None:
         """Take over the layers' current weights."""
         self._kept = None  # first, so that the new copy takes the memory of the old
-        if self._tiled is not None or has_blocked_products(self._layers[0].weight):
+        if self._multiplying is not None or has_blocked_products(self._layers[0].weight):
             weights = [layer.weight.detach() for layer in self._layers]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             in_blocks = torch.ops.mkldnn._reorder_linear_weight
-            self._kept = in_blocks(weight, _ROWS) if self._tiled is None else self._tiled.packed(weight)
+            self._kept = in_blocks(weight, _ROWS) if self._multiplying is None else self._multiplying.packed(weight)
             biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
             self._bias = torch.cat(biases) if biases else None
 
@@ -80,14 +80,14 @@ class Product:
     def _product(self, x: Tensor, after: str, other: Tensor | None) -> Tensor:
         loops = loops_for(x)
         what = None if loops is None else getattr(loops, _AFTER[after])
-        if self._tiled is not None and len(x) <= _MANY_ROWS:
-            product: Tensor = self._tiled.multiplied(x, self._kept, self._outputs, self._bias, what, other)
+        if self._multiplying is not None and len(x) <= self._multiplying.MOST_ROWS:
+            product: Tensor = self._multiplying.multiplied(x, self._kept, self._outputs, self._bias, what, other)
             return product
         if what is not None and len(x) <= FEW_ROWS:
             return self._by_loop(loops, x, what, other)
-        if self._kept is None or (self._tiled is not None and len(self._layers) > 1):
+        if self._kept is None or (self._multiplying is not None and len(self._layers) > 1):
             return self._plain(x, after, other)
-        weight = self._kept if self._tiled is None else self._layers[0].weight
+        weight = self._kept if self._multiplying is None else self._layers[0].weight
         if other is None:
             product = torch.ops.mkldnn._linear_pointwise(x, weight, self._bias, after, [], "")
         else:

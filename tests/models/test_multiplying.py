@@ -1,25 +1,46 @@
-"""AMX's loops against the formulas in float64, and against the loops that need no AMX. Runs where there is AMX."""
+"""Loops by AMX and by AVX-512 against the formulas in float64, and against the loops that need neither."""
 
 import math
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.test_loops import close, drawn
-from tether.models.cpu import loops_for, tiled_for
+from tether.models.cpu import loops_for, multiplying_for
 
 BF16 = torch.bfloat16
-loops, tiled = loops_for(torch.zeros(1, dtype=BF16)), tiled_for(torch.zeros(1, dtype=BF16))
-pytestmark = pytest.mark.skipif(tiled is None, reason="no AMX here")
+loops = loops_for(torch.zeros(1, dtype=BF16))
+if loops is None:
+    pytest.skip("no compiled loops here", allow_module_level=True)
+
+tiled, vectored, tiles, vectors = (
+    import_module(f"tether.models.{name}") for name in ("tiled", "vectored", "tiles", "vectors")
+)
+HERE = {tiled: tiles.has_tiles(), vectored: vectors.has_products()}
+both = pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(tiled, id="amx", marks=pytest.mark.skipif(not HERE[tiled], reason="no AMX here")),
+        pytest.param(vectored, id="avx512", marks=pytest.mark.skipif(not HERE[vectored], reason="no AVX512_BF16 here")),
+    ],
+)
 
 
+def test_amx_comes_first() -> None:
+    expected = tiled if HERE[tiled] else vectored if HERE[vectored] else None
+    assert multiplying_for(torch.zeros(1, dtype=BF16)) is expected
+    assert multiplying_for(torch.zeros(1)) is None
+
+
+@both
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 300])
 @pytest.mark.parametrize(("outputs", "width"), [(1, 32), (50, 96), (65, 64)])
-def test_products(rows: int, outputs: int, width: int) -> None:
+def test_products(module, rows: int, outputs: int, width: int) -> None:
     x, weight = drawn(rows, width), drawn(outputs, width, seed=1)
     bias, other = drawn(outputs, seed=2), drawn(rows, outputs, seed=3)
     plain = x.double() @ weight.double().T
@@ -31,23 +52,25 @@ def test_products(rows: int, outputs: int, width: int) -> None:
         (loops.TIMES, None, other, plain * other.double()),
         (loops.PLUS, bias, other, biased + other.double()),
     )
-    packed = tiled.packed(weight)
+    packed = module.packed(weight)
     for what, summand, beside, expected in cases:
-        close(tiled.multiplied(x, packed, outputs, summand, what, beside), expected)
+        close(module.multiplied(x, packed, outputs, summand, what, beside), expected)
 
 
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    x, packed = drawn(70, 64), tiled.packed(drawn(40, 64, seed=1))
-    together = tiled.multiplied(x, packed, 40, None, loops.PLAIN, None)
+@both
+def test_a_row_does_not_depend_on_those_beside_it(module) -> None:
+    x, packed = drawn(70, 64), module.packed(drawn(40, 64, seed=1))
+    together = module.multiplied(x, packed, 40, None, loops.PLAIN, None)
     for row in (0, 15, 16, 40, 69):
-        assert tiled.multiplied(x[row:], packed, 40, None, loops.PLAIN, None)[0].equal(together[row])
+        assert module.multiplied(x[row:], packed, 40, None, loops.PLAIN, None)[0].equal(together[row])
 
 
+@both
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_damage_is_not_hidden(bad: float) -> None:
+def test_damage_is_not_hidden(module, bad: float) -> None:
     x = drawn(20, 32)
     x[3, 7] = bad
-    out = tiled.multiplied(x, tiled.packed(drawn(5, 32, seed=1)), 5, None, loops.PLAIN, None)
+    out = module.multiplied(x, module.packed(drawn(5, 32, seed=1)), 5, None, loops.PLAIN, None)
     assert not out[3].isfinite().any()
     assert out[torch.arange(20) != 3].isfinite().all()
 
@@ -57,25 +80,26 @@ def attended(module, heads: Tensor, groups: int, position: Tensor, keys: Tensor,
     query, key, value = heads.split([2 * groups, 2, 2], dim=1)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
-    shapes = () if module is loops else (tiled.ATTENTION_SHAPES,)
+    attend = loops.attend if module is loops else module.attend_to
     size = heads.shape[2]
-    module.attend(len(heads), 2, groups, size, size, keys.shape[2], *how, position, keys, values, out, *views, *shapes)
+    attend(len(heads), 2, groups, size, size, keys.shape[2], *how, position, keys, values, out, *views)
     return out
 
 
+@both
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize(("groups", "size"), [(1, 64), (3, 64), (2, 128), (16, 64)])
-def test_attention_of_a_new_token(softcap: float, window: int, groups: int, size: int) -> None:
+def test_attention_of_a_new_token(module, softcap: float, window: int, groups: int, size: int) -> None:
     position = torch.tensor([0, 3, 31, 32, 62, 95])
-    assert tiled.can_attend(groups, size, size)
+    assert module.can_attend(groups, size, size)
     keys, values = drawn(6, 2, 96, size, seed=1), drawn(6, 2, 96, size, seed=2)
     heads = drawn(6, 2 * groups + 4, size)
     unwritten = (torch.arange(96) >= position[:, None])[:, None].expand(6, 2, 96)
     keys[unwritten] = values[unwritten] = math.nan
     theirs = (keys.clone(), values.clone())
     how = (0.1, softcap, window)
-    found = attended(tiled, heads, groups, position, keys, values, *how)
+    found = attended(module, heads, groups, position, keys, values, *how)
     expected = attended(loops, heads, groups, position, *theirs, *how)
     close(found, expected.double(), 4)  # weights are rounded too
     assert found.isfinite().all()
@@ -83,37 +107,44 @@ def test_attention_of_a_new_token(softcap: float, window: int, groups: int, size
         assert mine.nan_to_num().equal(other.nan_to_num())
 
 
-def test_a_key_that_is_not_a_number_spoils_its_row() -> None:
+@both
+def test_a_key_that_is_not_a_number_spoils_its_row(module) -> None:
     heads, keys, values = drawn(2, 8, 64), drawn(2, 2, 32, 64, seed=1), drawn(2, 2, 32, 64, seed=2)
     keys[1, 0, 3, 0] = math.nan
-    out = attended(tiled, heads, 2, torch.tensor([5, 5]), keys, values, 0.1, 0.0, 0)
+    out = attended(module, heads, 2, torch.tensor([5, 5]), keys, values, 0.1, 0.0, 0)
     assert out[1, :2].isnan().all()
     assert out[0].isfinite().all()
 
 
 def test_what_cannot_be_done_is_known() -> None:
-    assert not tiled.can_multiply(48)
+    for module in (tiled, vectored):
+        assert not module.can_multiply(48)
+        assert not module.can_attend(1, 48, 64)
+        assert not module.can_attend(1, 64, 80)
     assert not tiled.can_attend(17, 64, 64)
     assert not tiled.can_attend(1, 32, 64)
-    assert not tiled.can_attend(1, 64, 96)
+    assert vectored.can_attend(17, 32, 96)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+@both
+def test_the_number_of_threads_changes_no_bit(module) -> None:
     position, before, results = torch.tensor([9, 1, 30, 4, 4, 17, 0]), torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        out = tiled.multiplied(drawn(40, 64), tiled.packed(drawn(99, 64, seed=1)), 99, None, loops.SILU, None)
+        out = module.multiplied(drawn(40, 64), module.packed(drawn(99, 64, seed=1)), 99, None, loops.SILU, None)
         keys, values = drawn(7, 2, 32, 64, seed=1), drawn(7, 2, 32, 64, seed=2)
-        results.append((out, attended(tiled, drawn(7, 8, 64), 2, position, keys, values, 0.1, 0.0, 0)))
+        results.append((out, attended(module, drawn(7, 8, 64), 2, position, keys, values, 0.1, 0.0, 0)))
     torch.set_num_threads(before)
     assert all(found.equal(first) for other in results[1:] for found, first in zip(other, results[0], strict=True))
 
 
-def test_memory_that_is_given_back_is_not_used() -> None:
+@both
+def test_memory_that_is_given_back_is_not_used(module) -> None:
     """glibc fills memory with a pattern when it is given back."""
     code = (
-        "import torch; from tests.models.test_tiled import *; torch.set_num_threads(2); "
-        "test_products(33, 65, 64); test_attention_of_a_new_token(0.0, 0, 3, 64)"
+        f"import torch; from tests.models.test_multiplying import *; from {module.__name__} import __name__ as name; "
+        "module = sys.modules[name]; torch.set_num_threads(2); "
+        "test_products(module, 33, 65, 64); test_attention_of_a_new_token(module, 0.0, 0, 3, 64)"
     )
     environment = {**os.environ, "MALLOC_PERTURB_": "165"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
