@@ -85,7 +85,8 @@ def measure(setting: Setting) -> Section:
         medians = take_turns(sides, setting.runs)
         tokens = rows * NEW_TOKENS
         bare = NEW_TOKENS * seconds_of_products(theirs, rows)
-        roof = setting.roofline.decoding(rows, NEW_TOKENS)
+        roof = setting.roofline.training(rows * PROMPT_LENGTH, rows, passes=1)  # which gives the first token
+        roof += setting.roofline.decoding(rows, NEW_TOKENS - 1)
         for name, spent in medians.items():
             ratio = f"{spent / medians['tether']:.2f}"
             shares = [f"{bare / spent:.0%}", f"{roof / spent:.0%}"]
@@ -107,8 +108,9 @@ def measure(setting: Setting) -> Section:
         [
             f"Prompts of {PROMPT_LENGTH} tokens on average, {NEW_TOKENS} new tokens each, bfloat16, temperature 1,",
             "whole vocabulary; prefill included. *its products*: share of the time that the model's linear layers",
-            "alone take, one after the other, on as many rows; *limit*: share of the time that they would take at the",
-            "rate of a large product, or that reading the weights takes at the speed of memory if that is longer.",
+            "alone take for the new tokens, one after the other, on as many rows; *limit*: share of the time that the",
+            "products of prompts and new tokens would take at the rate of a large product, or that reading the weights",
+            "at every step takes at the speed of memory if that is longer.",
             *notes,
         ],
         ("rows", "", "tokens/s", "time / tether's", "its products", "limit"),
