@@ -14,13 +14,12 @@ from torch.profiler import profile as record
 from benchmarks.speed.runs import PPO, one_step, running
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
-from benchmarks.speed.timing import STEPS_TO_WARM_UP
 from tether.models.cpu import loops_for
 from tether.rollout import replayed
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul", "product"),
-    "attention": ("scaled_dot_product", "attend", "attention"),
+    "attention": ("scaled_dot_product", "attend", "attention", "queries_backward", "keys_backward", "turn", "pair"),
     "optimizer": ("adam", "lerp", "foreach", "norm_", "linalg_vector_norm"),
     "copies and dtype changes": ("copy", "to", "cat", "contiguous", "clone", "stack", "repeat", "expand"),
     "gathers and scatters": ("index", "gather", "scatter", "embedding", "masked", "where", "tril"),
@@ -110,7 +109,7 @@ def measure(setting: Setting) -> Section:
     """A step of a PPO run: the first ones pay for memory that is touched for the first time."""
     phases = Recorder()
     with running(setting, PPO) as trainer:
-        for _ in range(STEPS_TO_WARM_UP):
+        for _ in range(setting.steps_to_warm_up):
             one_step(trainer)
         plain = one_step(trainer)
         loggers = trainer.loggers

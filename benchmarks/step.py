@@ -12,7 +12,7 @@ from benchmarks.speed.peers.processes import Skipped
 from benchmarks.speed.runs import GRPO, NEW_TOKENS, PPO, PROMPTS, SAMPLES, one_step, running
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from benchmarks.speed.timing import STEPS_TO_WARM_UP, seconds, take_turns
+from benchmarks.speed.timing import seconds, take_turns
 from benchmarks.training import start_trl
 
 OVER_TRL, PPO_SHARE = 3.0, 0.5
@@ -40,18 +40,19 @@ def measure(setting: Setting) -> Section:
 
             notes.append(f"TRL {trl.hello['version']}, all in bfloat16.")
             sides["TRL"] = peer
-        medians = take_turns(sides, setting.runs, STEPS_TO_WARM_UP)
+        medians = take_turns(sides, setting.runs, setting.steps_to_warm_up)
         setting.peers.stop()
-        table.append(_row(setting, "GRPO, tether", metrics[STEPS_TO_WARM_UP:]))
+        table.append(_row(setting, "GRPO, tether", metrics[setting.steps_to_warm_up :]))
     if "TRL" in medians:
-        generating = median(sampling[STEPS_TO_WARM_UP:])
+        generating = median(sampling[setting.steps_to_warm_up :])
         rest = medians["TRL"] - generating
         table.append(
             ["GRPO, TRL", f"{medians['TRL']:.2f}", "", f"sampling and reward {generating:.2f}, update {rest:.2f}"]
         )
         goals.append(Goal("GRPO step: tether / TRL", medians["TRL"] / medians["tether"], OVER_TRL))
     with running(setting, PPO) as trainer:
-        ppo = [one_step(trainer) for _ in range(STEPS_TO_WARM_UP + setting.runs)][STEPS_TO_WARM_UP:]
+        warm_up = setting.steps_to_warm_up
+        ppo = [one_step(trainer) for _ in range(warm_up + setting.runs)][warm_up:]
     table.append(_row(setting, "PPO, tether", ppo))
     goals.append(Goal("PPO step: share of the limit", _share(setting, ppo), PPO_SHARE))
     return Section(

@@ -17,7 +17,7 @@ from benchmarks.speed.plain_loop import PlainLoop
 from benchmarks.speed.rollouts import Updater, as_rows, sampled_batch
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from benchmarks.speed.timing import STEPS_TO_WARM_UP, seconds, take_turns
+from benchmarks.speed.timing import seconds, take_turns
 from tether.batch import TrainBatch
 from tether.training.tokens import row_sizes
 
@@ -70,7 +70,7 @@ def measure(setting: Setting) -> Section:
         else:
             notes.append(f"TRL {trl.hello['version']}.")
             sides["TRL"] = lambda _, worker=trl: float(worker.ask()["seconds"])
-        medians = take_turns(sides, setting.runs, STEPS_TO_WARM_UP)
+        medians = take_turns(sides, setting.runs, setting.steps_to_warm_up)
         setting.peers.stop()
         tokens, computed, responses = token_counts(batch)
         least = setting.roofline.training(computed, responses)

@@ -41,6 +41,11 @@ class Setting:
         """Of torch, on all sides."""
         return torch.get_num_threads()
 
+    @property
+    def steps_to_warm_up(self) -> int:
+        """Updates and steps take three until they have touched all the memory that they come to use."""
+        return 1 if self.quick else 3
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's."""

@@ -17,10 +17,6 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-STEPS_TO_WARM_UP = 3
-"""Updates and steps take until then to have touched all the memory that they come to use."""
-
-
 def take_turns(sides: Mapping[str, Callable[[int], float]], runs: int, warm_up: int = 1) -> dict[str, float]:
     """Median seconds of each side.
 
