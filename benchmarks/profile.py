@@ -19,7 +19,7 @@ from tether.rollout import replayed
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul", "product"),
-    "attention": ("scaled_dot_product", "attend", "attention", "queries_backward", "keys_backward", "turn", "pair"),
+    "attention": ("scaled_dot_product", "attend", "attention", "queries_backward", "keys_backward", "arrange"),
     "optimizer": ("adam", "lerp", "foreach", "norm_", "linalg_vector_norm"),
     "copies and dtype changes": ("copy", "to", "cat", "contiguous", "clone", "stack", "repeat", "expand"),
     "gathers and scatters": ("index", "gather", "scatter", "embedding", "masked", "where", "tril"),

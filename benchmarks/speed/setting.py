@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def steps_to_warm_up(self) -> int:
-        """Updates and steps take three until they have touched all the memory that they come to use."""
+        """Updates and steps take three until they have touched all the memory that they come to use; quick: one."""
         return 1 if self.quick else 3
 
     @cached_property

@@ -391,12 +391,8 @@ def attend(p: Any) -> None:
         here = position[row]
         start = max(0, here + 1 - window) if window > 0 else 0
         seen = here + 1 - start
-        new, to = bfloat16s(a[16] + 2 * (row * a[17] + head * a[18]), (size,)), keys[here]
-        for d in range(size):
-            to[d] = new[d]
-        new, to = bfloat16s(a[19] + 2 * (row * a[20] + head * a[21]), (value_size,)), values[here]
-        for d in range(value_size):
-            to[d] = new[d]
+        copy(a[16] + 2 * (row * a[17] + head * a[18]), size, a[10] + 2 * (task * capacity + here) * size)
+        copy(a[19] + 2 * (row * a[20] + head * a[21]), value_size, a[11] + 2 * (task * capacity + here) * value_size)
         for group in range(groups):
             new = bfloat16s(a[13] + 2 * (row * a[14] + (head * groups + group) * a[15]), (size,))
             of, to_sums = query[group], sums[group]

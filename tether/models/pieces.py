@@ -1,7 +1,7 @@
 """Attention over packed pieces in compiled loops: no padding, no repeated prompts, and a way back of its own.
 
 The tokens of a piece are taken in blocks of 32, so that a thread has one block of one head at a time. What a product
-reads in columns is put in order before: `turn` gives tokens as columns, `pair` gives tokens as what is summed over.
+reads in columns `arrange` puts in order before: *turned*, tokens are columns; *paired*, they are what is summed over.
 
 With P = softmax(scale Q K^T) over what a query sees and dO the gradient of the output (Dao et al., "FlashAttention",
 2022, appendix B.2)::
@@ -89,29 +89,14 @@ def blocks_of(lengths: tuple[int, ...], after: tuple[int | None, ...] | None) ->
 
 
 @Loop
-def turn(p: Any) -> None:
-    """x [N, heads, D] with strides -> [heads, B, D / 2, 32] pairs: tokens as columns, a block's last zeros."""
-    a = carray(p, (8,))
-    heads, blocks, pairs, x, stride, stride_of_head = a[0], a[1], a[2], a[3], a[4], a[5]
-    table = carray(pointer(a[6], np.int64(0)), (blocks, _FIELDS))
-    zeros = np.zeros(_BLOCK, np.uint16)
-    nothing = np.int64(zeros.ctypes.data)
-    first, last = share(heads * blocks)
-    for task in range(first, last):
-        head, block = task // blocks, table[task % blocks]
-        row, to = x + 2 * (block[_FIRST] * stride + head * stride_of_head), a[7] + 4 * _BLOCK * pairs * task
-        for pair in range(0, pairs, 16):
-            for i in range(0, _BLOCK, 16):
-                of = row + 2 * i * stride + 4 * pair
-                transposed(of, 2 * stride, block[_COUNT] - i, nothing, to + 4 * (_BLOCK * pair + i))
-    keep(zeros)
+def arrange(p: Any) -> None:
+    """x [N, heads, D] with strides -> `turned` [heads, B, D / 2, 32] and `paired` [heads, D / 32, 16 B, 32], or one.
 
-
-@Loop
-def pair(p: Any) -> None:
-    """x [N, heads, E] with strides -> [heads, E / 32, 16 B, 32] pairs of tokens side by side, a block's last zeros."""
-    a = carray(p, (8,))
-    heads, blocks, chunks, x, stride, stride_of_head = a[0], a[1], a[2], a[3], a[4], a[5]
+    Both are pairs of numbers: of a token, whose block stands side by side as columns; and of two tokens, one of which
+    follows the other. After a block's last token come zeros. An address of 0 says that one is not wanted.
+    """
+    a = carray(p, (9,))
+    heads, blocks, size, x, stride, stride_of_head, turned, paired = a[0], a[1], a[2], a[3], a[4], a[5], a[7], a[8]
     table = carray(pointer(a[6], np.int64(0)), (blocks, _FIELDS))
     zeros = np.zeros(_BLOCK, np.uint16)
     nothing = np.int64(zeros.ctypes.data)
@@ -119,12 +104,17 @@ def pair(p: Any) -> None:
     for task in range(first, last):
         head, block = task // blocks, task % blocks
         count, row = table[block, _COUNT], x + 2 * (table[block, _FIRST] * stride + head * stride_of_head)
-        for chunk in range(chunks):
-            to = a[7] + 64 * _BLOCK * ((head * chunks + chunk) * blocks + block)
-            for i in range(0, _BLOCK, 2):
-                even = row + 2 * (i * stride + chunk * _BLOCK)
-                odd = even + 2 * stride
-                side_by_side(even if i < count else nothing, odd if i + 1 < count else nothing, to + 64 * i)
+        for chunk in range(0, size, _BLOCK):
+            if turned != 0:
+                for i in range(0, _BLOCK, 16):
+                    to = turned + 2 * _BLOCK * (size * task + chunk) + 4 * i
+                    transposed(row + 2 * (i * stride + chunk), 2 * stride, count - i, nothing, to)
+            if paired != 0:
+                to = paired + 2 * _BLOCK * ((head * size + chunk) * blocks + _BLOCK * block)
+                for i in range(0, _BLOCK, 2):
+                    even = row + 2 * (i * stride + chunk)
+                    odd = even + 2 * stride
+                    side_by_side(even if i < count else nothing, odd if i + 1 < count else nothing, to + 64 * i)
     keep(zeros)
 
 
@@ -198,7 +188,7 @@ def _largest(scores: Any, tops: Any) -> Any:
 
 @Loop
 def attend(p: Any) -> None:
-    """query [N, H, D] with strides, keys from `turn`, values from `pair` -> out [N, H, E], log_sum [H, 32 B]."""
+    """query [N, H, D] with strides, turned keys, paired values -> out [N, H, E], log_sum [H, 32 B]."""
     a = carray(p, (17,))
     blocks, kv_heads, groups, size, value_size = a[0], a[1], a[2], a[3], a[4]
     scale, softcap, window, longest = float_of(a[5]), float_of(a[6]), a[7], a[8]
@@ -243,7 +233,7 @@ def attend(p: Any) -> None:
 
 @Loop
 def queries_backward(p: Any) -> None:
-    """As `attend`, with keys from both, values from `turn`, grad [N, H, E] -> grad of the query, `along` [H, 32 B].
+    """As `attend`, with keys both ways, turned values, grad [N, H, E] -> grad of the query, `along` [H, 32 B].
 
     `along` is rowsum(P * dO V^T).
     """
@@ -323,7 +313,7 @@ def _round(sums: Any, block: Any, factor: Any, kv_heads: Any, kv_head: Any, out:
 
 @Loop
 def keys_backward(p: Any) -> None:
-    """key [N, K, D], value [N, K, E] with strides, query and grad from `turn` and `pair` -> grad of key and value.
+    """key [N, K, D], value [N, K, E] with strides, query and grad both ways -> grad of key and value.
 
     A block of keys goes through the queries that look at it, and adds up what each gives.
     """
@@ -418,7 +408,8 @@ class _Attention(torch.autograd.Function):
         out = query.new_empty(*query.shape[:2], value.shape[2])
         log_sum = query.new_empty(query.shape[1], len(blocks.table), _BLOCK, dtype=torch.float32)
         how = _how(query, key, value, blocks, spec)
-        attend(*how, *_rows(query), _turned(key, blocks), _paired(value, blocks), out, log_sum)
+        sides = (*_arranged(key, blocks, paired=False), *_arranged(value, blocks, turned=False))
+        attend(*how, *_rows(query), *sides, out, log_sum)
         ctx.save_for_backward(query, key, value, log_sum)
         ctx.blocks, ctx.spec = blocks, spec
         return out
@@ -432,10 +423,10 @@ class _Attention(torch.autograd.Function):
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
         )
         how = _how(query, key, value, blocks, ctx.spec)
-        keys = (_turned(key, blocks), _paired(key, blocks))
-        queries_backward(*how, *_rows(query), grad, *keys, _turned(value, blocks), of_query, log_sum, along)
+        sides = (*_arranged(key, blocks), *_arranged(value, blocks, paired=False))
+        queries_backward(*how, *_rows(query), grad, *sides, of_query, log_sum, along)
         following = (blocks.following, len(blocks.following))
-        sides = (side for x in (query, grad) for side in (_turned(x, blocks), _paired(x, blocks)))
+        sides = (*_arranged(query, blocks), *_arranged(grad, blocks))
         keys_backward(*how, *following, *_rows(key), *_rows(value), *sides, log_sum, along, of_key, of_value)
         return of_query, of_key, of_value, None, None
 
@@ -451,15 +442,10 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def _turned(x: Tensor, blocks: Blocks) -> Tensor:
+def _arranged(x: Tensor, blocks: Blocks, turned: bool = True, paired: bool = True) -> list[Tensor]:
+    """What `arrange` makes of x, of both or one."""
     _, heads, size = x.shape
-    out = x.new_empty(heads, len(blocks.table), size // 2, 2 * _BLOCK)
-    turn(heads, len(blocks.table), size // 2, *_rows(x), blocks.table, out)
-    return out
-
-
-def _paired(x: Tensor, blocks: Blocks) -> Tensor:
-    _, heads, size = x.shape
-    out = x.new_empty(heads, size // _BLOCK, len(blocks.table), _BLOCK * _BLOCK)
-    pair(heads, len(blocks.table), size // _BLOCK, *_rows(x), blocks.table, out)
-    return out
+    shape = (heads, len(blocks.table), size, _BLOCK)
+    out = [x.new_empty(shape) if wanted else None for wanted in (turned, paired)]
+    arrange(heads, len(blocks.table), size, *_rows(x), blocks.table, *(0 if to is None else to for to in out))
+    return [to for to in out if to is not None]

@@ -23,7 +23,7 @@ from tether.models.vectors import COLUMNS, add_products, fetch, side_by_side, tr
 _BLOCK = COLUMNS
 _ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight
 MOST_ROWS = sys.maxsize
-"""Rows over which the matrix library is faster."""
+"""Rows over which the matrix library is faster: it never is."""
 
 
 def can_multiply(width: int) -> bool:
