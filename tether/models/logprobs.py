@@ -180,7 +180,9 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_logits = chunks.for_matmul(grad)
             if grad_hidden is not None:
                 grad_hidden += grad_logits @ weight_rows
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
+                torch.mm(grad_logits.T, hidden, out=grad_weight[span])
+            elif grad_weight is not None:
                 grad_weight[span] = grad_logits.T @ hidden
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
