@@ -1,4 +1,4 @@
-"""Where each second of a PPO step goes: by operation, in its two largest phases."""
+"""A whole PPO step, and where each second of it goes: by phase and kind of operation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as record
 
-from benchmarks.speed.runs import PPO, one_step, running
+from benchmarks.speed.runs import (
+    NEW_TOKENS,
+    PPO,
+    SAMPLES,
+    median_seconds,
+    one_step,
+    prompts_of_step,
+    running,
+    share_of_limit,
+)
 from benchmarks.speed.setting import Setting
-from benchmarks.speed.table import Section
+from benchmarks.speed.table import Goal, Section
 from tether.models.cpu import loops_for
 from tether.rollout import replayed
 
+SHARE = 0.5
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul", "product"),
     "attention": ("scaled_dot_product", "attend", "attention", "queries_backward", "keys_backward", "arrange"),
@@ -106,34 +116,35 @@ class Recorder:
 
 
 def measure(setting: Setting) -> Section:
-    """A step of a PPO run: the first ones pay for memory that is touched for the first time."""
+    """With critic, reference and GAE: 4 prompts; 2 with ``--quick``."""
     phases = Recorder()
     with running(setting, PPO) as trainer:
-        for _ in range(setting.steps_to_warm_up):
-            one_step(trainer)
-        plain = one_step(trainer)
+        warm_up = setting.steps_to_warm_up
+        steps = [one_step(trainer) for _ in range(warm_up + setting.runs)][warm_up:]
         loggers = trainer.loggers
         trainer.loggers = phases  # type: ignore[assignment]  # a step only announces its phases and warns
         with loops_recorded():
             one_step(trainer)
         phases.end()
         trainer.loggers = loggers
-    rows = []
+    whole, rows = median_seconds(steps, "step"), []
     for phase, spent in phases.seconds.items():
-        total = plain.get(f"timing_s/{phase}")
-        if phase == "step" or total is None or total < 0.02 * plain["timing_s/step"]:
+        total = median_seconds(steps, phase) if f"timing_s/{phase}" in steps[0] else 0.0
+        if phase == "step" or total < 0.02 * whole:
             continue
         recorded = sum(spent.values())
         largest = sorted(spent.items(), key=lambda item: -item[1])
         where = ", ".join(f"{kind} {seconds / recorded:.0%}" for kind, seconds in largest if seconds > 0.02 * recorded)
-        rows.append([phase, f"{total:.2f}", f"{total / plain['timing_s/step']:.0%}", where, f"{phases.calls[phase]:,}"])
-    rows.append(["step", f"{plain['timing_s/step']:.2f}", "100%", "", ""])
+        rows.append([phase, f"{total:.2f}", f"{total / whole:.0%}", where, f"{phases.calls[phase]:,}"])
+    rows.append(["step", f"{whole:.2f}", "100%", "", ""])
     return Section(
-        "Where each second of a PPO step goes",
+        "A PPO step, and where each second goes",
         [
-            "4 prompts x 8 responses of 64 tokens. Seconds are those of a step without a profiler; shares are of the",
-            "processor time that PyTorch's profiler attributes to operators in the step after it.",
+            f"{prompts_of_step(setting)} GSM8K prompts x {SAMPLES} responses of {NEW_TOKENS} tokens, one optimizer",
+            "step a model, bfloat16, with a critic, a reference and GAE; the limit is counted as with GRPO. Shares",
+            "are of the processor time that PyTorch's profiler attributes to operators, in one more step.",
         ],
         ("phase", "s", "share", "operators", "calls"),
         rows,
+        [Goal("PPO step: share of the limit", share_of_limit(setting, steps), SHARE)],
     )

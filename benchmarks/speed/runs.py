@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.speed.setting import Setting
@@ -13,18 +14,16 @@ from tether.config import load_config
 from tether.trainer.build.run import build_run
 from tether.trainer.trainer import Trainer
 
-PROMPTS, SAMPLES, NEW_TOKENS = 4, 8, 64
+SAMPLES, NEW_TOKENS = 8, 64
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 """
 COMMON = [
-    f"data.train_batch_size={PROMPTS}",
     "data.max_prompt_length=512",
     f"data.max_response_length={NEW_TOKENS}",
     "data.shuffle=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
     "actor_rollout_ref.actor.use_dynamic_bsz=True",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
     "actor_rollout_ref.actor.optim.lr=1e-6",
@@ -41,11 +40,15 @@ PPO = [
     *COMMON,
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=True",
-    f"critic.ppo_mini_batch_size={PROMPTS}",
     "critic.ppo_max_token_len_per_gpu=8192",
     "critic.model.use_remove_padding=True",
     "critic.model.enable_gradient_checkpointing=False",
 ]
+
+
+def prompts_of_step(setting: Setting) -> int:
+    """Prompts that a step samples responses to."""
+    return 2 if setting.quick else 4
 
 
 @contextmanager
@@ -62,6 +65,8 @@ def running(setting: Setting, overrides: Sequence[str]) -> Iterator[Trainer]:
             f"actor_rollout_ref.model.path={setting.model}",
             f"custom_reward_function.path={folder / 'reward.py'}",
             f"trainer.default_local_dir={folder / 'run'}",
+            f"data.train_batch_size={prompts_of_step(setting)}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts_of_step(setting)}",
         ]
         run = build_run(load_config(None, [*files, *overrides]))
         try:
@@ -73,3 +78,27 @@ def running(setting: Setting, overrides: Sequence[str]) -> Iterator[Trainer]:
 def one_step(trainer: Trainer) -> dict[str, float]:
     """The next training step; returns its metrics."""
     return trainer.step([trainer.dataset[row] for row in trainer.sampler.next_batch()])
+
+
+def share_of_limit(setting: Setting, metrics: Sequence[Mapping[str, float]]) -> float:
+    """The time that the products of the steps' phases would take at the rate of a large one, over the steps' time."""
+    roof, prompts = setting.roofline, prompts_of_step(setting)
+    responses = prompts * SAMPLES * NEW_TOKENS
+    total = sum(step["perf/total_num_tokens"] for step in metrics) / len(metrics)
+    of_prompts = int((total - responses) / SAMPLES)
+    computed = of_prompts + responses
+    parts = {
+        "gen": roof.decoding(prompts * SAMPLES, NEW_TOKENS) + roof.training(of_prompts, prompts, passes=1),
+        "old_log_prob": roof.training(computed, responses, passes=1),
+        "ref": roof.training(computed, responses, passes=1),
+        "values": roof.training(computed, 0, passes=1),
+        "update_critic": roof.training(computed, 0),
+        "update_actor": roof.training(computed, responses),
+    }
+    done = [phase for phase in parts if f"timing_s/{phase}" in metrics[0]]
+    return sum(parts[phase] for phase in done) / median_seconds(metrics, "step")
+
+
+def median_seconds(metrics: Sequence[Mapping[str, float]], phase: str) -> float:
+    """Of a phase of these steps, or of the whole ``step``."""
+    return median(step[f"timing_s/{phase}"] for step in metrics)
