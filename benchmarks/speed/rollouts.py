@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.speed.setting import Setting
 from tether.batch import TrainBatch
+from tether.models.recompute import enable_gradient_checkpointing
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.training.forward import PolicyModel, PolicyOutputs
@@ -51,7 +52,7 @@ class Updater:
     def __init__(self, setting: Setting, max_tokens: int, *, checkpointing: bool = False) -> None:
         self.model = setting.our_model(torch.float32)
         if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_gradient_checkpointing(self.model)
         self.engine: LocalEngine[PolicyOutputs] = LocalEngine(
             self.model,
             MicroBatching(max_tokens=max_tokens),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
-from tether.models.backbone import enable_gradient_checkpointing
+from tether.models.recompute import enable_gradient_checkpointing
 from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
 from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.micro_batches import MicroBatching

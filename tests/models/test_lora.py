@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import TINY_CONFIGS, tiny_model
 from tether.models.attention import use_tether_attention
-from tether.models.backbone import enable_gradient_checkpointing, hidden_states, prepare_for_packing
+from tether.models.backbone import hidden_states, prepare_for_packing
 from tether.models.critic import critic_from, value_head_of
 from tether.models.logprobs import lm_head_of, token_log_probs
 from tether.models.lora import LoraOptions, adapter_off, add_lora, load_lora, save_adapter, save_merged
+from tether.models.recompute import enable_gradient_checkpointing
 
 
 def trained_lora(model, options=LoraOptions(rank=4)):

@@ -5,9 +5,9 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.training.batches import UNSCORED, make_batch, make_critic, make_engine, make_policy
-from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import value_head_of
 from tether.models.lora import LoraOptions, adapter_off, add_lora
+from tether.models.recompute import enable_gradient_checkpointing
 from tether.training.forward import PolicyModel, ReferenceModel, ValueModel
 from tether.training.micro_batches import MicroBatching
 

@@ -102,11 +102,3 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     """Of the sequence that is worst, averaged over its tokens."""
     difference = (found - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     return max(part.mean().item() for part in difference.split(SELF_TEST_LENGTHS))
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass; takes effect in train mode, and changes no gradient."""
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )  # by version
-    enable({"use_reentrant": False})

@@ -19,9 +19,9 @@ from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
-from tether.models.backbone import enable_gradient_checkpointing
 from tether.models.critic import load_critic
 from tether.models.load import load_causal_lm
+from tether.models.recompute import enable_gradient_checkpointing
 from tether.required import REQUIRED_AGGREGATION
 from tether.trainer.build.advantages import asks_for
 from tether.trainer.build.inputs import Inputs
