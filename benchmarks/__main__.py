@@ -99,6 +99,7 @@ def by_hand(page: Path) -> str:
 
 def head(setting: Setting, names: list[str], minutes: float) -> str:
     """The page's beginning: how it was made, where, and what the machine can do."""
+    roof = setting.roofline
     command = " ".join(["python -m benchmarks", *(["all"] if len(names) == len(TABLES) else names)])
     lines = [
         "# Performance",
@@ -113,8 +114,8 @@ def head(setting: Setting, names: list[str], minutes: float) -> str:
             [
                 f"on {date.today()} in {minutes:.0f} minutes, medians of {setting.runs}: {machine_line()}.",
                 f"Model: {setting.model.name}. Prompts: {Path(setting.data).name}.",
-                f"A large bfloat16 matrix product runs at {setting.roofline.rate / 1e9:.0f} GFLOP/s here and memory is",
-                f"read at {setting.roofline.bandwidth / 1e9:.0f} GB/s: the limits that the tables name.",
+                f"A large bfloat16 matrix product ran at up to {roof.rate / 1e9:.0f} GFLOP/s and memory was read at up",
+                f"to {roof.bandwidth / 1e9:.0f} GB/s; the limits that a table names are of the best until then.",
                 "No GPU was at hand: nothing is said about one.",
             ]
         ),

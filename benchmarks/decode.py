@@ -85,8 +85,7 @@ def measure(setting: Setting) -> Section:
         medians = take_turns(sides, setting.runs)
         tokens = rows * NEW_TOKENS
         bare = NEW_TOKENS * seconds_of_products(theirs, rows)
-        roof = setting.roofline.training(rows * PROMPT_LENGTH, rows, passes=1)  # which gives the first token
-        roof += setting.roofline.decoding(rows, NEW_TOKENS - 1)
+        roof = setting.roofline.generating(rows, rows * PROMPT_LENGTH, rows, NEW_TOKENS)
         for name, spent in medians.items():
             ratio = f"{spent / medians['tether']:.2f}"
             shares = [f"{bare / spent:.0%}", f"{roof / spent:.0%}"]

@@ -74,13 +74,10 @@ def measure(setting: Setting) -> Section:
         medians = take_turns(sides, setting.runs, setting.steps_to_warm_up)
         setting.peers.stop()
         tokens, computed, responses = token_counts(batch)
-        least = setting.roofline.training(computed, responses)
+        roof = setting.roofline
+        least = roof.training(computed, responses)
         for name, spent in medians.items():
-            share = (
-                f"{least / spent:.0%}"
-                if name == "tether"
-                else f"{setting.roofline.training(tokens, responses) / spent:.0%}"
-            )
+            share = f"{(least if name == 'tether' else roof.training(tokens, responses)) / spent:.0%}"
             table.append(
                 [label, name, f"{spent:.2f}", f"{tokens / spent:.0f}", f"{spent / medians['tether']:.2f}", share]
             )

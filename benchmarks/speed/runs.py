@@ -88,7 +88,7 @@ def share_of_limit(setting: Setting, metrics: Sequence[Mapping[str, float]]) -> 
     of_prompts = int((total - responses) / SAMPLES)
     computed = of_prompts + responses
     parts = {
-        "gen": roof.decoding(prompts * SAMPLES, NEW_TOKENS) + roof.training(of_prompts, prompts, passes=1),
+        "gen": roof.generating(prompts, of_prompts, prompts * SAMPLES, NEW_TOKENS),
         "old_log_prob": roof.training(computed, responses, passes=1),
         "ref": roof.training(computed, responses, passes=1),
         "values": roof.training(computed, 0, passes=1),

@@ -62,6 +62,16 @@ def test_the_limit_of_decoding_is_products_or_memory() -> None:
     assert roof.decoding(rows=100, steps=3) == 6
     assert roof.decoding(rows=200, steps=3) == 12
     assert roof.training(model_tokens=100, head_tokens=50) == pytest.approx(3 * 2 * (9000 + 500) / 10_000)
+    prompts = 2 * (90 * 50 + 10 * 2) / 10_000
+    assert roof.generating(prompts=2, prompt_tokens=50, rows=200, new_tokens=4) == pytest.approx(prompts + 12)
+
+
+def test_a_disturbed_moment_does_not_lower_the_limit() -> None:
+    fast = Roofline(rate=1e18, bandwidth=1e18, weights=90, head=10)
+    assert fast.measured_again() == fast
+    slow = Roofline(rate=1, bandwidth=1, weights=90, head=10).measured_again()
+    assert slow.rate > 1
+    assert slow.bandwidth > 1
 
 
 def test_kinds_of_operators() -> None:
