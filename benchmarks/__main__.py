@@ -72,6 +72,7 @@ def main() -> None:
         peers=Peers({peer: Path(folder) for peer, folder in folders.items()}),
     )
     names = list(TABLES) if "all" in given.tables else given.tables
+    print(f"{machine_line()}; {setting.roofline.rate / 1e9:.0f} GFLOP/s", flush=True)
     start, parts = time.perf_counter(), []
     try:
         for number, name in enumerate(names):

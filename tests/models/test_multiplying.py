@@ -148,3 +148,13 @@ def test_memory_that_is_given_back_is_not_used(module) -> None:
     )
     environment = {**os.environ, "MALLOC_PERTURB_": "165"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.skipif(HERE[tiled], reason="AMX itself is here")
+def test_amx_in_software() -> None:
+    """The tests above of what is written for AMX, its instructions alone replaced."""
+    plugin = ["-p", "tests.models.software_tiles", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugin, "-k", "amx and not memory and not software", "-rs", __file__]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "SKIPPED" not in done.stdout

@@ -143,9 +143,13 @@ def _finished(product: Any, what: Any, other: Any) -> Any:
 
 
 @inline
-def finish(sums: Any, columns: Any, what: Any, other: Any, out: Any) -> None:
-    """What follows the sums of a row at an address, up to 32, rounded to `out`."""
+def finish(sums: Any, columns: Any, bias: Any, what: Any, other: Any, out: Any) -> None:
+    """What follows the sums of a row at an address, up to 32, rounded to `out`; without a bias its address is 0."""
     of, beside = float32s(sums, (COLUMNS,)), bfloat16s(other, (columns,))
+    if bias != 0:
+        summand = bfloat16s(bias, (columns,))
+        for o in range(columns):
+            of[o] += load(summand[o])
     if what == SILU:
         for o in range(COLUMNS):
             of[o] = silu(of[o])

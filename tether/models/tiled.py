@@ -17,11 +17,9 @@ from torch import Tensor
 from tether.models.compiled import (
     Loop,
     bfloat16s,
-    float32s,
     float_of,
     inline,
     keep,
-    load,
     pointer,
     rounded,
     share,
@@ -90,7 +88,6 @@ def product(p: Any) -> None:
     """
     a = carray(p, (10,))
     rows, width, outputs, what, x, weight, shapes = a[0], a[1], a[2], a[3], a[4], a[5], a[9]
-    bias = bfloat16s(a[6], (outputs,))
     steps, configured = width // DEPTH, 0
     sums = np.empty((_BLOCK, _BLOCK), np.float32)
     place = sums.ctypes.data
@@ -101,6 +98,7 @@ def product(p: Any) -> None:
         for block in range(first, last):
             column = block * _BLOCK
             columns = min(_BLOCK, outputs - column)
+            bias = a[6] + 2 * column if a[6] != 0 else 0
             here = weight + 2048 * steps * block
             lines = (_BLOCK + times - 1) // times if block + 1 < last else 0
             for time in range(times):
@@ -113,12 +111,8 @@ def product(p: Any) -> None:
                 ahead = here + 2048 * steps + LINE * lines * steps * time
                 _sums(x + 2 * row * width, x + 2 * lower * width, 2 * width, here, steps, place, ahead, lines)
                 for i in range(count):
-                    if a[6] != 0:
-                        of = float32s(place + 128 * i, (columns,))
-                        for o in range(columns):
-                            of[o] += load(bias[column + o])
                     at = 2 * ((row + i) * outputs + column)
-                    finish(place + 128 * i, columns, what, a[8] + at, a[7] + at)
+                    finish(place + 128 * i, columns, bias, what, a[8] + at, a[7] + at)
     release()
     keep(sums)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from tether.models.compiled import Loop, bfloat16s, float32s, float_of, keep, load, pointer, rounded, share
+from tether.models.compiled import Loop, bfloat16s, float_of, keep, pointer, rounded, share
 from tether.models.loops import copy, finish, weigh
 from tether.models.vectors import COLUMNS, add_products, fetch, side_by_side, transposed
 
@@ -41,7 +41,6 @@ def product(p: Any) -> None:
     """x [N, E], a packed weight, bias [O] -> out [N, O], with `other` [N, O] by the way; see `multiplied`."""
     a = carray(p, (9,))
     rows, width, outputs, what, x, weight, out, other = a[0], a[1], a[2], a[3], a[4], a[5], a[7], a[8]
-    bias = bfloat16s(a[6], (outputs,))
     sums = np.empty((_ROWS_AT_ONCE, _BLOCK), np.float32)
     place = np.int64(sums.ctypes.data)
     first, last = share((outputs + _BLOCK - 1) // _BLOCK)
@@ -50,14 +49,11 @@ def product(p: Any) -> None:
         for block in range(first, last):
             column = block * _BLOCK
             columns, here = min(_BLOCK, outputs - column), weight + 2 * width * column
+            bias = a[6] + 2 * column if a[6] != 0 else 0
             add_products(x + 2 * width * upper, 2 * width, count, here, width // 2, place, 4 * _BLOCK, 1)
             for i in range(count):
-                if a[6] != 0:
-                    of = float32s(place + 4 * _BLOCK * i, (columns,))
-                    for o in range(columns):
-                        of[o] += load(bias[column + o])
                 at = 2 * ((upper + i) * outputs + column)
-                finish(place + 4 * _BLOCK * i, columns, what, other + at, out + at)
+                finish(place + 4 * _BLOCK * i, columns, bias, what, other + at, out + at)
     keep(sums)
 
 
