@@ -8,7 +8,10 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tether.models import gated
+from tether.models.cpu import loops_for
 from tether.models.gated import GatedMLP, replace_gated_mlps
+
+has_loops = loops_for(torch.zeros(1, dtype=torch.bfloat16)) is not None
 
 
 def gradients(mlp: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -37,6 +40,54 @@ def test_bfloat16_with_and_without_the_loop(monkeypatch: pytest.MonkeyPatch, wit
     for found, expected in zip(gradients(rounded, x), gradients(exact, x.double()), strict=True):
         error = (found.double() - expected).norm() / expected.norm()
         assert error < 0.02
+
+
+def bfloat16_mlp() -> tuple[GatedMLP, Tensor]:
+    mlp = GatedMLP(tiny_model("llama").model.layers[0].mlp.bfloat16())
+    return mlp, torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+
+
+@pytest.mark.skipif(not has_loops, reason="no compiled loops here")
+def test_gate_times_up_is_not_kept() -> None:
+    mlp, x = bfloat16_mlp()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = mlp(x)
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    inner = [tensor for tensor in kept if tensor.shape == gate.shape]
+    assert [tensor.equal(expected) for tensor, expected in zip(inner, (gate, up), strict=True)] == [True, True]
+    assert out.equal(mlp.down_proj(gated._gated(gate, up)))
+
+
+def test_frozen_layers_get_no_gradient() -> None:
+    mlp, x = bfloat16_mlp()
+    expected, *_ = torch.autograd.grad(mlp(x).sum(), x)
+    mlp.down_proj.requires_grad_(False)
+    mlp(x).sum().backward()
+    assert x.grad.equal(expected)
+    assert mlp.down_proj.weight.grad is None
+    assert mlp.gate_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("what", ["bias", "another layer"])
+def test_other_layers_behind_are_called(what: str) -> None:
+    mlp, x = bfloat16_mlp()
+    plain = mlp(x)
+    if what == "bias":
+        mlp.down_proj.bias = torch.nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+        assert mlp(x).equal(torch.nn.functional.linear(gated_of(mlp, x), mlp.down_proj.weight, mlp.down_proj.bias))
+    else:
+        mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Tanh())
+        assert mlp(x).equal(plain.tanh())
+
+
+def gated_of(mlp: GatedMLP, x: Tensor) -> Tensor:
+    """What goes into the last layer."""
+    seen = []
+    handle = mlp.down_proj.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    mlp(x)
+    handle.remove()
+    return seen[0]
 
 
 def test_replacing_keeps_parameters_names_and_modes() -> None:
