@@ -80,11 +80,11 @@ class Roofline:
         return replace(self, rate=max(self.rate, rate), bandwidth=max(self.bandwidth, bandwidth))
 
 
-def measure_roofline(model: PreTrainedModel) -> Roofline:
-    """Count the model's products and measure the rates."""
+def roofline_of(model: PreTrainedModel) -> Roofline:
+    """The model's products, counted; the rates are still to be measured."""
     head = model.get_output_embeddings().weight.numel()
     weights = sum(weight.numel() for weight in linear_weights(model)) - head
-    return Roofline(rate=0, bandwidth=0, weights=weights, head=head).measured_again()
+    return Roofline(rate=0, bandwidth=0, weights=weights, head=head)
 
 
 def linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.speed.machine import Roofline, measure_roofline
+from benchmarks.speed.machine import Roofline, roofline_of
 from benchmarks.speed.peers.processes import Peers
 from tether.data.chat import render, tokenize
 from tether.data.rows import Row
@@ -53,7 +53,7 @@ class Setting:
 
     @cached_property
     def _rooflines(self) -> list[Roofline]:
-        return [measure_roofline(self.plain_model())]
+        return [roofline_of(self.plain_model())]
 
     @property
     def roofline(self) -> Roofline:

@@ -29,11 +29,12 @@ def test_the_same_as_transformers(name: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("mlp_bias", [True, False])
 @pytest.mark.parametrize("with_loops", [True, False])
-def test_bfloat16_with_and_without_the_loop(monkeypatch: pytest.MonkeyPatch, with_loops: bool) -> None:
+def test_bfloat16_with_and_without_the_loop(monkeypatch: pytest.MonkeyPatch, with_loops: bool, mlp_bias: bool) -> None:
     if not with_loops:
         monkeypatch.setattr(gated, "loops_for", lambda *_: None)
-    exact = tiny_model("llama", dtype=torch.float64).model.layers[0].mlp
+    exact = tiny_model("llama", dtype=torch.float64, mlp_bias=mlp_bias).model.layers[0].mlp
     x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact.load_state_dict({key: value.bfloat16() for key, value in exact.state_dict().items()})
     rounded = GatedMLP(copy.deepcopy(exact).bfloat16())
