@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +38,20 @@ ConfigArguments = Annotated[
 ]
 
 
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Around imports of torch and transformers: they make a million objects, all of which stay.
+
+    To look for garbage among them, while they are made, later and at the exit, would take three seconds.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _load(arguments: Sequence[str] | None) -> LoadedConfig:
     from tether.config import load_config
 
@@ -61,10 +77,11 @@ def train(arguments: ConfigArguments = None) -> None:
     from tether.execution.memory import restart_with_huge_pages
 
     restart_with_huge_pages()
-    if loaded.config.env.train.id is None:
-        from tether.trainer.commands import train as run
-    else:
-        from tether.trainer.control_commands import train as run
+    with _importing():
+        if loaded.config.env.train.id is None:
+            from tether.trainer.commands import train as run
+        else:
+            from tether.trainer.control_commands import train as run
 
     try:
         run(loaded, command=shlex.join(["tether", *sys.argv[1:]]))
@@ -82,7 +99,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Score a checkpoint on held-out prompts, or in its environments."""
-    from tether.trainer.commands import evaluate as run
+    with _importing():
+        from tether.trainer.commands import evaluate as run
 
     run(checkpoint, overrides or [])
 
@@ -95,7 +113,8 @@ def play(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the video; default: the run's.")] = None,
 ) -> None:
     """Record episodes of a control policy to an mp4."""
-    from tether.trainer.commands import play as run
+    with _importing():
+        from tether.trainer.commands import play as run
 
     run(checkpoint, overrides or [], episodes, out)
 
@@ -121,7 +140,8 @@ def collect(
     For example: tether collect run.yaml --from expert.py:act --out demos -n 50
     """
     loaded = _load_embodied(arguments)
-    from tether.trainer.cloning_commands import collect as run
+    with _importing():
+        from tether.trainer.cloning_commands import collect as run
 
     run(loaded, source, out, episodes, seed, only_successful=successful)
 
@@ -153,8 +173,9 @@ def bc(
     For example: tether bc run.yaml --data demos --epochs 50
     """
     loaded = _load_embodied(arguments)
-    from tether.trainer.cloning_commands import clone
-    from tether.training.cloning import CloningOptions
+    with _importing():
+        from tether.trainer.cloning_commands import clone
+        from tether.training.cloning import CloningOptions
 
     options = CloningOptions(lr, batch_size, epochs, patience, weight_decay)
     clone(loaded, data, out, options, held_out=held_out, bounds=bounds)
@@ -172,8 +193,9 @@ def generate(
     seed: int = 1,
 ) -> None:
     """Ask a model and print its replies."""
-    from tether.rollout.protocol import SamplingParams
-    from tether.trainer.model_commands import generate as run
+    with _importing():
+        from tether.rollout.protocol import SamplingParams
+        from tether.trainer.model_commands import generate as run
 
     run(model, prompts, SamplingParams(max_new_tokens, n, temperature, top_p=top_p), system, seed)
 
@@ -267,7 +289,8 @@ def pretrain(
     For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
     """
     loaded = _load(arguments)
-    from tether.trainer.commands import pretrain_critic
+    with _importing():
+        from tether.trainer.commands import pretrain_critic
 
     pretrain_critic(loaded, rollouts, out, epochs=epochs, held_out=held_out)
 

@@ -11,13 +11,17 @@ import os
 import sys
 
 TUNABLES = "GLIBC_TUNABLES"
-SETTINGS = ":".join(
-    [
-        "glibc.malloc.hugetlb=1",
-        f"glibc.malloc.mmap_threshold={1 << 25}",  # the most it takes; a larger block is given back when it is freed
-        f"glibc.malloc.trim_threshold={1 << 34}",  # free memory under which none of the rest is given back
-    ]
-)
+SETTINGS = {
+    TUNABLES: ":".join(
+        [
+            "glibc.malloc.hugetlb=1",
+            f"glibc.malloc.mmap_threshold={1 << 25}",  # the most it takes; a larger block is given back when freed
+            f"glibc.malloc.trim_threshold={1 << 34}",  # free memory under which none of the rest is given back
+        ]
+    ),
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch's own allocator likewise
+}
+"""Environment variables, read when a process starts."""
 
 
 def restart_with_huge_pages() -> None:
@@ -27,5 +31,5 @@ def restart_with_huge_pages() -> None:
     """
     if sys.platform != "linux" or TUNABLES in os.environ:
         return
-    os.environ |= {TUNABLES: SETTINGS, "THP_MEM_ALLOC_ENABLE": "1"}  # the second: torch's own allocator likewise
+    os.environ |= SETTINGS
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -79,11 +79,13 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
 def _run_apart(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
     """Hidden states [N, E] (and logits [N, V]) of each sequence by itself, by transformers' plainest attention."""
     model.set_attn_implementation("eager")
-    parts = [part[None] for part in ids.split(SELF_TEST_LENGTHS)]
-    hidden = torch.cat([model.base_model(part, use_cache=False).last_hidden_state[0] for part in parts])
-    if not with_logits:
-        return [hidden]
-    return [hidden, torch.cat([model(part, use_cache=False).logits[0] for part in parts])]
+    hidden: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, inputs, out: hidden.append(out.last_hidden_state[0]))
+    try:
+        outputs = [model(part[None], use_cache=False) for part in ids.split(SELF_TEST_LENGTHS)]
+    finally:
+        hook.remove()
+    return [torch.cat(hidden), torch.cat([out.logits[0] for out in outputs])] if with_logits else [torch.cat(hidden)]
 
 
 def _run_packed(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
