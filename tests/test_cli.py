@@ -253,6 +253,23 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
 
+@pytest.mark.parametrize(("before", "frozen"), [("", True), ("import torch", False)])
+def test_imports_are_not_searched_for_garbage(before: str, frozen: bool):
+    """What comes after them is, and a process that had imported torch itself is left as it was."""
+    lines = [
+        before,
+        "import gc",
+        "from tether.cli import _importing",
+        "with _importing():",
+        "    import torch",
+        "print(gc.get_freeze_count() > 10_000, gc.isenabled())",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == [str(frozen), "True"]
+
+
 def test_failing_reward_in_a_process_of_its_own(inputs: Path, tmp_path: Path):
     reward = tmp_path / "raises.py"
     reward.write_text(
