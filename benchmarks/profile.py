@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -137,12 +138,14 @@ def measure(setting: Setting) -> Section:
         where = ", ".join(f"{kind} {seconds / recorded:.0%}" for kind, seconds in largest if seconds > 0.02 * recorded)
         rows.append([phase, f"{total:.2f}", f"{total / whole:.0%}", where, f"{phases.calls[phase]:,}"])
     rows.append(["step", f"{whole:.2f}", "100%", "", ""])
+    throughput = statistics.median(step["perf/throughput"] for step in steps)
     return Section(
         "A PPO step, and where each second goes",
         [
             f"{prompts_of_step(setting)} GSM8K prompts x {SAMPLES} responses of {NEW_TOKENS} tokens, one optimizer",
-            "step a model, bfloat16, with a critic, a reference and GAE; the limit is counted as with GRPO. Shares",
-            "are of the processor time that PyTorch's profiler attributes to operators, in one more step.",
+            f"step a model, bfloat16, with a critic, a reference and GAE: {throughput:.0f} tokens/s, prompt and",
+            "response of every row counted. The limit is counted as with GRPO. Shares are of the processor time that",
+            "PyTorch's profiler attributes to operators, in one more step.",
         ],
         ("phase", "s", "share", "operators", "calls"),
         rows,

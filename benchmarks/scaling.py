@@ -30,6 +30,7 @@ from tether.training.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
 
 PICTURE = ROOT / "docs/assets/scaling.png"
+MODELS = "model parameters"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def axes(quick: bool) -> list[Axis]:
     rows = (4, 8, 16, 32) if quick else (4, 8, 16, 32, 64, 128)
     lengths = (128, 256, 512) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     vocabularies = (8192, 16384, 32768) if quick else (8192, 16384, 32768, 65536, 131072)
-    models = ((192, 4), (384, 8)) if quick else ((192, 4), (384, 8), (768, 12), (1280, 20))
+    models = ((256, 4), (384, 8)) if quick else ((256, 4), (384, 8), (768, 12), (1280, 24))
     samples = (2, 4, 8) if quick else (2, 4, 8, 16, 32)
     cuts = (1, 2, 4) if quick else (1, 2, 4, 8, 16)
     one = replace(base, prompts=1)
@@ -89,7 +90,7 @@ def axes(quick: bool) -> list[Axis]:
             [(n, replace(base, vocabulary=n)) for n in vocabularies],
             "under 1; memory only by the weights",
         ),
-        Axis("model parameters", [(n * n * d, replace(base, width=n, layers=d)) for n, d in models], "1"),
+        Axis(MODELS, [(n, replace(base, width=n, layers=d)) for n, d in models], "1"),
         Axis(
             "samples a prompt",
             [(n, replace(one, samples=n, prompt_tokens=256)) for n in samples],
@@ -105,7 +106,7 @@ def random_model(size: Size) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.width,
-        intermediate_size=int(2.6875 * size.width),
+        intermediate_size=size.width * 11 // 4,
         num_hidden_layers=size.layers,
         num_attention_heads=size.width // 64,
         num_key_value_heads=size.width // 64,
@@ -164,11 +165,7 @@ def measure(setting: Setting) -> Section:
     measured = [(axis, [measure_point(size) for _, size in axis.sizes]) for axis in axes(setting.quick)]
     table = []
     for axis, points in measured:
-        at = [
-            point.parameters if axis.name == "model parameters" else size
-            for (size, _), point in zip(axis.sizes, points, strict=True)
-        ]
-        cells = []
+        at, cells = sizes_along(axis, points), []
         for read in MEASURES.values():
             values = [read(point) for point in points]
             cells.append(f"{exponent(at, values):.2f} ({values[0]:.2f} to {values[-1]:.2f})")
@@ -188,18 +185,29 @@ def measure(setting: Setting) -> Section:
     )
 
 
+def sizes_along(axis: Axis, points: Sequence[Point]) -> list[float]:
+    """Of models what was counted; else what was varied."""
+    if axis.name == MODELS:
+        return [point.parameters for point in points]
+    return [size for size, _ in axis.sizes]
+
+
 def draw(measured: Sequence[tuple[Axis, Sequence[Point]]], path: Path) -> None:
     """Both axes logarithmic, one panel an axis."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     figure, panels = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
     for (axis, points), panel in zip(measured, panels.flat, strict=True):
         for name, read in MEASURES.items():
-            panel.loglog([size for size, _ in axis.sizes], [read(point) for point in points], "o-", label=name)
+            panel.loglog(sizes_along(axis, points), [read(point) for point in points], "o-", label=name)
         panel.set_title(axis.name)
+        panel.set_xticks(sizes_along(axis, points))
+        panel.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(True, which="both", alpha=0.3)
     panels.flat[0].legend()
     figure.savefig(path, dpi=110)
