@@ -178,7 +178,8 @@ def measure(setting: Setting) -> Section:
         "Scaling",
         [
             "Fitted exponents: 1 is in proportion, 0 is flat; in brackets the first and the last value. A small model,",
-            f"so that fixed costs show; the fastest of {REPEATS} calls. Memory is what updates add to weights and optimizer.",
+            f"so that fixed costs show; the fastest of {REPEATS} calls. Memory is what updates add to weights and",
+            "optimizer.",
         ],
         ("", "varied", *MEASURES, "expected"),
         table,
