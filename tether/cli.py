@@ -42,7 +42,7 @@ ConfigArguments = Annotated[
 def _importing() -> Iterator[None]:
     """Around imports of torch and transformers: they make a million objects, all of which stay.
 
-    To look for garbage among them, while they are made and at the exit, would take three seconds.
+    To look for garbage among them, while they are made and at the exit, would find none and keep the user waiting.
     """
     if "torch" in sys.modules:  # a process of someone else, who may have made garbage
         yield
