@@ -2,11 +2,14 @@
 
 Each table measures tether beside its peers in one run, taking turns, and says which goals are met. Peers are installed
 by pip into environments of their own (runs/peers), and left out with a word where that fails.
+
+python -m benchmarks chaos: kills, hostile reward functions and bad files instead of speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -15,14 +18,16 @@ from pathlib import Path
 import torch
 
 from benchmarks import decode, memory, profile, ragged, scaling, startup, step, training
+from benchmarks.chaos.__main__ import main as chaos
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.peers.processes import Peers
 from benchmarks.speed.setting import SYNTHETIC, Setting
 from benchmarks.speed.table import Section, wrapped
 from benchmarks.speed.timing import release
-from tether.execution.machine import cache_dir, set_threads
-from tether.execution.memory import restart_with_huge_pages
-from tether.models.pull import pull_model
+from tether.models.language.registry_download import pull_model
+from tether.runtime.cache import cache_dir
+from tether.runtime.huge_pages import restart_with_huge_pages
+from tether.runtime.machine import set_threads
 
 TABLES: dict[str, Callable[[Setting], Section]] = {
     "decode": decode.measure,
@@ -59,6 +64,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print as tables become ready, and write the page."""
+    if sys.argv[1:2] == ["chaos"]:  # counts what is lost, and measures no speed
+        chaos(sys.argv[2:])
+        return
     given = arguments()
     restart_with_huge_pages()  # as `tether train` does; the peers' processes inherit it
     set_threads(given.threads)

@@ -24,8 +24,8 @@ from benchmarks.speed.runs import (
 )
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from tether.models.cpu import loops_for
-from tether.rollout import replayed
+from tether.kernels.dispatch import loops_for
+from tether.rollout.native import recorded_decoder
 
 SHARE = 0.5
 KINDS: dict[str, tuple[str, ...]] = {
@@ -68,18 +68,18 @@ def loops_recorded() -> Iterator[None]:
     if loops_for(torch.empty(0, dtype=torch.bfloat16)) is None:
         yield
         return
-    kind = import_module("tether.models.compiled").Loop
-    plain, replay_for = kind.__call__, replayed.replay_for
+    kind = import_module("tether.kernels.cpu.openmp_loop").Loop
+    plain, replay_for = kind.__call__, recorded_decoder.replay_for
 
     def recorded(loop: Any, *arguments: Any) -> None:
         with record_function(f"loop::{loop.name}"):
             plain(loop, *arguments)
 
-    kind.__call__, replayed.replay_for = recorded, lambda *_: None
+    kind.__call__, recorded_decoder.replay_for = recorded, lambda *_: None
     try:
         yield
     finally:
-        kind.__call__, replayed.replay_for = plain, replay_for
+        kind.__call__, recorded_decoder.replay_for = plain, replay_for
 
 
 class Recorder:

@@ -19,15 +19,15 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
 from benchmarks.speed.timing import peak_memory, seconds
 from tether.batch import TrainBatch
-from tether.models.attention import use_tether_attention
-from tether.rollout.native import NativeEngine
+from tether.models.layers.attention import use_tether_attention
+from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.forward import PolicyModel, PolicyOutputs
-from tether.training.local import LocalEngine
-from tether.training.losses import PolicyLoss
-from tether.training.micro_batches import MicroBatching
-from tether.training.optimizer import OptimizerOptions
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
+from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.text.losses import PolicyLoss
+from tether.training.text.micro_batches import MicroBatching
 
 PICTURE = ROOT / "docs/assets/scaling.png"
 MODELS = "model parameters"

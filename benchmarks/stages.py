@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from tether.envs.protocol import ContinuousActions, EnvStep, Floats
-from tether.envs.staged import StagedEnv
-from tether.models.control.acting import Actor
-from tether.models.control.policy import ControlPolicy, PolicySpec
-from tether.rollout.env import EnvCollector
+from tether.envs.vectorization.stages import StagedEnv
+from tether.models.control.actors import Actor
+from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
+from tether.rollout.env.collector import EnvCollector
 
 OBS, ACTIONS = 64, 8
 

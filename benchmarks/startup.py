@@ -12,7 +12,7 @@ from subprocess import DEVNULL, PIPE
 from benchmarks.oracles.environment import ROOT
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from tether.execution.memory import SETTINGS
+from tether.runtime.huge_pages import SETTINGS
 
 BY_TRANSFORMERS = """
 import sys
@@ -22,7 +22,7 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False)
 print(tokenizer.decode(model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=1)[0, -1]))
 """
-TETHER = "from tether.cli import main; main()"
+TETHER = "from tether.commands.cli import main; main()"
 
 
 def measure(setting: Setting) -> Section:

@@ -17,10 +17,10 @@ from benchmarks.speed.timing import seconds
 from tether.batch import TrainBatch
 from tether.data.chat import render, tokenize
 from tether.data.rows import Row
-from tether.models.load import load_causal_lm, load_tokenizer
-from tether.rollout.native import NativeEngine
+from tether.models.language.load import load_causal_lm, load_tokenizer
+from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.forward import PolicyModel
+from tether.training.text.forward import PolicyModel
 
 
 def sums(model: str, count: int) -> list[list[int]]:

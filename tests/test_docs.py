@@ -1,5 +1,6 @@
 """The documentation says what is true: its examples run, its keys, files and links exist, its tables are the code's."""
 
+import inspect
 import re
 import runpy
 import shlex
@@ -9,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from tether.cli import app
+from tether.commands.cli import app
+from tether.config.importers.rlinf.importer import TABLES
 from tether.config.keys import keys, sections
-from tether.config.patterns import look_up
-from tether.config.rlinf.importer import TABLES
-from tether.config.suggest import MISSPELLINGS
+from tether.config.loading.typos import MISSPELLINGS
+from tether.config.support.patterns import look_up
+from tether.config.support.verl_keys import renamed, unread
 from tether.metrics.keys import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +39,10 @@ def code_spans(page: Path) -> list[str]:
 
 
 def is_key(name: str) -> bool:
+    name = renamed(name)
     owners = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
     in_mapping = any(owner in keys() and keys()[owner].is_mapping for owner in owners)
-    return name in keys() or name in sections() or in_mapping
+    return name in keys() or name in sections() or in_mapping or unread(name) is not None
 
 
 def is_rlinf_key(name: str) -> bool:
@@ -64,7 +67,8 @@ def test_config_commands_work(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for line in "".join(blocks(page, "bash")).splitlines():
         command = shlex.split(line)
         assert command[:2] == ["tether", "config"], f"{line}: mark what is not run here as sh"
-        result = CliRunner().invoke(app, command[1:])
+        files = ["--no-files"] if command[2] == "check" else []  # the pages name files that are the reader's
+        result = CliRunner().invoke(app, [*command[1:], *files])
         assert result.exit_code == 0, f"{line}: {result.exception}"
 
 
@@ -137,6 +141,23 @@ def test_every_algorithm_says_what_a_user_needs(page: Path) -> None:
     assert missing == []
     assert re.search(r"\d{4}\.\d{5}|\b(19|20)\d\d\b|verl|RLinf", text), "no paper and no origin"
     assert " = " in text, "no formula"
+    calls = re.findall(r"^```text\n(\w+(?:\[\"\w+\"\])?\(.*?\).*?)\n```", text, re.DOTALL | re.MULTILINE)
+    assert calls, "no call"
+
+
+@pytest.mark.parametrize("name", [*ADVANTAGE_ESTIMATORS, *(f"{name} loss" for name in POLICY_LOSSES)])
+def test_the_call_on_a_page_names_every_argument(name: str) -> None:
+    registry, folder = (
+        (POLICY_LOSSES, "policy_losses") if name.endswith(" loss") else (ADVANTAGE_ESTIMATORS, "advantages")
+    )
+    name = name.removesuffix(" loss")
+    text = (ROOT / f"docs/algorithms/{folder}/{name}.md").read_text(encoding="utf-8")
+    call = text[text.index("```text") : text.index("```", text.index("```text") + 3)]
+    assert (
+        call.splitlines()[1] == f'{"POLICY_LOSSES" if folder == "policy_losses" else "ADVANTAGE_ESTIMATORS"}["{name}"]('
+    )
+    named = re.findall(r"^    (\w+): ", call, re.MULTILINE)
+    assert named == list(inspect.signature(registry[name]).parameters)
 
 
 def test_every_metric_has_its_row() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.config.test_reference_command import PAGE, RUN_GEMMA
 from tether.config import LoadedConfig, load_config
+from tether.data.sources import load_rows
 from tether.rewards.custom import load_reward_function
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -76,3 +77,12 @@ def test_verls_page_takes_local_paths() -> None:
     config = load_config(None, given).config
     assert config.actor_rollout_ref.model.path == config.critic.model.path == "my/model"
     assert config.data.train_files == ("here/gsm8k/train.parquet",)
+
+
+def test_quickstart_has_the_distinct_held_out_questions_that_it_asks_for() -> None:
+    data = load("quickstart").config.data
+    train, test = (
+        [row.messages[-1]["content"] for row in load_rows(files)] for files in (data.train_files, data.val_files)
+    )
+    assert len(test) == len(set(test))
+    assert not set(test) & set(train)

@@ -55,7 +55,8 @@ def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T
 
 
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """Which tokens top-k and top-p left to draw from at each position; `tether.models.kept` writes and reads it.
+    """Which tokens top-k and top-p left to draw from at each position; `tether.models.output.truncation_record` writes
+    and reads it.
 
     The positions of a row follow each other in its `words`, each with the ids of its tokens, ascending, or with a bit
     mask of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes
@@ -151,7 +152,7 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
             response_mask=mask,
             rollout_log_probs=rollout.rollout_log_probs,
             truncated=rollout.truncated,
-            token_level_scores=on_last_token(scores.nan_to_num(), mask).to(torch.float32),
+            token_level_scores=on_last_token(scores.where(scored, 0.0), mask).to(torch.float32),
             scored=scored,
             kept=rollout.kept,
             batch_size=rollout.batch_size,

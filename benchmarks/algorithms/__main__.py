@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.algorithms.cases import all_cases
 from benchmarks.algorithms.report import PICTURE, core_minutes, draw, markdown, text_table
 from benchmarks.algorithms.runs import run_all
-from tether.execution.machine import usable_cores
+from tether.runtime.machine import usable_cores
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 

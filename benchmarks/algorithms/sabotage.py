@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tether.batch import TrainBatch
-from tether.trainer.trainer import Trainer
+from tether.trainer.text.loop import Trainer
 
 
 def flip(batch: TrainBatch) -> Tensor:

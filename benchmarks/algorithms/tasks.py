@@ -13,11 +13,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build.run import build_run
-from tether.trainer.trainer import Trainer
+from tether.trainer.text.loop import Trainer
 
 PAD, EOS, GO = "_", ".", ">"
 LETTERS = "abcdef"

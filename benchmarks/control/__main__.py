@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="instead of the task's own number")
+    parser.add_argument("--value-coeff", type=float, help="instead of the task's own number")
     parser.add_argument("--threads", type=int, default=1, help="torch's, on all sides")
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="these sides only")
     parser.add_argument("--results", type=Path, help="file of runs that are done (JSON lines)")
@@ -77,7 +78,8 @@ def main() -> None:
     done = made(given.results)
     tables = {}
     for name in given.tasks or TASKS:
-        task = replace(TASKS[name], steps=given.steps) if given.steps else TASKS[name]
+        asked_for = {"steps": given.steps, "value_coeff": given.value_coeff}
+        task = replace(TASKS[name], **{key: value for key, value in asked_for.items() if value is not None})
         results: dict[str, list[dict[str, Any]]] = {side: [] for side in given.only}
         for seed in range(1, given.seeds + 1):
             for side in given.only:

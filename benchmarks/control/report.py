@@ -20,15 +20,20 @@ def show(name: str, task: Task, results: Runs) -> None:
     """Print speeds and returns, and where tether's time goes."""
     console = Console()
     table = Table(title=f"{name}: {task.steps:,} steps, {task.num_envs} environments, same hyperparameters")
-    for column in ("", "seeds", "steps a second", "return", "best", "worst", "tether is faster by"):
+    columns = ("", "seeds", "steps a second", "return", "best", "worst", "last episodes of training")
+    for column in (*columns, "tether is ahead by (95%)", "in training (95%)", "faster by"):
         table.add_column(column)
     speeds = {side: fmean(run["sps"] for run in runs) for side, runs in results.items()}
     for side, runs in results.items():
-        returns = [run["return"] for run in runs]
-        spread = f" ± {stdev(returns):.1f}" if len(returns) > 1 else ""
-        ratio = f"{speeds['tether'] / speeds[side]:.2f}" if side != "tether" and "tether" in speeds else ""
-        numbers = (f"{fmean(returns):.1f}{spread}", f"{max(returns):.1f}", f"{min(returns):.1f}", ratio)
-        table.add_row(side, str(len(runs)), f"{speeds[side]:,.0f}", *numbers)
+        returns, training = _returns(runs), _training(runs)
+        compared = ["", "", ""]
+        if side != "tether" and "tether" in results:
+            ours = results["tether"]
+            ahead = [difference(_returns(ours), returns), difference(_training(ours), training)]
+            compared = [f"{mean:.1f} ({low:.1f} to {high:.1f})" for mean, low, high in ahead]
+            compared.append(f"{speeds['tether'] / speeds[side]:.2f}")
+        numbers = (_spread(returns), f"{max(returns):.1f}", f"{min(returns):.1f}", _spread(training))
+        table.add_row(side, str(len(runs)), f"{speeds[side]:,.0f}", *numbers, *compared)
     console.print(table)
     if "tether" not in results:
         return
@@ -45,6 +50,27 @@ def show(name: str, task: Task, results: Runs) -> None:
     for part, seconds in {**rows, "rest": parts["step"] - sum(rows.values()), "all": parts["step"]}.items():
         table.add_row(part, f"{1000 * seconds:.2f}", f"{seconds / parts['step']:.0%}")
     console.print(table)
+
+
+def _returns(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [run["return"] for run in runs]
+
+
+def _training(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The last point of each curve: returns with noise, over more episodes than a test has."""
+    return [run["curve"][-1][1] for run in runs]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def difference(left: Sequence[float], right: Sequence[float]) -> tuple[float, float, float]:
+    """Difference of two means and its 95% interval, by the percentile bootstrap over seeds (Efron 1979)."""
+    rng = np.random.default_rng(0)
+    means = [rng.choice(np.asarray(values, float), (10_000, len(values))).mean(1) for values in (left, right)]
+    low, high = np.percentile(means[0] - means[1], (2.5, 97.5))
+    return fmean(left) - fmean(right), float(low), float(high)
 
 
 def thinned(curve: Sequence[Sequence[float]], points: int = 100) -> list[list[float]]:

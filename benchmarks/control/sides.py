@@ -9,11 +9,12 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.control.tasks import TEST_EPISODES, TEST_SEED, Task, overrides
+from benchmarks.control.tasks import LAST_EPISODES, TEST_EPISODES, TEST_SEED, Task, overrides
 
 Result = dict[str, Any]
 """sps: steps a second; return: at the end; curve: [[steps, return]] while training; parts (tether): seconds."""
@@ -21,9 +22,9 @@ Result = dict[str, Any]
 
 def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
     """Train and test with tether."""
+    from tether.assembly.control import build_control_run
     from tether.config import load_config
     from tether.metrics.loggers.jsonl import read_metrics
-    from tether.trainer.build.control import build_control_run
 
     with tempfile.TemporaryDirectory() as scratch:
         run = build_control_run(load_config(None, overrides(name, task, seed, threads, Path(scratch))))
@@ -38,8 +39,23 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
         steps = list(read_metrics(Path(scratch)).values())
     keys = ("step", "gen", "env", "adv", "update_actor")
     parts = {key: fmean(metrics[f"timing_s/{key}"] for metrics in steps) for key in keys}
-    curve = [[m["perf/env_steps"], m["env/return"]] for m in steps if "env/return" in m]
+    logged = [m for m in steps if "env/return" in m]
+    returns = over_last([(m["env/return"], round(m["env/num_trajectories"])) for m in logged])
+    curve = [[m["perf/env_steps"], got] for m, got in zip(logged, returns, strict=True)]
     return {"sps": trainer.env_steps / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
+
+
+def over_last(logged: Sequence[tuple[float, int]]) -> list[float]:
+    """Mean returns of the last `LAST_EPISODES` episodes or more, from (mean return, episodes) of each log so far."""
+    curve = []
+    for end in range(1, len(logged) + 1):
+        total = episodes = 0.0
+        for mean, count in reversed(logged[:end]):
+            total, episodes = total + mean * count, episodes + count
+            if episodes >= LAST_EPISODES:
+                break
+        curve.append(total / episodes)
+    return curve
 
 
 def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
@@ -67,11 +83,7 @@ def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
     if task.normalize:
         env = VecNormalize(env, gamma=task.gamma)
         test = VecNormalize(test, training=False, norm_reward=False)
-    model = PPO(
-        "MlpPolicy", env, n_steps=task.rollout, batch_size=task.mini_batch, n_epochs=task.epochs,
-        learning_rate=lambda left: task.lr * left, gamma=task.gamma, gae_lambda=task.lam, clip_range=task.clip,
-        ent_coef=task.entropy, vf_coef=task.value_coeff, max_grad_norm=task.grad_clip, seed=seed, device="cpu",
-    )  # fmt: skip
+    model = PPO("MlpPolicy", env, seed=seed, device="cpu", **sb3_options(task))
     start = time.perf_counter()
     model.learn(task.steps, callback=Curve())
     seconds = time.perf_counter() - start
@@ -79,6 +91,22 @@ def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
         test.obs_rms = env.obs_rms
     mean, _ = evaluate_policy(model, test, TEST_EPISODES, deterministic=True, warn=False)
     return {"sps": model.num_timesteps / seconds, "return": float(mean), "curve": curve}
+
+
+def sb3_options(task: Task) -> dict[str, Any]:
+    """A task as arguments of Stable-Baselines3's PPO, whose value loss is the squared error, not half of it."""
+    return {
+        "n_steps": task.rollout,
+        "batch_size": task.mini_batch,
+        "n_epochs": task.epochs,
+        "learning_rate": task.lr if task.schedule == "constant" else lambda left: task.lr * left,
+        "gamma": task.gamma,
+        "gae_lambda": task.lam,
+        "clip_range": task.clip,
+        "ent_coef": task.entropy,
+        "vf_coef": task.value_coeff / 2,
+        "max_grad_norm": task.grad_clip,
+    }
 
 
 def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
@@ -93,6 +121,7 @@ def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
         "num-steps": task.rollout, "num-minibatches": batch // task.mini_batch, "update-epochs": task.epochs,
         "learning-rate": task.lr, "ent-coef": task.entropy, "gamma": task.gamma, "gae-lambda": task.lam,
         "clip-coef": task.clip, "vf-coef": task.value_coeff, "max-grad-norm": task.grad_clip, "cuda": False,
+        "anneal-lr": task.schedule == "linear",
     }  # fmt: skip
     sys.argv = [script, *(f"--{key}={value}" for key, value in given.items())]
     said = io.StringIO()
@@ -101,7 +130,7 @@ def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
     number = r"\[?\s*(-?[\d.]+(?:e[+-]?\d+)?)"
     curve = [[int(at), float(got)] for at, got in re.findall(rf"step=(\d+), episodic_return={number}", said.getvalue())]
     speed = float(re.findall(r"SPS: (\d+)", said.getvalue())[-1])
-    return {"sps": speed, "return": fmean(got for _, got in curve[-100:]), "curve": curve}
+    return {"sps": speed, "return": fmean(got for _, got in curve[-LAST_EPISODES:]), "curve": curve}
 
 
 SIDES = {"tether": run_tether, "sb3": run_sb3, "cleanrl": run_cleanrl}

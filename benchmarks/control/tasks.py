@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEST_EPISODES, TEST_SEED = 20, 10_000
+LAST_EPISODES = 100
+"""Points of the curves are means over so many episodes."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,10 @@ class Task:
     lam: float = 0.95
     clip: float = 0.2
     value_coeff: float = 0.5
+    """Factor of half the squared error, as in tether and CleanRL."""
     grad_clip: float = 0.5
+    schedule: str = "linear"
+    """Of the learning rate: down to 0, or constant."""
 
 
 TASKS = {
@@ -33,6 +38,10 @@ TASKS = {
     "HalfCheetah-v5": Task(1_000_000, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True),
     "Hopper-v5": Task(1_000_000, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True),
     "Walker2d-v5": Task(1_000_000, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True),
+    # The defaults of Stable-Baselines3, whose value loss is not halved.
+    "InvertedDoublePendulum-v5": Task(
+        61_440, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True, value_coeff=1.0, schedule="constant"
+    ),
 }
 
 
@@ -52,6 +61,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         f"{actor}.clip_ratio={task.clip}",
         f"{actor}.entropy_coeff={task.entropy}",
         f"{actor}.optim.lr={task.lr}",
+        f"{actor}.optim.lr_scheduler_type={task.schedule}",
         f"{actor}.optim.clip_grad={task.grad_clip}",
         f"critic.loss_coef={task.value_coeff}",
         f"policy.normalize_observations={task.normalize}",
@@ -60,6 +70,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         f"trainer.seed={seed}",
         f"trainer.num_threads={threads}",
         "trainer.logger=file",
+        "trainer.log_freq=1",
         "trainer.save_freq=-1",
         f"trainer.test_freq={10**9}",
         f"trainer.default_local_dir={folder}",

@@ -14,6 +14,45 @@ Reasons = dict[tuple[str, str | None], list[Difference]]
 """(peer, reason) -> the differences that it explains; reason None: unexplained."""
 
 
+READ = (
+    ("NeMo RL 00925dd", "gdpo", "sums the components, then whitens over rows", "whitens over tokens, as verl does"),
+    ("NeMo RL 00925dd", "gdpo, grpo", "the baseline may leave a row's own score out", "`rloo` does; the others do not"),
+    (
+        "NeMo RL 00925dd, AReaL 1.0.4",
+        "rejection by the ratio",
+        "bounds of rho: 0.5 and 5 keep 0.5 to 5",
+        "k1 as in verl: bounds of 1 / rho, so `0.5_5` keeps 0.2 to 2",
+    ),
+    (
+        "AReaL 1.0.4",
+        "importance weights",
+        "a log-ratio that is no finite number counts as 0",
+        "NaN stays NaN, and `veto_mask` drops the row",
+    ),
+    (
+        "RLinf 0.3.0",
+        "losses of the dimensions of actions, under a mask",
+        "divides by the actions, not by their D dimensions: D times as large",
+        "divides by what it sums",
+    ),
+    ("verl 0.9.1", "kl_cov: `actor/ppo_kl`", "mean of abs(log r)", "mean of -log r; `actor/ppo_kl_abs` is the other"),
+    ("verl 0.9.1", "gspo: `actor/ppo_kl`", "of any log r", "of log r held within +-20"),
+    (
+        "verl 0.9.1",
+        "importance metrics of level sequence",
+        "weighs each row by its tokens",
+        "each row counts once",
+    ),
+    (
+        "verl 0.9.1",
+        "optimal_token_baseline, two rows and one of them empty",
+        "the other is its own baseline (advantage 0), unless handle_zero_tail",
+        "a group of one keeps its return",
+    ),
+)
+"""(library and version, function, what it does, what tether does)."""
+
+
 def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, found: Sequence[Difference]) -> str:
     """Return the page: what was compared, the largest differences, and the reason of each real one."""
     reasons = group_by_reason(found)
@@ -50,6 +89,14 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
         "| | function | batches | largest | who is right, and why |",
         "|---|---|---|---|---|",
         *(explanation(numbers[key], key, differences) for key, differences in reasons.items()),
+        "",
+        "## Read, not run",
+        "",
+        "Differences from libraries that are not called here, or in parts that cannot be called alone.",
+        "",
+        "| library | function | there | tether |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in READ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -8,15 +8,15 @@ import torch
 
 from benchmarks.speed.setting import Setting
 from tether.batch import TrainBatch
-from tether.models.recompute import enable_gradient_checkpointing
-from tether.rollout.native import NativeEngine, eos_token_ids
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.rollout.native.engine import NativeEngine, eos_token_ids
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.forward import PolicyModel, PolicyOutputs
-from tether.training.local import LocalEngine
-from tether.training.losses import PolicyLoss
-from tether.training.micro_batches import MicroBatching
-from tether.training.optimizer import OptimizerOptions
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
+from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.text.losses import PolicyLoss
+from tether.training.text.micro_batches import MicroBatching
 
 
 def sampled_batch(setting: Setting, prompts: int, samples: int, limit: int) -> TrainBatch:

@@ -10,9 +10,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.speed.setting import Setting
+from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.build.run import build_run
-from tether.trainer.trainer import Trainer
+from tether.trainer.text.loop import Trainer
 
 SAMPLES, NEW_TOKENS = 8, 64
 REWARD = """

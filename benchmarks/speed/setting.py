@@ -17,7 +17,7 @@ from benchmarks.speed.peers.processes import Peers
 from tether.data.chat import render, tokenize
 from tether.data.rows import Row
 from tether.data.sources import load_rows
-from tether.models.load import load_causal_lm, load_tokenizer
+from tether.models.language.load import load_causal_lm, load_tokenizer
 
 SYNTHETIC = "reasoning_gym:gsm_symbolic?size=256&seed=1"
 MAX_PROMPTS = 1024

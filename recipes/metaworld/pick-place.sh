@@ -14,5 +14,5 @@ if [ ! -d "$out/cloned" ]; then
 fi
 tether train $keys actor_rollout_ref.model.path="$out/cloned" env.train.total_num_envs=16 \
     actor_rollout_ref.actor.ppo_mini_batch_size=400 actor_rollout_ref.actor.optim.lr=2.0e-4 \
-    actor_rollout_ref.actor.target_kl=0.02 critic.optim.lr=1.0e-3 trainer.critic_warmup=5 \
+    actor_rollout_ref.actor.target_kl=0.02 critic.optim.lr=1.0e-3 trainer.critic_warmup=6 \
     trainer.total_env_steps=320000 "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The command of verl's PPO page, key for key: run_gemma.sh, then what the page adds to it. Later settings win.
 #   MODEL=path/to/model DATA=path/with/gsm8k recipes/verl-ppo-page/run.sh [KEY=VALUE]...
-# TETHER="tether config check" only checks the configuration.
+# TETHER="tether config check --no-files" only checks the configuration.
 set -euo pipefail
 MODEL="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}"
 DATA="${DATA:-$HOME/data}"

@@ -107,8 +107,16 @@ def test_adaptive_controller() -> None:
     assert restored.value == controller.value < 0.101 * 1.02
 
 
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_adaptive_controller_outlasts_a_step_without_a_kl(kl: float) -> None:
+    """Else every later reward would be NaN, though the step that had none was left out."""
+    controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=1.0, horizon=100.0)
+    controller.update(kl, 10)
+    assert controller.value == 0.1
+
+
 def test_adaptive_controller_refuses_a_target_of_zero() -> None:
-    with pytest.raises(ValueError, match=r"target_kl and horizon must be positive, not 0.0"):
+    with pytest.raises(ValueError, match=r"AdaptiveKLController: target_kl is 0.0; expected a number above 0"):
         AdaptiveKLController(init_kl_coef=0.1, target_kl=0.0, horizon=100.0)
 
 

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks.control.report import show, thinned
-from benchmarks.control.sides import PEERS, SIDES, run_tether
+from benchmarks.control.report import difference, show, thinned
+from benchmarks.control.sides import PEERS, SIDES, over_last, run_tether, sb3_options
 from benchmarks.control.tasks import TASKS, overrides
 from tether.config import load_config
+from tether.training.control.closed_form_gradients import value_gradient
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -24,6 +26,39 @@ def test_curves_are_thinned_to_means() -> None:
     assert thinned([]) == []
 
 
+def test_a_point_of_a_curve_is_the_mean_of_the_last_hundred_episodes() -> None:
+    # After the third log: 60 episodes of 2 and 50 of 8, without the first 70.
+    assert over_last([(1.0, 70), (8.0, 50), (2.0, 60)]) == [1.0, (70 + 400) / 120, (400 + 120) / 110]
+
+
+def test_a_difference_of_means_and_its_interval() -> None:
+    assert difference([3.0, 3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0, 2.0)
+    assert difference([0.0, 10.0], [1.0]) == (4.0, -1.0, 9.0)  # a quarter of the resamples are all 0, a quarter all 10
+
+
+def test_a_peer_with_its_defaults_has_those_of_its_documentation() -> None:
+    assert sb3_options(TASKS["InvertedDoublePendulum-v5"]) == {
+        "n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99, "gae_lambda": 0.95,
+        "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,
+    }  # fmt: skip
+
+
+def test_the_critic_weighs_alike_on_all_sides() -> None:
+    # V = 3, R = 1: tether's gradient is c (V - R), that of the squared error 2 c' (V - R).
+    task, values, returns = TASKS["InvertedDoublePendulum-v5"], torch.tensor([[3.0]]), torch.tensor([[1.0]])
+    ours = task.value_coeff * value_gradient(values, values, returns, cliprange_value=None, huber_delta=None)
+    assert ours.item() == 2.0
+    assert sb3_options(task)["vf_coef"] * 2 * (3.0 - 1.0) == 2.0
+
+
+def test_a_constant_rate_stays_constant(tmp_path) -> None:
+    task = TASKS["InvertedDoublePendulum-v5"]
+    actor = load_config(
+        None, overrides("InvertedDoublePendulum-v5", task, 1, 1, tmp_path)
+    ).config.actor_rollout_ref.actor
+    assert task.schedule == actor.optim.lr_scheduler_type == "constant"
+
+
 def test_every_peer_is_a_side() -> None:
     assert set(SIDES) == {"tether", *PEERS}
 
@@ -34,5 +69,5 @@ def test_a_run_gives_what_the_table_shows(capsys) -> None:
     assert result["sps"] > 0
     assert 0 < result["return"] <= 500
     assert 1900 < result["curve"][-1][0] <= 2048  # without steps that only reset
-    show("CartPole-v1", task, {"tether": [result], "sb3": [{"sps": 1.0, "return": 9.0}]})
+    show("CartPole-v1", task, {"tether": [result], "sb3": [{"sps": 1.0, "return": 9.0, "curve": [[1, 8.0]]}]})
     assert "update" in capsys.readouterr().out

@@ -256,8 +256,8 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             *megatron_moe(MOONLIGHT),
             *OFFLOAD,
         ],
-        {GPUS, "trainer.nnodes", f"{A}.megatron.override_transformer_config"}
-        | {text.split("=")[0] for text in megatron_moe(MOONLIGHT)},
+        {GPUS, "trainer.nnodes", f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage"}
+        | {text.split("=")[0] for text in megatron_moe(MOONLIGHT) if "expert_tensor" not in text},
     ),
 }
 """Script -> its overrides, and the keys among them that are refused."""

@@ -3,12 +3,12 @@
 import pytest
 
 from tether.config import ConfigError, explain, format_inheritance, live_keys, load_config
-from tether.config.elsewhere import ELSEWHERE
 from tether.config.keys import keys, sections
-from tether.config.patterns import look_up
-from tether.config.refused import REFUSED
-from tether.config.suggest import nearest
-from tether.config.switches import SWITCHED
+from tether.config.loading.typos import nearest
+from tether.config.support.no_effect import ELSEWHERE
+from tether.config.support.patterns import look_up
+from tether.config.support.refused import REFUSED
+from tether.config.support.switches import SWITCHED
 
 SLIPS = {
     "drop": lambda word, at: word[:at] + word[at + 1 :],
@@ -29,7 +29,7 @@ def misspell(path, part, slip):
 def test_every_misspelled_name_is_traced_to_its_key(slip):
     typos = {misspell(path, -1, SLIPS[slip]): path for path in keys()}
     traced = {typo: nearest(typo) for typo in typos if typo not in keys() and not typo.endswith(".")}
-    assert len(traced) > 560  # all but slips that give another key, or swap equal letters
+    assert len(traced) > 0.9 * len(keys())  # all but slips that give another key, or swap equal letters
     assert {typo: (found, typos[typo]) for typo, found in traced.items() if found != typos[typo]} == {}
 
 
@@ -91,7 +91,7 @@ def test_explain_says_what_a_key_inherits():
 
 
 def test_explain_says_what_is_refused_and_what_does_nothing():
-    assert "optimal_token_baseline, gdpo, raw\n" in explain("algorithm.adv_estimator")
+    assert "optimal_token_baseline, gdpo, raw or a function of a file" in explain("algorithm.adv_estimator")
     assert "refused: any value but the default (tether keeps" in explain("trainer.default_hdfs_dir")
     assert "no effect here: " in explain("actor_rollout_ref.rollout.gpu_memory_utilization")
     assert "acts only while algorithm.use_pf_ppo is True" in explain("algorithm.pf_ppo.weight_pow")

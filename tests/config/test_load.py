@@ -171,8 +171,14 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_sections_of_hydra_itself_are_turned_away(write):
-    problems = problems_of(path=write("defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [x]}"))
-    assert list(problems) == ["defaults", "hydra.searchpath"]
+    problems = problems_of("defaults=x", path=write("hydra: {run: {dir: x}, searchpath: [y]}"))
+    assert list(problems) == ["hydra.run.dir", "defaults"]
+
+
+@pytest.mark.parametrize("text", ["0E0", "1e5", "-1e3", "+1_0e-3", "1e+07"])
+def test_text_that_looks_like_a_number_stays_text_when_saved(write, text):
+    saved = load(f"data.chat_template='{text}'").to_yaml()
+    assert load_config(write(saved), []).config.data.chat_template == text
 
 
 # Interpolation
@@ -299,8 +305,8 @@ def test_no_micro_batch_size_is_fine():
 
 
 MISTYPED = [
-    ("trainer.seed=x", "trainer.seed: 'x' is not a whole number. the default is 1"),
-    ("trainer.seed=1.0", "trainer.seed: 1.0 is not a whole number. the default is 1"),
+    ("trainer.seed=x", "trainer.seed: 'x' is not a whole number from 0 to 2**63 - 1. the default is 1"),
+    ("trainer.seed=1.0", "trainer.seed: 1.0 is not a whole number from 0 to 2**63 - 1. the default is 1"),
     ("data.shuffle=1", "data.shuffle: 1 is not true or false. the default is True"),
     ("data.shuffle=null", "data.shuffle: None is not true or false. the default is True"),
     ("data.prompt_key=3", """data.prompt_key: 3 is not a string. put it in quotes: 'data.prompt_key="3"'"""),
@@ -312,7 +318,7 @@ MISTYPED = [
     (f"{ACTOR}.optim.lr=-1", f"{ACTOR}.optim.lr: -1 is not a number, 0 or above. the default is 1e-06"),
     (
         f"{ACTOR}.optim.betas=[0.9]",
-        f"{ACTOR}.optim.betas: [0.9] is not a list of two numbers. the default is [0.9,0.999]",
+        f"{ACTOR}.optim.betas: [0.9] is not a list of two numbers, from 0 to below 1. the default is [0.9,0.999]",
     ),
     (
         f"{ROLLOUT}.top_p=1.5",
@@ -358,7 +364,7 @@ def test_everything_at_once():
         "trainer.seed=x",
         "trainer.logger=1,2",
         "trainer.nnodes=2",
-        "algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator=grpo_passk",
         "data.prompt_key=${nope}",
         "trainer.resume_mode=resume_path",
         base=["actor_rollout_ref.model.path=m"],

@@ -5,9 +5,9 @@ import yaml
 
 from tests.config.loading import load
 from tether.config import format_tree
-from tether.config.elsewhere import ELSEWHERE
 from tether.config.keys import keys, values_of
-from tether.config.live import why_idle
+from tether.config.support.live_keys import why_idle
+from tether.config.support.no_effect import ELSEWHERE
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -39,8 +39,8 @@ def test_another_engine_is_never_silently_replaced(engine):
     [
         ([], f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.use_kl_loss is False"),
         ([], "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward is False"),
-        ([], "reward_model.model.path=rm", "reward_model.enable is False"),
-        (["data.val_files=[]"], "trainer.val_before_train=False", "data.val_files is []"),
+        ([], "actor_rollout_ref.rollout.trace.token2text=True", "actor_rollout_ref.rollout.trace.backend is null"),
+        (["data.val_files=[]"], "trainer.val_before_train=False", "data.val_files is [] and env.train.id is null"),
         (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], "critic.optim.lr=0.1", "critic.enable is False"),
         (
             [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"],

@@ -4,10 +4,10 @@ import pytest
 
 from tests.config.loading import BASE, load, problems_of
 from tether.config import ConfigError, load_config
-from tether.config.given import Setting
 from tether.config.keys import keys, show, values_of
-from tether.config.patterns import look_up
-from tether.config.refused import REFUSED, refusals
+from tether.config.loading.given import Setting
+from tether.config.support.patterns import look_up
+from tether.config.support.refused import REFUSED, refusals
 
 REFUSED_KEYS = [path for path in keys() if look_up(REFUSED, path) is not None]
 
@@ -85,7 +85,9 @@ def test_one_refused_name_in_a_list_is_enough():
 
 def test_an_unknown_name_is_told_only_those_that_work():
     (problem,) = problems_of("algorithm.adv_estimator=grop").values()
-    assert problem.endswith("optimal_token_baseline, gdpo, raw. did you mean grpo?")
+    assert problem.endswith(
+        "optimal_token_baseline, gdpo, raw or a function of a file: FILE.py:NAME. did you mean grpo?"
+    )
 
 
 def test_one_machine_with_one_device_is_fine():

@@ -58,14 +58,33 @@ def test_entries_survive_the_way_to_a_reward_process_unchanged() -> None:
     assert pickle.loads(pickle.dumps(row.extra_info))["reasoning_gym"]["entry"] == entry
 
 
+def test_held_out_questions_are_distinct_and_training_ones_may_repeat() -> None:
+    def questions(part: str, size: int) -> list[str]:
+        rows = load_rows(f"{SUMS.replace('size=20', f'size={size}')}&part={part}")
+        return [row.messages[-1]["content"] for row in rows]
+
+    test, train = questions("test", 25), questions("train", 400)
+    assert len(test) == len(set(test)) == 25
+    assert len(train) == 400 > len(set(train))
+    assert not set(test) & set(train)
+
+
+def test_more_held_out_questions_than_a_task_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"256 distinct test questions are asked for and only \d\d were found"):
+        load_rows(f"{SUMS.replace('size=20', 'size=256')}&part=test")
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("reasoning_gym:chain_sun", "no task `chain_sun`. Did you mean `chain_sum`?"),
-        ("reasoning_gym:chain_sum?min_term=2", "no parameter `min_term`; it has .* Did you mean `min_terms`?"),
+        ("reasoning_gym:chain_sun", "no task `chain_sun`. Did you mean chain_sum?"),
+        ("reasoning_gym:chain_sum?min_term=2", "no parameter `min_term`; it has .* Did you mean min_terms?"),
         ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "refuses its parameters: max_terms must be >= min_terms"),
         ("reasoning_gym:chain_sum?min_terms=two", "refuses its parameters:"),
-        ("reasoning_gym:chain_sum?extract=json", "extract is `json`; it may be answer_tag, last_number, full"),
+        (
+            "reasoning_gym:chain_sum?extract=json",
+            "extract is `json`; it may be answer_tag, last_number, first_word, full",
+        ),
         ("reasoning_gym:chain_sum?size=0", "no rows|refuses its parameters"),
     ],
 )

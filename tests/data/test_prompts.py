@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import record, write_jsonl
-from tether.data import prompts
+from tether.data import chat, prompts
+from tether.data.checks import repeated_problem
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.rows import Rows, Source
 from tether.data.sources import load_rows
@@ -72,6 +73,22 @@ def test_a_conversation_that_the_template_refuses(tokenizer: PreTrainedTokenizer
         PromptDataset(rows, tokenizer, PromptOptions(20, chat_template=template))
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[7]['content'] + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_or_does_not_end_is_named(template: str, make_tokenizer: Make, monkeypatch) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
+    with pytest.raises(ValueError, match=r"the chat template refuses the conversation.*data\.chat_template"):
+        PromptDataset(rows_of("a"), make_tokenizer(), PromptOptions(20, chat_template=template))
+
+
 # "hello" renders to 9 tokens: <bos> <|user|> h e l l o <|end|> <|assistant|>
 
 
@@ -128,7 +145,7 @@ def test_nothing_left(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_an_unknown_truncation(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"'rigth'; it may be error, left, right, middle. Did you mean `right`?"):
+    with pytest.raises(ValueError, match=r"'rigth'; it may be error, left, right, middle. Did you mean right?"):
         PromptDataset(rows_of("q"), tokenizer, PromptOptions(20, truncation="rigth"))
 
 
@@ -220,3 +237,36 @@ def test_real_data(test_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     first = tokenizer.decode(dataset[0].token_ids)
     assert first.startswith("<bos><|user|>Janet’s ducks lay 16 eggs per day.")
     assert first.endswith('final answer after "####".<|end|><|assistant|>')
+
+
+def test_generated_validation_prompts_that_repeat_or_are_trained_are_left_out(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    def dataset(*contents: str, generated: bool) -> PromptDataset:
+        source = Source("toy", [record(content) for content in contents], (), generated=generated)
+        return PromptDataset(Rows([source]), tokenizer, PromptOptions(20))
+
+    train = dataset("a", "b", "b", generated=True)
+    assert str(train.report).startswith("3 prompts (2 distinct) of 3 rows")
+    held_out = dataset("b", "c", "c", "d", generated=True).held_out_from(train)
+    assert [prompt.index for prompt in held_out] == [1, 3]
+    assert str(held_out.report).startswith("2 prompts of 4 rows, 2 repeated or in training left out")
+    assert repeated_problem(held_out.report, len(held_out)) is None
+    with pytest.raises(ValueError, match="part=train and part=test"):
+        dataset("a", "b", generated=True).held_out_from(train)
+
+    of_file = dataset("b", "c", "c", "d", generated=False).held_out_from(train)
+    assert len(of_file) == 4  # a score of a file is over all its rows
+    said = repeated_problem(of_file.report, len(of_file))
+    assert said is not None
+    assert "3 of 4 prompts are distinct, and 1 are in the training data" in said
+
+
+@pytest.mark.parametrize("agent", ["", "single_turn_agent", None])
+def test_a_row_may_name_the_single_turn_agent(agent: str | None) -> None:
+    assert len(rows_of("q", agent_name=agent)) == 1
+
+
+def test_a_row_of_another_agent_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"row 0: `agent_name` is 'tool_agent', but rollouts of several turns"):
+        rows_of("q", agent_name="tool_agent")

@@ -7,8 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.conftest import record, write_jsonl
+from tether.data.location import SUFFIXES, split_query
 from tether.data.rows import Rows
-from tether.data.sources import load_rows, split_query
+from tether.data.sources import READERS, load_rows
 
 
 def write_parquet(path: Path, records: list[dict[str, Any]]) -> str:
@@ -119,11 +120,20 @@ def test_real_parquet_files(test_data: Path) -> None:
     assert rows[1319].place.endswith("math/test.parquet row 0")
 
 
-def test_real_jsonl_without_the_layout_is_refused(test_data: Path) -> None:
-    message = refusal(str(test_data / "gsm8k/train.jsonl"))
-    assert "not in the row layout: no `prompt`, `reward_model`, `data_source`" in message
-    assert "its keys are question, answer. A row needs `prompt`" in message
+def test_a_layout_that_is_not_known_is_refused_with_its_columns_to_name(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"instruction": "1 + 1?", "output": "2"}])
+    message = refusal(file)
+    assert f"{file}: not in the row layout: no `prompt`, `reward_model`, `data_source`; its keys are" in message
     assert len(message.splitlines()) == 1
+    advised = message.split('"')[1]
+    assert advised == f"{file}?question=instruction&answer=output&data_source=REWARD"
+    assert load_rows(advised)[0].ground_truth == "2"
+    assert "data.prompt_key=instruction data.answer_key=output data.data_source=REWARD" in message
+
+
+def test_only_what_is_missing_is_advised(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [record(data_source=None)])
+    assert f'"{file}?data_source=REWARD", or for all sources data.data_source=REWARD.' in refusal(file)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +210,14 @@ def test_unreadable_files(tmp_path: Path) -> None:
     parquet.write_text("not parquet")
     lines.write_text(json.dumps(record()) + "\n{'prompt': 1}\n")
     binary.write_bytes(b"\xff\xfe\x00")
-    problems = refusal([str(parquet), str(lines), str(binary)]).splitlines()
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 5000 + "]" * 5000)
+    problems = refusal([str(parquet), str(lines), str(binary), str(deep)]).splitlines()
+    assert problems[3] == f"{deep}: nested too deeply to be read"
     assert problems[0].startswith(f"{parquet}: not a readable parquet file:")
     assert problems[1].startswith(f"{lines} line 2: not a json object:")
-    assert problems[2].startswith(f"{binary}: not a readable json file:")
+    assert problems[2].startswith(f"{binary}")
+    assert "is not UTF-8. Save the file as UTF-8." in problems[2]
 
 
 def test_other_kinds_of_path(tmp_path: Path) -> None:
@@ -221,3 +235,7 @@ def test_queries() -> None:
         {"size": "20", "suffix": " a\nb", "empty": ""},
     )
     assert "what follows the ? must read key=value" in refusal("reasoning_gym:chain_sum?size")
+
+
+def test_every_kind_of_file_has_a_reader():
+    assert tuple(READERS) == SUFFIXES

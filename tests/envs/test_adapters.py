@@ -73,7 +73,7 @@ def mani_skill(monkeypatch):
     sys.modules["mani_skill"].envs = sys.modules["mani_skill.envs"]
     module(monkeypatch, "mani_skill.utils.registration", REGISTERED_ENVS={"Pick-v1": None})
     module(monkeypatch, "mani_skill.utils.wrappers.gymnasium", CPUGymWrapper=OneOfBatch)
-    sys.modules.pop("tether.envs.maniskill_env", None)
+    sys.modules.pop("tether.envs.adapters.maniskill", None)
     made = []
 
     def make(**arguments):
@@ -83,7 +83,7 @@ def mani_skill(monkeypatch):
     gymnasium.register("Pick-v1", entry_point=make, order_enforce=False)
     yield made
     del gymnasium.registry["Pick-v1"]
-    sys.modules.pop("tether.envs.maniskill_env", None)
+    sys.modules.pop("tether.envs.adapters.maniskill", None)
 
 
 def pick(num_envs, backend, **more):
@@ -189,9 +189,9 @@ def libero(monkeypatch):
     names = {"get_benchmark": suites.get, "get_benchmark_dict": lambda: suites}
     module(monkeypatch, "libero.libero.benchmark", **names)
     module(monkeypatch, "libero.libero.envs.env_wrapper", ControlEnv=Libero)
-    sys.modules.pop("tether.envs.libero_env", None)
+    sys.modules.pop("tether.envs.adapters.libero", None)
     yield
-    sys.modules.pop("tether.envs.libero_env", None)
+    sys.modules.pop("tether.envs.adapters.libero", None)
 
 
 def spatial(**more):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.envs import toys
-from tether.envs.bins import CENTERS, NUMBERS, ActionBins, BinnedEnv, check_bounds
 from tether.envs.make import EnvOptions, make_vector_env
+from tether.envs.spaces.action_bins import CENTERS, NUMBERS, ActionBins, BinnedEnv, check_bounds
 
 BINS = ActionBins((-1.0, 0.0, 5.0), (1.0, 0.5, 5.0))
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tether.envs.layout import join, layout_of, split
-from tether.envs.spaces import ActionCodec, flatten
+from tether.envs.spaces.observation_layout import join, layout_of, split
+from tether.envs.spaces.spaces import ActionCodec, flatten
 
 SPACE = spaces.Dict(
     {

@@ -6,7 +6,7 @@ import pytest
 from gymnasium import spaces
 
 from tether.envs.protocol import ContinuousActions, DiscreteActions
-from tether.envs.spaces import ActionCodec, flat_size, flatten
+from tether.envs.spaces.spaces import ActionCodec, flat_size, flatten
 
 NESTED = spaces.Dict(
     {"goal": spaces.Discrete(3, start=1), "state": spaces.Box(-1, 1, (2, 2), np.float64), "bits": spaces.MultiBinary(2)}

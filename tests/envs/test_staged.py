@@ -10,8 +10,8 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from tether.envs.make import EnvOptions, Pacing, make_stages, make_vector_env  # noqa: E402
 from tether.envs.protocol import DiscreteActions, EnvStep  # noqa: E402
-from tether.envs.staged import StagedEnv  # noqa: E402
-from tether.rollout.env import EnvCollector  # noqa: E402
+from tether.envs.vectorization.stages import StagedEnv  # noqa: E402
+from tether.rollout.env.collector import EnvCollector  # noqa: E402
 
 STEPS, ENVS = 30, 4
 COLUMNS = ("obs", "actions", "rewards", "terminated", "truncated", "valid", "starts", "state", "final_obs")

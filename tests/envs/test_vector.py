@@ -6,7 +6,7 @@ from gymnasium.vector import SyncVectorEnv as GymnasiumSync
 
 from tests.envs import toys
 from tether.envs.make import EnvOptions, make_vector_env
-from tether.envs.vector import GymnasiumVectorEnv
+from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 
 LIMIT, ENVS, STEPS = 5, 3, 17
 
@@ -89,8 +89,8 @@ def test_subprocesses(workers):
 
 
 def test_own_vector_code_is_taken_where_it_pays():
-    assert isinstance(make_vector_env(EnvOptions("CartPole-v1", 8)), GymnasiumVectorEnv)
-    assert not isinstance(make_vector_env(EnvOptions("CartPole-v1", 2)), GymnasiumVectorEnv)
+    assert isinstance(make_vector_env(EnvOptions("CartPole-v1", 8))._env, GymnasiumVectorEnv)
+    assert not isinstance(make_vector_env(EnvOptions("CartPole-v1", 2))._env, GymnasiumVectorEnv)
 
 
 @pytest.mark.parametrize(

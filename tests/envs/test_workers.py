@@ -1,15 +1,20 @@
 """Worker processes: what becomes of the episodes of one that dies."""
 
-import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.envs import toys
 from tether.envs.make import EnvOptions, Pacing, make_vector_env
-from tether.rollout.episodes import EpisodeTracker
+from tether.rollout.env.episodes import EpisodeTracker
 
+ROOT = Path(__file__).resolve().parents[2]
 NOTHING = np.zeros((3, 1), dtype=np.int64)
 
 
@@ -18,8 +23,8 @@ def countdown():
     toys.register()
     made = []
 
-    def make(**more):
-        options = EnvOptions("tether/Countdown-v0", 3, vectorization="subprocess", num_workers=2, **more)
+    def make(id="tether/Countdown-v0", **more):
+        options = EnvOptions(id, 3, vectorization="subprocess", num_workers=2, **more)
         made.append(make_vector_env(options))
         made[-1].reset(0)
         return made[-1]
@@ -29,10 +34,14 @@ def countdown():
         env.close()
 
 
-def kill(env, worker):
-    process = env._workers[worker].process
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+def worker_of(env, number):
+    """The process that steps the environments, below its guard."""
+    (worker,) = psutil.Process(env._workers[number].process._guard).children()
+    return worker
+
+
+def kill(env, number):
+    worker_of(env, number).kill()
 
 
 def test_a_worker_that_dies_is_replaced_and_its_episodes_are_lost(countdown):
@@ -40,7 +49,7 @@ def test_a_worker_that_dies_is_replaced_and_its_episodes_are_lost(countdown):
     for _ in range(2):
         env.step(NOTHING)
     kill(env, 1)
-    with pytest.warns(RuntimeWarning, match=r"environments 1 to 2 died \(exit code -9\) and is replaced"):
+    with pytest.warns(RuntimeWarning, match=r"environments 1 to 2 was killed by SIGKILL.* is replaced"):
         step = env.step(NOTHING)
     assert step.valid.tolist() == [True, False, False]
     assert step.truncated.tolist() == [False, True, True]
@@ -57,7 +66,9 @@ def test_the_second_death_is_named(countdown):
     with pytest.warns(RuntimeWarning):
         env.step(NOTHING)
     kill(env, 0)
-    with pytest.raises(RuntimeError, match=r"process of environments 0 to 0 died twice\. First: exit code -9\."):
+    with pytest.raises(
+        RuntimeError, match=r"process of environments 0 to 0 failed twice\. First it was killed by SIGKILL"
+    ):
         env.step(NOTHING)
 
 
@@ -66,8 +77,147 @@ def test_an_environment_that_raises_is_named(countdown):
     wrong = NOTHING + 7
     with pytest.warns(RuntimeWarning, match="AssertionError"):
         assert not env.step(wrong).valid.any()
-    with pytest.raises(RuntimeError, match=r"died twice\. First: AssertionError"):
+    with pytest.raises(RuntimeError, match=r"failed twice\. First it raised AssertionError"):
         env.step(wrong)
+
+
+@pytest.mark.parametrize("where", ["step", "reset", "step, keeping the interpreter"])
+def test_an_environment_that_hangs_is_replaced(countdown, where, tmp_path):
+    """Two workers that hang cost one deadline."""
+    once = tmp_path / "hung"
+    env = countdown("tether/Hangs-v0", timeout=1.0, init_params={"where": where, "once": str(once)})
+    begun = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"gave no answer within the deadline of 1 s, so it was killed\. It is rep"):
+        steps = [env.step(NOTHING) for _ in range(3)]
+    assert time.monotonic() - begun < 10
+    assert sum(step.valid is not None and not step.valid.all() for step in steps) == 1
+    assert steps[-1].valid is None
+
+
+def test_an_environment_that_is_frozen_is_replaced(countdown):
+    env = countdown(timeout=1.0)
+    worker_of(env, 0).send_signal(signal.SIGSTOP)
+    with pytest.warns(RuntimeWarning, match=r"environments 0 to 0 gave no answer"):
+        assert env.step(NOTHING).valid.tolist() == [False, True, True]
+    assert env.step(NOTHING).valid is None
+
+
+def test_a_guard_that_is_killed_takes_its_environments_along(countdown):
+    env = countdown()
+    worker = worker_of(env, 0)
+    psutil.Process(env._workers[0].process._guard).kill()
+    end = time.monotonic() + 5
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+    with pytest.warns(RuntimeWarning, match=r"environments 0 to 0 and its guard were killed"):
+        assert env.step(NOTHING).valid.tolist() == [False, True, True]
+
+
+TRAINER = """
+import numpy as np
+from tests.envs import toys
+from tether.envs.make import EnvOptions, make_stages, make_vector_env
+from tether.runtime import interrupt
+
+toys.register()
+interrupt.PATIENCE = 0.2
+options = EnvOptions(
+    "tether/Hangs-v0", 4, vectorization="subprocess", num_workers=4, init_params={"where": "step", "helper": True}
+)
+with interrupt.graceful_interrupt():
+    env = make_vector_env(options)
+    env.reset(0)
+    env.step(np.zeros((4, 1), dtype=np.int64))
+    print("steps", flush=True)
+    env.step(np.zeros((4, 1), dtype=np.int64))
+env.close()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_trainer_that_ends_while_environments_hang(number):
+    """Four guards, four workers, and what the environments started."""
+    pipe = subprocess.PIPE
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert trainer.stdout.readline() == "steps\n"
+        below = psutil.Process(trainer.pid).children(recursive=True)
+        assert len(below) == 12
+        trainer.send_signal(number)
+        _, err = trainer.communicate(timeout=15)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert (trainer.returncode == 0) == (number != signal.SIGKILL), err
+    assert (f"{number.name}: a process gave no answer" in err) == (number != signal.SIGKILL)
+    end = time.monotonic() + 5
+    while left := [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_an_environment_that_hangs_in_this_process_is_an_error(where):
+    toys.register()
+    env = make_vector_env(EnvOptions("tether/Hangs-v0", 2, timeout=0.5, init_params={"where": where}))
+    env.reset(0)
+    env.step(NOTHING[:2])
+    with pytest.raises(RuntimeError, match=r"Hangs-v0 took more than env\.train\.timeout=0\.5 s .*=subprocess"):
+        env.step(NOTHING[:2])
+    env.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_environment_that_hangs_in_this_process(number):
+    code = TRAINER.replace('vectorization="subprocess", num_workers=4, ', "")
+    pipe = subprocess.PIPE
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert trainer.stdout.readline() == "steps\n"
+        trainer.send_signal(number)
+        _, err = trainer.communicate(timeout=15)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert trainer.returncode == 0, err
+    assert f"{number.name}: a process gave no answer" in err
+
+
+def test_time_in_which_the_trainer_stands_still_does_not_count():
+    code = """
+import numpy as np, time
+from tests.envs import toys
+from tether.envs.make import EnvOptions, make_vector_env
+toys.register()
+for how in ("sync", "subprocess"):
+    options = EnvOptions("tether/Sleeps-v0", 1, vectorization=how, timeout=3, init_params={"seconds": 1.0})
+    env = make_vector_env(options)
+    env.reset(0)
+    print("steps", flush=True)
+    assert env.step(np.zeros((1, 1), dtype=np.int64)).valid is None
+    env.close()
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(2):
+            assert trainer.stdout.readline() == "steps\n"
+            family = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children(recursive=True)]
+            for process in family:
+                process.suspend()
+            time.sleep(5)
+            for process in reversed(family):
+                process.resume()
+        assert trainer.wait(20) == 0
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+def test_closing_lets_environments_close_themselves(countdown, tmp_path):
+    env = countdown("tether/Hangs-v0", init_params={"where": "nowhere", "closed": str(tmp_path / "closed")})
+    (tmp_path / "closed").unlink()  # by the probe
+    env.close()
+    assert (tmp_path / "closed").exists()
 
 
 def test_a_waiting_environment_comes_back_at_its_next_beginning(countdown):

@@ -1,5 +1,9 @@
 """Small environments whose right answers are known."""
 
+import subprocess
+import time
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -29,6 +33,60 @@ class Countdown(gymnasium.Env):
         if self._t == self._poison_at:
             obs, reward = (obs, float("nan")) if self._poison == "reward" else (obs * np.inf, reward)
         return obs, reward, self._t >= self._ends, False, {"is_success": self._t == 2}
+
+
+class Sleeps(Countdown):
+    """Takes its time for each step, in short naps: a nap in which its process is stopped ends late."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self._naps = round(100 * seconds)
+
+    def step(self, action):
+        for _ in range(self._naps):
+            time.sleep(0.01)
+        return super().step(action)
+
+
+class Hangs(Countdown):
+    """Hangs in its second step, or in the reset after it.
+
+    Args:
+        where: step, reset, or nowhere; "step, keeping the interpreter" lets no other thread run.
+        once: a file; once it exists, nothing hangs.
+        helper: starts a process.
+        closed: a file that is written when the environment is closed.
+    """
+
+    def __init__(self, where, once=None, helper=False, closed=None):
+        super().__init__(ends=2 if where == "reset" else 10**6)
+        self._where, self._once, self._closed = where, once and Path(once), closed and Path(closed)
+        self._steps = 0
+        self._helper = subprocess.Popen(["sleep", "60"], start_new_session=True) if helper else None
+
+    def _hang(self, where):
+        if self._where.startswith(where) and self._steps == 2 and not (self._once and self._once.exists()):
+            if self._once:
+                self._once.touch()
+            while "keeping" in self._where:
+                sum(range(10**9))
+            time.sleep(600)
+
+    def reset(self, *, seed=None, options=None):
+        self._hang("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self._steps += 1
+        self._hang("step")
+        return super().step(action)
+
+    def close(self):
+        if self._closed:
+            self._closed.touch()
+        if self._helper:
+            self._helper.kill()
+            self._helper.wait()
 
 
 class Identity(gymnasium.Env):
@@ -145,6 +203,8 @@ def register():
     if "tether/Countdown-v0" in gymnasium.registry:
         return
     gymnasium.register("tether/Countdown-v0", entry_point=Countdown, max_episode_steps=5)
+    gymnasium.register("tether/Hangs-v0", entry_point=Hangs)
+    gymnasium.register("tether/Sleeps-v0", entry_point=Sleeps)
     gymnasium.register("tether/Recite-v0", entry_point=Recite)
     gymnasium.register("tether/Spot-v0", entry_point=Spot)
     gymnasium.register("tether/TMaze-v0", entry_point=TMaze)

@@ -1,9 +1,10 @@
 """Two command lines, of a text run and of an embodied one, on which every key that a run reads can be changed."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tiny import save_tiny
+from tests.tiny import EOS, save_tiny
 from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -55,6 +56,7 @@ def text(folder: Path) -> Situation:
         "trainer.total_training_steps=2",
     ]
     train([*base, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
+    shutil.copytree(folder / "before", folder / "resumed")  # a start afresh sets its checkpoints aside
     return Situation(base, text_context(folder), text_others(folder))
 
 
@@ -69,6 +71,8 @@ def write_files(folder: Path) -> None:
     ragged = rows(count=8)
     ragged[3]["prompt"][0]["content"] += " Think about it for a while."
     write_jsonl(folder / "ragged.jsonl", ragged)
+    ragged[3]["prompt"][0]["content"] += f"{EOS} And now?"
+    write_jsonl(folder / "control_tokens.jsonl", ragged)
     unnamed = [{key: value for key, value in row.items() if key != "data_source"} for row in rows(count=8)]
     write_jsonl(folder / "unnamed.jsonl", unnamed)
 
@@ -82,6 +86,10 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         "data.truncation": [*overlong, "data.truncation=left"],
         "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
         "data.apply_chat_template_kwargs": ['data.chat_template="{{ flag }}{{ messages[0].content }}"'],
+        "data.control_tokens_as_text": [
+            f"data.train_files={folder / 'control_tokens.jsonl'}",
+            "data.max_prompt_length=80",
+        ],
         "data.data_source": [f"data.train_files={folder / 'unnamed.jsonl'}", "data.data_source=toy"],
         "data.custom_cls.path": own_class,
         "data.custom_cls.name": own_class,
@@ -97,7 +105,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
-        "trainer.resume_mode": [f"trainer.default_local_dir={folder / 'before'}"],
+        "trainer.resume_mode": [f"trainer.default_local_dir={folder / 'resumed'}"],
         "trainer.resume_from_path": [
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={folder / 'before' / 'global_step_1'}",

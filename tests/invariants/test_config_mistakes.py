@@ -108,7 +108,7 @@ NAMED = WRONG.keys() - {"trainer.resume_mode", "data.custom_cls.name"} | {
 def test_all_problems_come_at_once_in_two_seconds_and_without_torch(command: list[str]) -> None:
     code = """
 import resource, sys
-from tether.cli import main
+from tether.commands.cli import main
 try:
     main()
 except SystemExit as end:

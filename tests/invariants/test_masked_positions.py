@@ -25,11 +25,11 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS,
 from tether.batch import TrainBatch, filled
 from tether.metrics.timing import Timer
 from tether.rewards.summary import RewardReport
-from tether.trainer.measure import sampler_metrics, step_metrics, value_metrics
-from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.training.micro_batches import MicroBatching
+from tether.trainer.text.step_metrics import sampler_metrics, step_metrics, value_metrics
 from tether.training.protocol import LossSizes, LossTerm, UpdatePlan
+from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
+from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.training.text.micro_batches import MicroBatching
 
 POISONS = (math.nan, 1e9, math.inf)
 ACTOR_LOSS = PolicyLoss(entropy_coeff=0.03, kl_coef=0.2)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
-from tether.models.recompute import enable_gradient_checkpointing
-from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.training.micro_batches import MicroBatching
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.training.protocol import LossFunction, LossSizes, LossTerm
+from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
+from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.training.text.micro_batches import MicroBatching
 
 TOLERANCE = 1e-10
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")

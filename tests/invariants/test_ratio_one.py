@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from tests.training.batches import make_policy
 from tether.batch import TrainBatch, filled
 from tether.metrics.data import mismatch_metrics
-from tether.rollout.native import NativeEngine
+from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
-from tether.training.forward import PolicyModel, PolicyOutputs, ReferenceModel
+from tether.trainer.parts.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.learner import Learner
-from tether.training.local import LocalEngine
-from tether.training.losses import PolicyLoss
-from tether.training.micro_batches import MicroBatching
-from tether.training.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
+from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel
+from tether.training.text.losses import PolicyLoss
+from tether.training.text.micro_batches import MicroBatching
 
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
 EOS = frozenset(range(0, 260, 12))

@@ -13,8 +13,8 @@ import pytest
 from tests.trainer.resume import assert_resume_is_exact
 from tests.trainer.tiny_run import GAE, GRPO, write_inputs
 from tether.data.sampler import PromptSampler
-from tether.trainer.kl_reward import KLReward
-from tether.training.local import LocalEngine
+from tether.trainer.parts.kl_reward import KLReward
+from tether.training.engines.local import LocalEngine
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 COEFFICIENT = "actor/reward_kl_penalty_coeff"

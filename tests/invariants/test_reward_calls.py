@@ -19,19 +19,19 @@ import pytest
 import torch
 
 from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
+from tether.assembly.run import build_run
 from tether.batch import TrainBatch, filled
 from tether.config import load_config
 from tether.rewards.custom import CustomReward
 from tether.rewards.outcome import RewardFailure, RewardRequest, Score
-from tether.rewards.pool import RewardPool
-from tether.trainer.build.run import build_run
+from tether.rewards.service.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 0.25
 N = 3
 ERRORS = (
     "raises", "exits_hard", "hangs", "ignores_sigterm", "leaves_daemon_and_hangs", "returns_nan", "returns_list",
-    "returns_text", "forks_and_hangs",
+    "returns_text", "forks_and_hangs", "returns_beyond_float32",
 )  # fmt: skip
 ABSTAINS = ("returns_none",)
 FINE = ("leaves_daemon",)  # a score, and a process that should not outlive the call

@@ -17,9 +17,9 @@ from tests.training.batches import (
 from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS
 from tether.batch import TrainBatch
 from tether.metrics.data import data_metrics, group_metrics
-from tether.training.forward import PolicyModel, ValueModel
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss
 from tether.training.protocol import UpdatePlan
+from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss
 
 NAN = float("nan")
 SCORES = torch.tensor([1.0, 0.0, NAN, 0.5, 0.5, 0.25, NAN, NAN, 1.0])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.training.batches import make_policy
-from tether.rollout import generation
-from tether.rollout.native import NativeEngine
+from tether.rollout.native import generation
+from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 
 KEY = NoiseKey(seed=5, step=9)

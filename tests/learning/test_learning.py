@@ -31,10 +31,11 @@ def learn(case: Case, folder: Path, seed: int = 1) -> Learned:
 
 
 @pytest.mark.parametrize("key", [("advantages", "gae"), ("advantages", "grpo"), ("policy loss", "gspo")])
-def test_it_learns(key: tuple[str, str], tmp_path: Path) -> None:
+def test_it_learns(key: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     learned = learn(CASES[key], tmp_path)
     assert learned.start < BROKEN / 2
     assert learned.end >= LEARNED
+    assert caplog.text == ""  # no alarm of a run that learns
 
 
 @pytest.mark.parametrize("name", ["grpo, flipped", "grpo, shuffled"])

@@ -12,6 +12,7 @@ from tether.batch import RolloutBatch, TrainBatch
 from tether.metrics.data import (
     data_metrics,
     group_metrics,
+    identical_replies,
     length_metrics,
     mismatch_metrics,
 )
@@ -60,11 +61,22 @@ def test_worked_example() -> None:
         "critic/values/mean": 5 / 3, "critic/values/max": 2.0, "critic/values/min": 1.0,
         "reward/excluded_rows": 1.0,
         "response_length/mean": 2.0, "response_length/max": 3.0, "response_length/min": 1.0,
-        "response_length/clip_ratio": 1 / 3,
+        "response_length/clip_ratio": 1 / 3, "response/identical_fraction": 0.5,
         "prompt_length/mean": 3.0, "prompt_length/max": 4.0, "prompt_length/min": 2.0,
         "prompt_length/clip_ratio": 1 / 3,
     }  # fmt: skip
     assert metrics == pytest.approx(expected, abs=1e-7)
+
+
+def test_identical_replies_over_different_prompts() -> None:
+    batch = TrainBatch.assemble(rollout([2, 2, 3, 2]), torch.tensor([1.0, 0.5, 0.0, float("nan")]))
+    assert identical_replies(batch) == {"response/identical_fraction": 2 / 3}  # the last row has no score
+    batch.response_ids[0, 2] = 9  # beyond its length
+    assert identical_replies(batch) == {"response/identical_fraction": 2 / 3}
+    batch.response_ids[0, 1] = 9
+    assert identical_replies(batch) == {"response/identical_fraction": 1 / 3}
+    batch.prompt_length = torch.full((4,), 2)
+    assert identical_replies(batch) == {}
 
 
 @pytest.mark.parametrize("garbage", [1e9, float("nan"), float("inf")])

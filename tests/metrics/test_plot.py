@@ -67,8 +67,9 @@ def test_one_run(tmp_path: Path, figures: list[Figure]) -> None:
 
 def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures: list[Figure]) -> None:
     runs = [make_run(tmp_path / "a", 10), make_run(tmp_path / "b", 8, offset=0.5)]
-    plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"])
+    plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"], mean=True, title="a model, a task")
     (axes,) = figures[0].axes
+    assert figures[0].get_suptitle().strip() == "a model, a task"
     assert axes.get_title("left") == "Training score"
     *thin, bold = axes.lines
     assert [len(line.get_xdata()) for line in thin] == [10, 8]
@@ -77,9 +78,33 @@ def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures:
     assert np.allclose(bold.get_ydata(), (steps / 10 + steps / 8 + 0.5) / 2)
 
 
+def test_several_runs_without_mean_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:
+    runs = [make_run(tmp_path / "ppo" / "seed_1", 10), make_run(tmp_path / "grpo" / "seed_1", 8, offset=0.5)]
+    plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"])
+    (axes,) = figures[0].axes
+    first, second = axes.lines
+    assert [len(first.get_xdata()), len(second.get_xdata())] == [10, 8]
+    assert first.get_color() != second.get_color()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ppo/seed_1", "grpo/seed_1"]
+
+
+@pytest.mark.parametrize(("values", "scale"), [((1.0, 2.0), "log"), ((1.0, 0.0), "linear"), ((1.0, -2.0), "linear")])
+def test_a_chart_says_log_scale_only_where_it_is_one(
+    values: tuple[float, float], scale: str, tmp_path: Path, figures: list[Figure]
+) -> None:
+    logger = JsonlLogger(RunInfo(tmp_path / "run", "p", "e", {}))
+    for step, value in enumerate(values):
+        logger.log(step, {"critic/vf_loss": value})
+    logger.close()
+    plot_run(tmp_path / "run", tmp_path / "out.png", keys=["critic/vf_loss"])
+    (axes,) = figures[0].axes
+    assert axes.get_yscale() == scale
+    assert ("log scale" in axes.texts[0].get_text()) == (scale == "log")
+
+
 def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2)
-    with pytest.raises(ValueError, match="did you mean 'critic/score/mean'"):
+    with pytest.raises(ValueError, match=r"Did you mean critic/score/mean\?"):
         plot_run(run, tmp_path / "out.png", keys=["critic/score/means"])
     with pytest.raises(ValueError, match=r"no metrics\.jsonl here"):
         plot_run(tmp_path, tmp_path / "out.png")

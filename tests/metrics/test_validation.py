@@ -27,6 +27,19 @@ def test_one_sample_a_prompt_is_a_plain_mean() -> None:
     assert metrics == {"val-core/gsm8k/reward/mean@1": 0.5, "val-aux/gsm8k/num_unscored": 0.0}
 
 
+def test_repeated_questions_count_once_and_stand_beside_the_most_frequent_answer() -> None:
+    asked = [("a", 1.0, "4"), ("a", 1.0, "4"), ("a", 1.0, "4"), ("b", 0.0, "5"), ("c", 0.0, "5")]
+    metrics = validation_metrics(
+        ValidationRow("sums", uid, {"reward": reward}, question=question, truth=truth)
+        for uid, (question, reward, truth) in enumerate(asked)
+    )
+    assert metrics["val-core/sums/reward/mean@1"] == pytest.approx(3 / 5)
+    assert metrics["val-aux/sums/num_distinct"] == 3
+    assert metrics["val-aux/sums/distinct_mean"] == pytest.approx(1 / 3)
+    assert metrics["val-aux/sums/majority_answer"] == pytest.approx(2 / 3)
+    assert all(describe(key) for key in metrics)
+
+
 def test_several_samples_core_and_aux() -> None:
     metrics = validation_metrics(rows(0, [1.0, 0.0, 0.0, 0.0]) + rows(1, [1.0, 1.0, 1.0, 1.0]))
     assert metrics["val-core/gsm8k/reward/mean@4"] == 0.625

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from tether.models.backbone import hidden_states
-from tether.models.critic import critic_from
-from tether.models.load import load_causal_lm, load_tokenizer
+from tether.models.language.critic import critic_from
+from tether.models.language.load import load_causal_lm, load_tokenizer
+from tether.models.language.packing_check import hidden_states
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_an_override_that_does_not_fit_is_refused(tiny_dir, entry, says):
 def test_override_config(tiny_dir):
     model = load_causal_lm(tiny_dir, dtype=torch.float32, override_config={"max_position_embeddings": 64})
     assert model.config.max_position_embeddings == 64
-    with pytest.raises(ValueError, match=r"override_config.rope_thetta.*|override_config.max_positions.*mean 'max_pos"):
+    with pytest.raises(ValueError, match=r"override_config.rope_thetta.*|override_config.max_positions.*mean max_pos"):
         load_causal_lm(tiny_dir, dtype=torch.float32, override_config={"max_positions": 64})
 
 

@@ -1,12 +1,15 @@
 """A reward function that does what the response tells it to, however bad."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from enum import IntEnum, StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -103,8 +106,16 @@ def returns_twice(*_):
 
 
 def kills_its_group(*_):
-    os.killpg(0, signal.SIGTERM)
+    os.killpg(0, signal.SIGKILL)
     hangs()
+
+
+def forks_what_sigterm_ends(*_):
+    child = os.fork()
+    if child == 0:
+        hangs()
+    os.kill(child, signal.SIGTERM)
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def kills_its_guard(*_):
@@ -155,6 +166,117 @@ def returns_object(*_):
 
 def returns_extra(*_):
     return {"score": np.float32(0.5), "acc": np.bool_(True), "pred": "12", "function": hangs}
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class RunsCode(str):
+    """Unpickled, it would write the number of the process that reads it."""
+
+    def __reduce__(self):
+        return exec, (f"import os; open({str(self)!r}, 'w').write(str(os.getpid()))",)
+
+
+class Wide(float):
+    def __repr__(self):
+        return "not a number"
+
+
+def returns_enums(*_):
+    return {"score": Level.HIGH, "colour": Colour.RED, "level": Level.HIGH, "wide": Wide(2.5), Colour.RED: [Level.HIGH]}
+
+
+def returns_what_runs_code(_, extra_info):
+    return {"score": 1.0, "path": RunsCode(extra_info["path"]), RunsCode("key"): 1}
+
+
+def returns_what_is_slow_to_read(*_):
+    class Slow:
+        def __reduce_ex__(self, *_):
+            time.sleep(60)
+
+        __repr__ = __reduce_ex__
+
+    return {"score": 1.0, "slow": Slow()}
+
+
+def returns_itself(*_):
+    result = {"score": 1.0}
+    result["again"] = result
+    return result
+
+
+def returns_long_integer(*_):
+    return {"score": 1.0, "count": 10**5000}
+
+
+def returns_too_much(*_):
+    return {"score": 1.0, "log": "y" * (1 << 25)}
+
+
+def returns_surrogate(*_):
+    return {"score": 1.0, "text": "\ud800"}
+
+
+def returns_beyond_float32(*_):
+    return 1e39
+
+
+def returns_beyond_float64(*_):
+    return 10**400
+
+
+def returns_most(*_):
+    return 3.4028234663852886e38
+
+
+def _to_all_files(data):
+    for number in range(3, 50):
+        with contextlib.suppress(OSError):
+            os.write(number, data)
+
+
+def writes_zeros_everywhere(*_):
+    _to_all_files(b"\0" * 4096)
+    return 1.0
+
+
+def writes_one_byte_everywhere(*_):
+    _to_all_files(b"\xff")
+    return 1.0
+
+
+def writes_a_pickle_everywhere(_, extra_info):
+    import pickle
+
+    _to_all_files(pickle.dumps(RunsCode(extra_info["path"])))
+    return 1.0
+
+
+def leaves_a_thread_with_the_interpreter(*_):
+    threading.Thread(target=sum, args=(range(10**12),), daemon=True).start()
+    time.sleep(0.1)
+    return 1.0
+
+
+def leaves_children(_, extra_info):
+    """One that runs, one that is never waited for, and a daemon."""
+    running = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    subprocess.Popen(["true"])
+    _note(extra_info, running.pid)
+    return leaves_daemon(_, extra_info)
+
+
+def counts_children(*_):
+    import psutil
+
+    return float(len(psutil.Process().children(recursive=True)))
 
 
 async def is_a_coroutine(*_):

@@ -2,7 +2,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.rewards.extract import answer_tag, last_boxed, last_number
+from tether.rewards.rules.extract import answer_tag, first_word, last_boxed, last_number
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", None),
+        ("... !", None),
+        ("Kaylum can't bear it.", "Kaylum"),
+        (" **Steven-lee**, of course", "Steven-lee"),
+        ("\n1. O'Neil", "1"),
+        ("O\u2019Neil", "O\u2019Neil"),
+        ("\u00c9lo\u00efse!", "\u00c9lo\u00efse"),
+        ("-Ann", "Ann"),
+    ],
+)
+def test_first_word(text, word):
+    assert first_word(text) == word
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from tether.rewards.gsm8k import flexible, strict
+from tether.rewards.rules.gsm8k import flexible, strict
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import threading
 import pyarrow.parquet as pq
 import pytest
 
-from tether.rewards.math import boxed, dapo, equal
+from tether.rewards.rules.math import boxed, dapo, equal
 
 SAME = [
     ("\\frac12", "0.5"),

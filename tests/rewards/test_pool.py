@@ -12,7 +12,7 @@ import pytest
 
 from tether.rewards.custom import CustomReward
 from tether.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
-from tether.rewards.pool import RewardPool
+from tether.rewards.service.pool import RewardPool
 
 HOSTILE = Path(__file__).with_name("hostile.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,13 +53,20 @@ def until(condition, seconds=5.0):
         ("ignores_sigterm", "deadline of 1 s"),
         ("stops_itself", "deadline of 1 s"),
         ("forks_and_hangs", "deadline of 1 s"),
-        ("kills_its_group", "SIGTERM"),
+        ("kills_its_group", "SIGKILL"),
         ("kills_its_guard", "its guard were killed"),
-        ("closes_its_files", "ended its process"),
+        ("closes_its_files", "ended with exit code 1"),
         ("returns_nan", "returned nan"),
         ("returns_text", "str '0.5'"),
         ("returns_list", "list [0.0, 1.0]"),
         ("returns_object", "function"),
+        ("returns_beyond_float32", "1e+39, which is no score: a score is finite and fits into float32"),
+        ("returns_beyond_float64", "an integer of 1329 bits, which is no score"),
+        ("returns_too_much", "32 MiB, and at most 16 MiB"),
+        ("returns_what_is_slow_to_read", "deadline of 1 s"),
+        ("leaves_a_thread_with_the_interpreter", "deadline of 1 s"),
+        ("writes_zeros_everywhere", "sent bytes that are no answer"),
+        ("writes_one_byte_everywhere", "sent bytes that are no answer"),
     ],
 )
 def test_a_bad_call_costs_only_its_own_row(pool, what, message):
@@ -80,7 +87,12 @@ def test_a_bad_call_costs_only_its_own_row(pool, what, message):
         ("reads_stdin", Score(0.0)),
         ("returns_twice", Score(1.0)),
         ("is_a_coroutine", Score(0.25)),
+        ("forks_what_sigterm_ends", Score(-15.0)),
         ("huge_output", Score(1.0, {"log": "y" * 5_000_000})),
+        ("returns_enums", Score(3.0, {"colour": "red", "level": 3, "wide": 2.5, "red": [3]})),
+        ("returns_long_integer", Score(1.0, {"count": "an integer of 16610 bits"})),
+        ("returns_surrogate", Score(1.0, {"text": "\ud800"})),
+        ("returns_most", Score(3.4028234663852886e38)),
     ],
 )
 def test_an_odd_call_is_read_rightly(pool, what, expected):
@@ -93,6 +105,30 @@ def test_extra_keys_arrive_as_plain_values(pool):
     assert outcome.extra.pop("function").startswith("<function hangs")
     assert outcome.extra == {"acc": True, "pred": "12"}
     assert type(outcome.extra["acc"]) is bool
+
+
+def test_what_a_call_returns_is_of_exact_types(pool):
+    (outcome,) = pool.score([ask("returns_enums")])
+    assert type(outcome.value) is float
+    assert [type(value) for value in outcome.extra.values()] == [str, int, float, list]
+    assert {type(key) for key in outcome.extra} == {str}
+
+
+@pytest.mark.parametrize("what", ["returns_what_runs_code", "writes_a_pickle_everywhere"])
+def test_nothing_that_a_call_returns_runs_in_the_trainer(pool, tmp_path, what):
+    mark = tmp_path / "pid"
+    (outcome,) = pool.score([ask(what, path=str(mark))])
+    assert not mark.exists()
+    if what == "returns_what_runs_code":
+        assert outcome == Score(1.0, {"path": str(mark), "key": 1})
+    else:
+        assert "sent bytes that are no answer" in outcome.message
+
+
+def test_a_result_that_contains_itself_is_cut(pool):
+    (outcome,) = pool.score([ask("returns_itself")])
+    assert outcome.value == 1.0
+    assert outcome.extra["again"]["again"]["again"]["score"] == 1.0
 
 
 def test_a_traceback_points_into_the_users_file(pool):
@@ -125,13 +161,76 @@ def test_nothing_is_left_of_a_killed_or_finished_call(tmp_path):
     assert not [process for process in mine if running(process.pid)]
 
 
+def test_children_that_a_call_leaves_behind_end_with_it(pool, tmp_path):
+    pids = tmp_path / "pids"
+    calls = [ask("leaves_children", pids=str(pids)), ask("counts_children"), ask("leaves_children", pids=str(pids))]
+    assert [outcome.value for outcome in pool.score(calls)] == [1.0, 0.0, 1.0]
+    assert len(pids.read_text().split()) == 4
+    assert not [pid for pid in map(int, pids.read_text().split()) if running(pid)]
+
+
+def test_a_process_that_serves_all_calls_is_left_alone(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import subprocess\n"
+        "server = subprocess.Popen(['sleep', '60'])\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    subprocess.Popen(['sleep', '60'])\n"
+        "    return float(server.poll() is None)\n"
+    )
+    with RewardPool(CustomReward(str(path)), num_workers=1, timeout=5) as pool:
+        assert pool.score([ask("one"), ask("two")]) == [Score(1.0), Score(1.0)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "is frozen"])
+@pytest.mark.parametrize("which", ["worker", "guard"])
+def test_an_idle_process_that_ends_costs_no_row(number, which):
+    others = set(psutil.Process().children())
+    requests = [ask("right", str(i)) for i in range(5)]
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=1, timeout=DEADLINE) as pool:
+        for _ in range(2):
+            (guard,) = set(psutil.Process().children()) - others
+            (worker,) = guard.children()
+            os.kill((worker if which == "worker" else guard).pid, number)
+            if number == signal.SIGKILL:
+                until(lambda worker=worker: not running(worker.pid))
+            assert pool.score(requests) == [Score(float(i)) for i in range(5)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_every_process_of_the_run_costs_no_row(number):
+    """As schedulers send it; the trainer, which it is for, finishes its step."""
+    others = set(psutil.Process().children())
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=1, timeout=10) as pool:
+        (guard,) = set(psutil.Process().children()) - others
+        pool.submit(0, ask("sleeps", "0.5"))
+        time.sleep(0.2)
+        for process in (guard, *guard.children()):
+            process.send_signal(number)
+        assert pool.collect() == [Score(1.0)]
+
+
+def test_a_row_whose_process_always_ends_before_it_begins_is_an_error(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os\n"
+        "from tether.runtime.channel import Channel\n"
+        "Channel.beat = lambda *_: os._exit(9)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0\n"
+    )
+    with RewardPool(CustomReward(str(path)), num_workers=1, timeout=5) as pool:
+        (outcome,) = pool.score([ask("one")])
+    assert "exit code 9" in outcome.message
+
+
 @pytest.mark.parametrize("calls", [["right"], ["forks_and_hangs", "leaves_daemon_and_hangs"]])
 def test_nothing_is_left_when_the_trainer_is_killed(tmp_path, calls):
     code = f"""
 import time
 from tether.rewards.custom import CustomReward
 from tether.rewards.outcome import RewardRequest
-from tether.rewards.pool import RewardPool
+from tether.rewards.service.pool import RewardPool
 pool = RewardPool(CustomReward({str(HOSTILE)!r}), num_workers=2, timeout=60)
 for index, what in enumerate({calls!r}):
     pool.submit(index, RewardRequest("test", what, "1", {{"pids": {str(tmp_path / "pids")!r}}}))
@@ -208,7 +307,7 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"reward.py, line 1: "):
         RewardPool(CustomReward(str(path)), num_workers=2, timeout=5)
     path.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(ValueError, match=r"longer than 0\.7 s"):
+    with pytest.raises(ValueError, match=r"deadline of 0\.7 s"):
         RewardPool(CustomReward(str(path)), num_workers=1, timeout=5, startup_timeout=0.7)
     path.write_text("import os\nos._exit(4)\n")
     with pytest.raises(ValueError, match="exit code 4"):
@@ -235,9 +334,40 @@ def test_close_ends_a_running_call_at_once():
     assert time.monotonic() - started < 2
 
 
-def test_workers_load_no_torch():
-    code = (
-        "import sys, tether.rewards.worker, tether.rewards.pool, tether.rewards.summary; print('torch' in sys.modules)"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_call(number):
+    code = f"""
+from tether.runtime import interrupt
+from tether.rewards.custom import CustomReward
+from tether.rewards.outcome import RewardRequest
+from tether.rewards.service.pool import RewardPool
+interrupt.PATIENCE = 0.2
+with interrupt.graceful_interrupt(), RewardPool(CustomReward({str(HOSTILE)!r}), num_workers=1, timeout=600) as pool:
+    pool.submit(0, RewardRequest("test", "hangs", "1", {{}}))
+    print("waits", flush=True)
+    pool.collect()
+print("resumes from here")
+"""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    try:
+        assert trainer.stdout.readline() == "waits\n"
+        below = psutil.Process(trainer.pid).children(recursive=True)
+        trainer.send_signal(number)
+        out, err = trainer.communicate(timeout=20)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert trainer.returncode == 0
+    assert out == "resumes from here\n"
+    assert f"{number.name}: a process gave no answer" in err
+    assert len(below) == 2
+    until(lambda: not [process for process in below if running(process.pid)])
+
+
+def test_workers_load_no_torch():
+    modules = "tether.rewards.service.worker, tether.rewards.service.pool, tether.rewards.summary"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

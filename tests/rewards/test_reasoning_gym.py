@@ -2,8 +2,8 @@ import pytest
 import reasoning_gym
 
 from tether.rewards.outcome import RewardRequest, Score
-from tether.rewards.pool import RewardPool
-from tether.rewards.reasoning_gym import score
+from tether.rewards.rules.reasoning_gym import score
+from tether.rewards.service.pool import RewardPool
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -54,7 +54,7 @@ def test_the_whole_reply_may_earn_a_part():
 
 
 def test_unknown_names_are_named():
-    with pytest.raises(ValueError, match=r"first_number.*last_number, answer_tag, full"):
+    with pytest.raises(ValueError, match=r"first_number.*last_number, answer_tag, first_word, full"):
         score("reasoning_gym/chain_sum", "3", None, row("chain_sum", "3", "first_number"))
     with pytest.raises(ValueError, match="no_such_task"):
         score("reasoning_gym/no_such_task", "3", None, row("no_such_task", "3"))
@@ -71,3 +71,13 @@ def test_the_tasks_own_answers_score_one_in_the_pool():
     ]
     with RewardPool(num_workers=1, timeout=20) as pool:
         assert pool.score(requests) == [Score(1.0)] * 20
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"), [("Kaylum.", 1.0), ("Kaylum, not Elyan", 1.0), ("Elyan or Kaylum", 0.0)]
+)
+def test_the_first_word_is_right_or_wrong(reply, expected):
+    entry = row(
+        "needle_haystack", "Kaylum", extract="first_word", params={"min_num_statements": 2, "max_num_statements": 4}
+    )
+    assert score("reasoning_gym", reply, "Kaylum", entry) == expected

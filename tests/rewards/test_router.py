@@ -1,7 +1,8 @@
 import pytest
 
-from tether.rewards import gsm8k, math, reasoning_gym, router
+from tether.rewards import router
 from tether.rewards.router import REWARDS, check_sources, find_reward
+from tether.rewards.rules import gsm8k, math, reasoning_gym
 
 
 @pytest.mark.parametrize(

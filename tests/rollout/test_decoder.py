@@ -8,11 +8,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tether.models.attention import Packed, use_tether_attention
-from tether.rollout import products
-from tether.rollout.decoder import Decoder, decoder_for
-from tether.rollout.native import NativeEngine
-from tether.rollout.products import Product, has_blocked_products
+from tether.models.layers.attention import Packed, use_tether_attention
+from tether.rollout.native import packed_linear
+from tether.rollout.native.decoder import Decoder, decoder_for
+from tether.rollout.native.engine import NativeEngine
+from tether.rollout.native.packed_linear import Product, has_blocked_products
 from tether.rollout.protocol import NoiseKey, SamplingParams
 
 LAYOUT = Packed((7, 12, 1))
@@ -106,7 +106,7 @@ def test_products_by_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not multiplying:
-        monkeypatch.setattr(products, "multiplying_for", lambda *_: None)
+        monkeypatch.setattr(packed_linear, "multiplying_for", lambda *_: None)
     torch.manual_seed(0)
     layers = [nn.Linear(32, width, bias=bias).to(dtype) for width in widths]
     x, other = torch.randn(rows, 32).to(dtype), torch.randn(rows, 64).to(dtype)

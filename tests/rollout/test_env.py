@@ -12,9 +12,9 @@ from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import ENVS, LIMIT, MAKERS  # noqa: E402
 from tether.algorithms import episodic_gae  # noqa: E402
 from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
-from tether.rollout.env import EnvCollector  # noqa: E402
-from tether.rollout.env_eval import evaluate  # noqa: E402
-from tether.rollout.episodes import Episode, EpisodeTracker, episode_metrics  # noqa: E402
+from tether.rollout.env.collector import EnvCollector  # noqa: E402
+from tether.rollout.env.episodes import Episode, EpisodeTracker, episode_metrics  # noqa: E402
+from tether.rollout.env.evaluation import evaluate  # noqa: E402
 
 GAMMA = 0.9
 

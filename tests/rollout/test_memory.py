@@ -8,9 +8,10 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import ENVS, MAKERS  # noqa: E402
+from tests.envs.test_workers import kill  # noqa: E402
 from tether.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
-from tether.rollout.env import EnvCollector  # noqa: E402
-from tether.rollout.env_eval import evaluate  # noqa: E402
+from tether.rollout.env.collector import EnvCollector  # noqa: E402
+from tether.rollout.env.evaluation import evaluate  # noqa: E402
 
 
 class Counts:
@@ -85,7 +86,7 @@ def test_a_lost_episode_is_forgotten():
     collector = EnvCollector(env, 2, state_width=1)
     collector.restart(0)
     collector.collect(Counts(), torch.zeros(1, 2, 2, 1))
-    env._workers[1].process.kill()
+    kill(env, 1)
     act = Counts()
     rollout = collector.collect(act, torch.zeros(1, 2, 2, 1))
     assert np.array(act.known).tolist() == [[2, 2], [3, 0]]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tether.rollout import sampling
+from tether.rollout.native import sampling
+from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import SamplingParams
-from tether.rollout.sampling import draw
 
 ALMOST_ONE = 1 - 2.0**-53
 

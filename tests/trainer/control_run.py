@@ -2,9 +2,9 @@
 
 from typer.testing import CliRunner
 
-from tether.cli import app
+from tether.assembly.control import build_control_run
+from tether.commands.cli import app
 from tether.config import load_config
-from tether.trainer.build.control import build_control_run
 
 
 def train(overrides, until=None):

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.tiny import save_tiny
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, rows, train, write_jsonl
+from tether.assembly.run import build_run
+from tether.checkpoints.store import CheckpointDamaged
 from tether.config import load_config
 from tether.rewards.outcome import RewardFailure
-from tether.trainer.build.run import build_run
-from tether.training.checkpoint import CheckpointDamaged
 
 Spoil = Callable[[Path, Path], str]
 
@@ -24,6 +25,24 @@ def without(key: str) -> list[dict]:
     else:
         spoiled[3][key] = None
     return spoiled
+
+
+HALF_AN_EMOJI = "half \ud83d done"
+
+
+def saying(text: str) -> list[dict]:
+    spoiled = rows()
+    spoiled[3]["prompt"][0]["content"] = text
+    return spoiled
+
+
+def with_added_token(folder: Path, token: str) -> Path:
+    """A model whose tokenizer got a token that its embeddings do not have."""
+    save_tiny(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([token])
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 INPUTS: dict[str, tuple[Spoil, list[str]]] = {
@@ -46,6 +65,14 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
     "model path that does not exist": (
         lambda inputs, tmp: f"actor_rollout_ref.model.path={inputs / 'modle'}",
         ["modle", "no such file or directory", "model"],
+    ),
+    "text cut inside a character": (
+        lambda inputs, tmp: f"data.train_files={write_jsonl(tmp / 'rows.jsonl', saying(HALF_AN_EMOJI))}",
+        ["rows.jsonl row 3", "`prompt` holds half a character ('\\ud83d' at position 5)"],
+    ),
+    "tokenizer with more tokens than the model": (
+        lambda inputs, tmp: f"actor_rollout_ref.model.path={with_added_token(tmp / 'model', '1+')}",
+        ["model: its vocabulary has 260 tokens", "train.jsonl row 1 has the token 260", "tokenizer_path"],
     ),
     "critic path that does not exist": (
         lambda inputs, tmp: f"critic.model.path={inputs / 'critic'}",
@@ -111,8 +138,8 @@ REWARDS = {
     "return float('nan')": "returned nan, which is no score",
     "raise KeyError('answer')": "raised KeyError: 'answer'",
     "return {'points': 1}": 'a dict without "score"',
-    "while True: pass": "no result within the deadline of 0.2 s, so the call was killed",
-    "import os; os._exit(3)": "ended its process with exit code 3",
+    "while True: pass": "gave no answer within the deadline of 0.2 s, so it was killed",
+    "import os; os._exit(3)": "ended with exit code 3",
 }
 
 

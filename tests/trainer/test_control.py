@@ -11,14 +11,15 @@ from safetensors.torch import load_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from tests.envs import toys  # noqa: E402
+from tests.envs.test_workers import kill  # noqa: E402
 from tests.trainer.control_run import train  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
 from tether.algorithms import discounted_sums  # noqa: E402
-from tether.cli import app  # noqa: E402
+from tether.assembly.control import build_control_run  # noqa: E402
+from tether.checkpoints.store import load_state  # noqa: E402
+from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.trainer.build.control import build_control_run  # noqa: E402
-from tether.trainer.control_rewards import RewardScaler  # noqa: E402
-from tether.training.checkpoint import load_state  # noqa: E402
+from tether.trainer.control.rewards import RewardScaler  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 SMALL = [
@@ -223,7 +224,7 @@ def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
     run.trainer.collector.restart(0)
     run.trainer.step()
     env = run.trainer.collector.env
-    env._workers[0].process.kill()
+    kill(env, 0)
     with pytest.warns(RuntimeWarning, match="is replaced"):
         metrics = run.trainer.step()
     lost = env._workers[0].rows.stop

@@ -10,13 +10,13 @@ from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import MAKERS  # noqa: E402
 from tests.trainer.test_control import contents, learned, train, without_clocks  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
+from tether.assembly.control import build_control_run  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.models.control.network import NetworkPolicy  # noqa: E402
-from tether.models.control.policy import make_policy  # noqa: E402
+from tether.models.control.mlp_policy import make_policy  # noqa: E402
+from tether.models.control.network_policy import NetworkPolicy  # noqa: E402
 from tether.models.control.spec import PolicySpec, numbers_of  # noqa: E402
-from tether.rollout.env import EnvCollector  # noqa: E402
-from tether.trainer.build.control import build_control_run  # noqa: E402
-from tether.trainer.control_samples import SampleOptions, make_samples  # noqa: E402
+from tether.rollout.env.collector import EnvCollector  # noqa: E402
+from tether.trainer.control.samples import SampleOptions, make_samples  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 CNN = ["policy.model_type=cnn_policy", "policy.hidden_dim=64"]
@@ -165,7 +165,7 @@ def test_the_value_of_an_end_is_that_of_a_memory_of_its_episode():
     rollout = collector.collect(policy.acting(), noise)
     samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.5, 1.0, normalize_advantages=False))
     with torch.no_grad():  # the observations of an episode of five steps, and its last one
-        values = policy(torch.arange(6.0)[None, :, None], None, torch.zeros(1, policy.state_width))[1][0, :, 0]
+        values = policy.step(torch.arange(6.0)[None, :, None], None, torch.zeros(1, policy.state_width))[1][0, :, 0]
     torch.testing.assert_close(samples.returns[0, 4, 0], 5 + 0.5 * values[5])
     torch.testing.assert_close(samples.values[0, :5, 0], values[:5])
 

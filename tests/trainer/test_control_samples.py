@@ -8,14 +8,14 @@ gymnasium = pytest.importorskip("gymnasium")
 from tests.envs import toys  # noqa: E402
 from tether.algorithms import masked_mean_ratio  # noqa: E402
 from tether.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
-from tether.envs.paced import PacedEnv  # noqa: E402
-from tether.envs.sync import SyncVectorEnv  # noqa: E402
-from tether.models.control.policy import ControlPolicy, PolicySpec  # noqa: E402
-from tether.rollout.env import EnvCollector, EnvRollout  # noqa: E402
-from tether.rollout.episodes import Episode  # noqa: E402
-from tether.trainer.control_rewards import RelativeRewards, RewardShaping  # noqa: E402
-from tether.trainer.control_samples import SampleOptions, make_samples  # noqa: E402
-from tether.training.samples import loss_weights  # noqa: E402
+from tether.envs.vectorization.episode_starts import PacedEnv  # noqa: E402
+from tether.envs.vectorization.loop import SyncVectorEnv  # noqa: E402
+from tether.models.control.mlp_policy import ControlPolicy, PolicySpec  # noqa: E402
+from tether.rollout.env.collector import EnvCollector, EnvRollout  # noqa: E402
+from tether.rollout.env.episodes import Episode  # noqa: E402
+from tether.trainer.control.rewards import RelativeRewards, RewardShaping  # noqa: E402
+from tether.trainer.control.samples import SampleOptions, make_samples  # noqa: E402
+from tether.training.control.samples import loss_weights  # noqa: E402
 
 VALUE = 10.0
 PLAIN = {"gamma": 0.5, "lam": 1.0, "normalize_advantages": False}

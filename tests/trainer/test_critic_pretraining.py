@@ -13,14 +13,14 @@ from tests.trainer.test_rollout_correction import recorded
 from tests.trainer.tiny_run import GAE, base_overrides, measured, rows, train, write_jsonl
 from tether.algorithms import parse_rejection
 from tether.batch import Prompt
-from tether.cli import main
+from tether.commands.cli import main
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.outcome import Abstention, Score
 from tether.rewards.summary import RewardReport
-from tether.trainer.collect import Experience
-from tether.trainer.critic_pretraining import split_by_prompt, value_batch
-from tether.trainer.rollout_correction import RolloutCorrection
-from tether.trainer.rollout_files import RolloutFiles, StoredResponse, read_rollouts
+from tether.trainer.parts.collector import Experience
+from tether.trainer.parts.rollout_correction import RolloutCorrection
+from tether.trainer.text.critic_pretraining import split_by_prompt, value_batch
+from tether.trainer.text.rollout_files import RolloutFiles, StoredResponse, read_rollouts
 
 STEPS = 4
 BY_PROMPT = """

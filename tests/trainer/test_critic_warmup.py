@@ -1,11 +1,13 @@
 """The critic's own schedule: warm-up by steps and by explained variance, its own epochs and mini-batches."""
 
+import math
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights
-from tether.trainer.critic_warmup import CriticWarmup
+from tether.trainer.parts.critic_warmup import CriticWarmup
 
 BY_PROMPT = '''
 """Half of the prompts are worth 1, whatever is answered: easy to predict."""
@@ -16,10 +18,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_steps_and_threshold() -> None:
-    warmup = CriticWarmup(steps=2, explained_variance=0.3)
+    warmup = CriticWarmup(steps=3, explained_variance=0.3)
     assert [warmup.is_over(step, explained) for step, explained in enumerate([0.2, 0.5, 0.1, -1.0], start=1)] == [
         False, False, True, True,
-    ]  # fmt: skip  # reached in step 2, which is still one of the first two
+    ]  # fmt: skip  # reached in step 2, which is still before step 3
     assert [CriticWarmup(explained_variance=0.3).is_over(1, 0.3), CriticWarmup().is_over(1, 0.0)] == [True, True]
 
 
@@ -29,7 +31,14 @@ def test_a_threshold_never_reached_is_said() -> None:
     assert "critic_warmup_until_explained_variance=0.9" in (warmup.never_over() or "")
     warmup.is_over(2, 0.95)
     assert warmup.never_over() is None
-    assert CriticWarmup(steps=3).never_over() is None
+    assert "before trainer.critic_warmup=3" in (CriticWarmup(steps=3, reached=True).never_over() or "")
+
+
+@pytest.mark.parametrize(("steps", "frozen"), [(0, 0), (1, 0), (2, 1), (5, 4)])
+def test_warm_up_of_n_holds_the_policy_back_for_n_less_one_steps(steps: int, frozen: int) -> None:
+    """verl updates the actor where ``critic_warmup <= global_steps``, which begin at 1."""
+    warmup = CriticWarmup(steps)
+    assert [warmup.is_over(step, -math.inf) for step in range(1, 8)] == [False] * frozen + [True] * (7 - frozen)
 
 
 def test_state() -> None:

@@ -13,10 +13,10 @@ from tether.data.sampler import PromptSampler
 from tether.metrics.keys import describe
 from tether.rewards.outcome import Abstention, RewardOutcome, Score
 from tether.rewards.summary import RewardReport
-from tether.rollout.join import join_rollouts
+from tether.rollout.concat import join_rollouts
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.collect import Experience
-from tether.trainer.dynamic_sampling import DynamicSampling, NothingToLearn
+from tether.trainer.parts.collector import Experience
+from tether.trainer.parts.dynamic_sampling import DynamicSampling, NothingToLearn
 
 PROMPTS = [Prompt((number + 1,), "tiny", None, index=number) for number in range(6)]
 SAMPLING = SamplingParams(max_new_tokens=4, n=2)

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.tiny_run import base_overrides
 from tether.algorithms import ADVANTAGE_ESTIMATORS, length_adaptive_lambda, needs
+from tether.assembly.run import build_run
 from tether.batch import TrainBatch
 from tether.config import load_config
-from tether.config.advantage_rules import COMPARES_RESPONSES
 from tether.config.keys import keys
+from tether.config.rules.advantages import COMPARES_RESPONSES
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build.run import build_run
-from tether.trainer.trainer import Trainer
+from tether.trainer.text.loop import Trainer
 
 REWARD = '''
 """Likes letters; has no verdict on responses whose length leaves 2 when divided by 4."""
@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if len(solution_str) % 4 == 2:
         return None
     letters = sum(c.isalpha() for c in solution_str)
-    return {"score": letters / 8, "digits": sum(c.isdigit() for c in solution_str), "why": "letters"}
+    return {"score": letters / 8, "digits": sum(c.isdigit() for c in solution_str), "why": "letters", "big": 1e39}
 '''
 VAPO = [
     "algorithm.lam=0.7",
@@ -222,7 +222,8 @@ def test_length_adaptive_lambda_is_the_actors_alone(inputs: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("component", "seen"), [("format", "nothing of that name, only score, digits, why"), ("why", "'letters'")]
+    ("component", "seen"),
+    [("format", "nothing of that name, only score, digits, why, big"), ("why", "'letters'"), ("big", "1e\\+39")],
 )
 def test_a_missing_component_is_one_clear_error(component: str, seen: str, inputs: Path, tmp_path: Path):
     with pytest.raises(

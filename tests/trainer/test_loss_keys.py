@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from tether.assembly.inputs import build_inputs
+from tether.assembly.learners import build_actor, build_critic, build_reference, load_policy, load_reference
+from tether.assembly.run import Run, build_run
 from tether.config import RunConfig, load_config
 from tether.config.keys import keys
 from tether.metrics.keys import describe
-from tether.trainer.build.inputs import build_inputs
-from tether.trainer.build.learners import build_actor, build_critic, build_reference, load_policy, load_reference
-from tether.trainer.build.run import Run, build_run
-from tether.training.forward import PolicyModel, PolicyOutputs
 from tether.training.learner import Learner
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 
 ACTOR = "actor_rollout_ref.actor"
 MODE = f"{ACTOR}.policy_loss.loss_mode"

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, weights
+from tether.assembly.off_policy import old_log_probs_from
+from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.build.off_policy import old_log_probs_from
-from tether.trainer.build.run import build_run
-from tether.trainer.mismatch import ALARM
-from tether.trainer.trainer import OldLogProbs
+from tether.trainer.parts.mismatch import ALARM
+from tether.trainer.text.loop import OldLogProbs
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 ONE_UPDATE = [*GRPO, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]
@@ -33,7 +33,7 @@ BF16_SAMPLER = ["actor_rollout_ref.rollout.dtype=bfloat16"]
         ([f"{CORRECTION}.rollout_is=token"], "recomputed"),
         ([f"{CORRECTION}.rollout_token_veto_threshold=0.1"], "recomputed"),
         ([f"{ACTOR}.policy_loss.loss_mode=clip_cov"], "recomputed"),
-        (["trainer.critic_warmup=1", "algorithm.adv_estimator=gae"], "recomputed"),
+        (["trainer.critic_warmup=2", "algorithm.adv_estimator=gae"], "recomputed"),
         (["trainer.critic_warmup_until_explained_variance=0.1", "algorithm.adv_estimator=gae"], "recomputed"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from tests.trainer.test_rollout_correction import recorded
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train
 from tether.metrics.keys import describe
-from tether.trainer.pf_ppo import PolicyFiltration
+from tether.trainer.parts.pf_ppo import PolicyFiltration
 
 
 def test_rows_follow_their_reward() -> None:

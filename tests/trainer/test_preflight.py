@@ -10,10 +10,16 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
-from tests.trainer.tiny_run import GAE, set_eos
+from tests.trainer.tiny_run import GAE, held_out, set_eos
+from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.build.run import build_run
-from tether.trainer.preflight import Preflight, preflight
+from tether.trainer.text.preflight import Preflight, preflight
+
+
+@pytest.fixture
+def unseen(base: list[str], tmp_path: Path) -> list[str]:
+    """The base overrides, with validation questions that training does not have."""
+    return [*base, held_out(tmp_path)]
 
 
 def look(overrides: list[str]) -> Preflight:
@@ -103,6 +109,11 @@ CAUSES: dict[str, tuple[Spoil, bool, str]] = {
         "prompt cut: 10 of 10 prompts lost their beginning",
     ),
     "template_not_applied": (lambda inputs, tmp: with_template(inputs, tmp, BARE), True, "data.chat_template"),
+    "repeated_questions": (
+        lambda inputs, tmp: [f"data.val_files={inputs / 'val.jsonl'}"],
+        False,
+        "validation: 5 of 7 prompts are distinct, and 7 are in the training data",
+    ),
     "clipping_inactive": (
         lambda inputs, tmp: ["actor_rollout_ref.actor.ppo_mini_batch_size=4"],
         False,
@@ -112,9 +123,9 @@ CAUSES: dict[str, tuple[Spoil, bool, str]] = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_each_cause_is_named(name: str, base: list[str], inputs: Path, tmp_path: Path):
+def test_each_cause_is_named(name: str, unseen: list[str], inputs: Path, tmp_path: Path):
     spoil, refuses, message = CAUSES[name]
-    found = look([*base, *GAE, *spoil(inputs, tmp_path)])
+    found = look([*unseen, *GAE, *spoil(inputs, tmp_path)])
     assert [finding.cause for finding in found.findings] == [name.partition("-")[0]]
     assert message in found.findings[0].message
     assert found.refused == refuses
@@ -124,8 +135,8 @@ def test_each_cause_is_named(name: str, base: list[str], inputs: Path, tmp_path:
     assert ("refused: " if refuses else "warning: ") + found.findings[0].message.split(":")[0] in screen
 
 
-def test_a_good_run_has_no_finding(base: list[str]):
-    found = look([*base, *GAE])
+def test_a_good_run_has_no_finding(unseen: list[str]):
+    found = look([*unseen, *GAE])
     assert not found.findings
     assert len(found.samples) == 16
     assert len(found.prompts) == 2
@@ -137,8 +148,8 @@ def test_a_good_run_has_no_finding(base: list[str]):
     assert " ".join(map(str, found.prompts[0].token_ids[:24])) in screen
 
 
-def test_several_causes_are_all_named(base: list[str], tmp_path: Path):
-    found = look([*base, *GAE, *with_reward(tmp_path, "return 1"), "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
+def test_several_causes_are_all_named(unseen: list[str], tmp_path: Path):
+    found = look([*unseen, *GAE, *with_reward(tmp_path, "return 1"), "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
     assert [finding.cause for finding in found.findings] == ["zero_reward_variance", "clipping_inactive"]
 
 

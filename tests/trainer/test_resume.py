@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.loops import wait_for_change
 from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
+from tether.assembly.run import build_run
+from tether.checkpoints.store import TRACKER
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
-from tether.trainer.build.run import build_run
-from tether.trainer.reward_shaping import RewardShaping
-from tether.training.checkpoint import TRACKER
-from tether.training.local import LocalEngine
+from tether.trainer.parts.reward_shaping import RewardShaping
+from tether.training.engines.local import LocalEngine
 
 TOTAL = 5
 ALGORITHMS = {
-    "gae": [*GAE, "trainer.critic_warmup=2"],
+    "gae": [*GAE, "trainer.critic_warmup=3"],
     "grpo": GRPO,
     "shaped": [
         "algorithm.adv_estimator=reinforce_plus_plus",
@@ -156,15 +157,3 @@ def test_killed_again_and_again(name: str, inputs: Path, tmp_path: Path):
     assert same(measured(whole), measured(directory))
     assert_same_end(whole / f"global_step_{LONG}", directory / f"global_step_{LONG}")
     assert sorted(p.name for p in directory.glob("*global_step*")) == [f"global_step_{n}" for n in (LONG - 1, LONG)]
-
-
-def wait_for_change(process, directory: Path, pattern: str, since_ns: int) -> None:
-    """Return once a file or folder of that name was made or changed, or the process ended."""
-    while process.is_alive():
-        for path in directory.glob(pattern):
-            try:
-                if path.stat().st_mtime_ns > since_ns:
-                    return
-            except FileNotFoundError:
-                continue
-        time.sleep(0.001)

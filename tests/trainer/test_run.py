@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, rows, weights, write_jsonl
+from tether.assembly.run import build_run
 from tether.batch import TrainBatch
+from tether.checkpoints.store import CheckpointStore
 from tether.config import load_config
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics, read_samples
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.build.run import build_run
-from tether.trainer.trainer import Trainer
-from tether.training.checkpoint import CheckpointStore
+from tether.trainer.text.loop import Trainer
 
 STEPS = [1, 2, 3]
 SAVING = [

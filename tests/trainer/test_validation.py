@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.tiny_run import GAE, measured, train
+from tether.assembly.run import build_run
+from tether.commands.text import evaluate
 from tether.config import load_config
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.build.run import build_run
-from tether.trainer.commands import evaluate
-from tether.trainer.evaluate import EvaluationResult
+from tether.trainer.text.evaluation import EvaluationResult
 
 SAMPLED = [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in ("do_sample=True", "temperature=1.0", "n=2")]
 ROWS = 7
@@ -50,7 +50,7 @@ def test_validation_means_are_those_of_the_samples(base: list[str]):
 
 def test_evaluating_a_checkpoint_gives_what_training_measured(base: list[str], capsys):
     directory = train([*base, *GAE, *SAMPLED, "trainer.save_freq=3", "trainer.test_freq=3"])
-    evaluate(directory, [])
+    evaluate(str(directory), None, [])
     said = json.loads((directory / "eval_global_step_3.json").read_text())
     tested = {key: value for key, value in measured(directory)[3].items() if key.startswith("val-")}
     assert tested
@@ -60,5 +60,8 @@ def test_evaluating_a_checkpoint_gives_what_training_measured(base: list[str], c
 
 
 def test_evaluating_what_is_no_checkpoint(tmp_path: Path):
-    with pytest.raises(ValueError, match="no checkpoint here"):
-        evaluate(tmp_path / "nothing", [])
+    with pytest.raises(ValueError, match="nothing: no such file or directory"):
+        evaluate(str(tmp_path / "nothing"), None, [])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty: no checkpoint here"):
+        evaluate(str(tmp_path / "empty"), None, [])

@@ -14,10 +14,10 @@ from safetensors.torch import load_file  # noqa: E402
 from tests.envs import toys  # noqa: E402
 from tests.trainer.control_run import call, train  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
+from tether.assembly.control import build_control_run  # noqa: E402
+from tether.checkpoints.store import load_state  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
-from tether.models.control.policy import load_policy  # noqa: E402
-from tether.trainer.build.control import build_control_run  # noqa: E402
-from tether.training.checkpoint import load_state  # noqa: E402
+from tether.models.control.mlp_policy import load_policy  # noqa: E402
 
 REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import EOS_ID, save_tiny
+from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.build.run import build_run
 
 NUM_PROMPTS = 10
 BATCH = 4  # three steps an epoch, the last of them short
@@ -64,6 +64,15 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
     """One record a line."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def held_out(folder: Path) -> str:
+    """The override that names seven validation rows of two sources, none of which is in the training data."""
+    unseen = [
+        *rows("tiny/sums", NUM_PROMPTS + 5)[NUM_PROMPTS:],
+        *rows("tiny/other", NUM_PROMPTS + 7)[NUM_PROMPTS + 5 :],
+    ]
+    return f"data.val_files={write_jsonl(folder / 'held_out.jsonl', unseen)}"
 
 
 def set_eos(model: Path, ids: int | list[int] | None) -> None:

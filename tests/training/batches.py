@@ -7,12 +7,12 @@ from transformers import PreTrainedModel
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty
 from tether.batch import RolloutBatch, TrainBatch, filled
-from tether.models.attention import use_tether_attention
-from tether.models.critic import critic_from, value_head_of
-from tether.training.forward import PolicyModel, ValueModel
-from tether.training.local import LocalEngine
-from tether.training.micro_batches import MicroBatching
-from tether.training.optimizer import OptimizerOptions
+from tether.models.language.critic import critic_from, value_head_of
+from tether.models.layers.attention import use_tether_attention
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.text.micro_batches import MicroBatching
 
 PROMPT_LENGTHS = (3, 7, 1)  # of each group of three rows
 RESPONSE_LENGTHS = (4, 9, 1, 6, 2, 8, 5, 3, 7)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
-from tether.models.control.policy import ControlPolicy, PolicySpec
-from tether.training.control import ControlLearner, ControlLoss, ControlPlan
-from tether.training.flat import FlatAdamW, FlatParameters
-from tether.training.optimizer import OptimizerOptions
-from tether.training.samples import Samples
+from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.samples import Samples
+from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
+from tether.training.engines.optimizer import OptimizerOptions
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SPECS = {

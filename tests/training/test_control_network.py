@@ -7,12 +7,12 @@ import torch
 from tensordict import TensorDict
 
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
+from tether.models.control.mlp_policy import make_policy
 from tether.models.control.pictures import NUMBERS, PICTURE
-from tether.models.control.policy import make_policy
 from tether.models.control.spec import Memory, PolicySpec, with_numbers
-from tether.training.control import ControlLearner, ControlLoss, ControlPlan
-from tether.training.optimizer import OptimizerOptions
-from tether.training.samples import Samples
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.samples import Samples
+from tether.training.engines.optimizer import OptimizerOptions
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "tanh"}
@@ -70,9 +70,9 @@ def random_samples(policy, off=0.3):
 def columns_of(policy, samples):
     """Log-probabilities and entropies of all columns of all decisions, [S, K * D], and values, [S, V]."""
     if samples.memory is None:
-        outputs, values, _ = policy(samples.obs, None, torch.zeros(len(samples), 0))
+        outputs, values = policy(samples.obs, None, torch.zeros(len(samples), 0))
     else:
-        outputs, values, _ = policy(samples.obs, samples.memory.starts, samples.memory.state)
+        outputs, values = policy(samples.obs, samples.memory.starts, samples.memory.state)
     done = policy.head.evaluate(outputs.reshape(-1, outputs.shape[-1]), samples.actions.flatten(0, -2))
     return done.log_probs, done.entropy, values.flatten(0, -2)
 

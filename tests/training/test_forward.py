@@ -5,11 +5,11 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.training.batches import UNSCORED, make_batch, make_critic, make_engine, make_policy
-from tether.models.critic import value_head_of
-from tether.models.lora import LoraOptions, adapter_off, add_lora
-from tether.models.recompute import enable_gradient_checkpointing
-from tether.training.forward import PolicyModel, ReferenceModel, ValueModel
-from tether.training.micro_batches import MicroBatching
+from tether.models.language.critic import value_head_of
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.models.language.lora import LoraOptions, adapter_off, add_lora
+from tether.training.text.forward import PolicyModel, ReferenceModel, ValueModel
+from tether.training.text.micro_batches import MicroBatching
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
 

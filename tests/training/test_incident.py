@@ -1,22 +1,26 @@
 """What is kept of a skipped update can be replayed by someone who has only the folder."""
 
+import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy
 from tether.batch import TrainBatch, filled
-from tether.rollout.native import NativeEngine
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.forward import PolicyModel, ValueModel
-from tether.training.incident import replay
-from tether.training.losses import CriticLoss, PolicyLoss
-from tether.training.micro_batches import MicroBatching
+from tether.training.engines.incident import replay
 from tether.training.protocol import UpdatePlan
+from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.text.losses import CriticLoss, PolicyLoss
+from tether.training.text.micro_batches import MicroBatching
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD_ROW = 3
@@ -90,3 +94,55 @@ def test_a_weight_that_is_not_finite_makes_every_row_bad(tmp_path: Path) -> None
         policy.base_model.norm.weight[0] = math.nan
     make_engine(policy, incident_dir=tmp_path).update(batch, PolicyModel(policy), PolicyLoss(), PLAN, step=0)
     assert replay(tmp_path / "step_1") == list(range(ROWS - 1))
+
+
+def update(folder: Path, policy: torch.nn.Module | None = None, step: int = 0) -> dict[str, float]:
+    """Do an update with one bad row, and keep its incident in `folder`."""
+    policy = policy or make_policy()
+    batch = make_batch(policy, make_critic())
+    filled(batch.advantages)[BAD_ROW, 0] = math.nan
+    engine = make_engine(policy, incident_dir=folder)
+    return engine.update(batch, PolicyModel(policy), PolicyLoss(), PLAN, step=step).metrics
+
+
+def test_gradient_checkpointing_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    policy = make_policy()
+    enable_gradient_checkpointing(policy)
+    assert update(tmp_path, policy)["skipped_updates"] == 1
+    assert replay(tmp_path / "step_1") == [BAD_ROW]
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".writing_step_1").mkdir()
+    (tmp_path / "step_1").mkdir()
+    for folder in (".writing_step_1", "step_1"):
+        (tmp_path / folder / "incident.pt").write_bytes(b"half of a file")
+    assert update(tmp_path)["skipped_updates"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert replay(tmp_path / "step_1") == [BAD_ROW]
+
+
+@pytest.mark.parametrize("reason", ["a model that cannot be pickled", "a file where the folder should be"])
+def test_an_incident_that_cannot_be_kept_is_a_warning(
+    reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, folder = make_policy(), tmp_path / "incidents"
+    if reason.startswith("a model"):
+        policy.a_function = lambda x: x
+    else:
+        folder.write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert update(folder, policy)["skipped_updates"] == 1
+    assert f"{folder / 'step_1'}: the skipped update could not be kept" in caplog.text
+    assert not list(folder.glob("*")) if folder.is_dir() else folder.read_text() == ""
+
+
+def test_a_full_disk_is_a_warning_too(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - 50_000))
+    assert update(small_disk / "incidents")["skipped_updates"] == 1
+    assert "the skipped update could not be kept" in caplog.text
+    assert not list((small_disk / "incidents").iterdir())
+    filler.unlink()
+    assert update(small_disk / "incidents")["skipped_updates"] == 1
+    assert replay(small_disk / "incidents" / "step_1") == [BAD_ROW]

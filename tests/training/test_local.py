@@ -18,12 +18,12 @@ from tests.training.batches import (
     weights,
 )
 from tether.batch import TrainBatch, filled
-from tether.training.forward import PolicyModel, PolicyOutputs
-from tether.training.local import LocalEngine
-from tether.training.losses import PolicyLoss, TokenSelection
-from tether.training.micro_batches import MicroBatching
-from tether.training.optimizer import OptimizerOptions
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import LossSizes, LossTerm, UpdatePlan
+from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.text.losses import PolicyLoss, TokenSelection
+from tether.training.text.micro_batches import MicroBatching
 
 BAD_ROW = 3
 ALL = UpdatePlan(mini_batch_rows=ROWS)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.test_tokens import example
+from tests.training.test_packing import example
 from tether.batch import TrainBatch, filled
-from tether.training.forward import PolicyOutputs, ValueOutputs
-from tether.training.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.protocol import LossSizes
+from tether.training.text.forward import PolicyOutputs, ValueOutputs
+from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 
 SIZES = LossSizes(num_tokens=6, num_sequences=4)  # of a mini-batch of which `example` is half
 MASK = [[True, False, True], [True, False, False]]

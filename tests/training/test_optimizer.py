@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tether.training.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ Usable in any training loop: no function here sees a config, a model or a proces
 makes the loss of the mini-batch out of it. Shapes: `tether.algorithms.shapes`.
 """
 
+import inspect
+
 from tether.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from tether.algorithms.advantages.episodes import discounted_sums, episodic_gae
 from tether.algorithms.advantages.gae import length_adaptive_lambda
 from tether.algorithms.advantages.groups import informative_rows
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.aggregation import AGGREGATIONS, aggregate_loss, masked_mean_ratio
+from tether.algorithms.checks import checked
 from tether.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_penalty
 from tether.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
 from tether.algorithms.logits import entropy_from_logits, full_kl, sum_pi_squared
@@ -22,6 +25,7 @@ from tether.algorithms.policy_losses import (
     TOKEN_SELECTIONS,
     interpolate_proximal,
 )
+from tether.algorithms.registry import needs
 from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
 from tether.algorithms.rollout_correction import (
     importance_metrics,
@@ -33,7 +37,6 @@ from tether.algorithms.rollout_correction import (
     veto_mask,
 )
 from tether.algorithms.token_loss import Max, Mean, Metric, Min, TokenLoss, merge_metrics
-from tether.algorithms.uniform import needs
 from tether.algorithms.value import explained_variance, value_loss
 
 __all__ = [
@@ -86,3 +89,6 @@ __all__ = [
     "value_loss",
     "veto_mask",
 ]
+
+# Arguments are checked where this package is entered, once; the registries check for themselves.
+globals().update({name: checked(value) for name in __all__ if inspect.isfunction(value := globals()[name])})

@@ -4,12 +4,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from tether.algorithms.checks import NonNegative, Positive
 from tether.algorithms.masking import masked_sum, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-Count = int | float | Shaped[Tensor, ""]
+Count = NonNegative | Shaped[Tensor, ""]
 
 
 def aggregate_loss(
@@ -19,7 +20,7 @@ def aggregate_loss(
     *,
     num_tokens: Count,
     num_sequences: Count,
-    max_length: Count | None = None,
+    max_length: Positive | Shaped[Tensor, ""] | None = None,
 ) -> Scalar:
     """Return this piece's share of the loss of a whole mini-batch.
 
@@ -75,7 +76,7 @@ def masked_mean_ratio(
     response_mask: Mask,
     *,
     episode_length: Shaped[Tensor, " B #T"],
-    max_episode_length: Count,
+    max_episode_length: Positive | Shaped[Tensor, ""],
     num_elements: Count,
 ) -> Scalar:
     """Return this piece's share of RLinf's episode-weighted mean: every episode weighs the same, short or long.
@@ -96,7 +97,7 @@ def masked_mean_ratio(
     """
     # Dead rows have length 0; their loss is selected away, and must not become 0 / 0.
     weight = max_episode_length / episode_length.clamp(min=1).to(torch.promote_types(loss.dtype, torch.float32))
-    return (select(loss, response_mask) * weight).sum() / num_elements
+    return (select(loss, response_mask) * weight).sum() / _at_least_one(num_elements)
 
 
 def _at_least_one(count: Count) -> Count:

@@ -28,8 +28,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tether.algorithms.checks import NonNegative, checked
 from tether.algorithms.logits import full_kl
-from tether.algorithms.masking import count_valid, masked_mean, select
+from tether.algorithms.masking import count_valid, masked_mean, select, widen
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 
@@ -39,7 +40,7 @@ def k1(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     Assumes: samples of the policy itself.
     Use it: in the reward; never in a loss.
     """
-    return log_probs - ref_log_probs
+    return widen(log_probs) - widen(ref_log_probs)
 
 
 def absolute(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
@@ -48,7 +49,7 @@ def absolute(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     Assumes: as `k1`.
     Use it: in the reward, where a negative penalty is not wanted. It is no KL.
     """
-    return (log_probs - ref_log_probs).abs()
+    return k1(log_probs, ref_log_probs).abs()
 
 
 def k2(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
@@ -57,7 +58,7 @@ def k2(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     Assumes: the two policies are close: E d^2 / 2 is the KL up to third order.
     Use it: in a loss.
     """
-    return 0.5 * (log_probs - ref_log_probs).square()
+    return 0.5 * k1(log_probs, ref_log_probs).square()
 
 
 def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
@@ -66,7 +67,7 @@ def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     Assumes: as `k1`; far from the reference its variance grows as exp(-d) does.
     Use it: for a value to log, or in a loss that should pull as the reverse KL does.
     """
-    minus_d = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
+    minus_d = (-k1(log_probs, ref_log_probs)).clamp(-20.0, 20.0)
     return (torch.expm1(minus_d) - minus_d).clamp(max=10.0)
 
 
@@ -98,12 +99,14 @@ _FROM_LOG_PROBS: dict[str, Estimator] = {
 }
 _FROM_LOG_PROBS |= {f"{kind}+": straight_through(estimator) for kind, estimator in _FROM_LOG_PROBS.items()}
 
-KL_ESTIMATORS: dict[str, Callable[..., Float[Tensor, "..."]]] = {**_FROM_LOG_PROBS, "full": full_kl}
+KL_ESTIMATORS: dict[str, Callable[..., Float[Tensor, "..."]]] = {
+    name: checked(estimator) for name, estimator in {**_FROM_LOG_PROBS, "full": full_kl}.items()
+}
 """By name: (log_probs, ref_log_probs) -> [B, T], but ``full``: (logits, ref_logits, chunk_size) -> [B, T]."""
 
 
 def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mask: Mask | None = None) -> Tokens:
-    """Estimate the KL of each token; see the module for the kinds.
+    """Estimate the KL of each token; see the module for the kinds. No gradient reaches the reference.
 
     Args:
         log_probs: of the policy.
@@ -121,6 +124,7 @@ def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mas
         )
     if kind not in _FROM_LOG_PROBS:
         raise ValueError(f"unknown KL estimator {kind!r}. Use one of: {', '.join(_FROM_LOG_PROBS)}")
+    ref_log_probs = ref_log_probs.detach()
     if response_mask is not None:
         log_probs, ref_log_probs = select(log_probs, response_mask), select(ref_log_probs, response_mask)
     return _FROM_LOG_PROBS[kind](log_probs, ref_log_probs)
@@ -134,13 +138,14 @@ class PenalizedRewards(NamedTuple):
     """Mean over rows of the row's mean KL: log it, and give it to the controller."""
 
 
+@torch.no_grad()
 def apply_kl_penalty(
     token_level_scores: Tokens,
     old_log_probs: Tokens,
     ref_log_probs: Tokens,
     response_mask: Mask,
     *,
-    kl_coef: float,
+    kl_coef: NonNegative,
     kind: str = "kl",
 ) -> PenalizedRewards:
     """Subtract the KL of each token from its reward: r_t = score_t - kl_coef * kl_t; 0 outside the mask.

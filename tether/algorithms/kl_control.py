@@ -1,6 +1,9 @@
 """How strong the KL penalty in the reward is, from step to step."""
 
+import math
 from typing import Protocol
+
+from tether.algorithms.checks import NonNegative, Positive, checked
 
 
 class KLController(Protocol):
@@ -27,7 +30,8 @@ class FixedKLController:
     Keys: `algorithm.kl_ctrl.type=fixed`, `algorithm.kl_ctrl.kl_coef`.
     """
 
-    def __init__(self, kl_coef: float) -> None:
+    @checked
+    def __init__(self, kl_coef: NonNegative) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
@@ -53,15 +57,16 @@ class AdaptiveKLController:
         `algorithm.kl_ctrl.horizon`.
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
-        if target_kl <= 0 or horizon <= 0:
-            raise ValueError(f"kl_ctrl: target_kl and horizon must be positive, not {target_kl} and {horizon}")
+    @checked
+    def __init__(self, init_kl_coef: NonNegative, target_kl: Positive, horizon: Positive) -> None:
         self.value = init_kl_coef
         self.target_kl = target_kl
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt to the KL that was measured over n_steps rows."""
+        """Adapt to the KL that was measured over n_steps rows; one that is no finite number changes nothing."""
+        if not math.isfinite(current_kl):
+            return
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

@@ -10,19 +10,21 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tether.algorithms.checks import PositiveInt
 
-def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: int = 1024) -> Float[Tensor, "*shape"]:
+
+def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
     """Entropy of each position in nats: logsumexp(z) - sum_v p_v z_v. Divide logits by the temperature first."""
     return _chunked(_entropy, chunk_size, logits)
 
 
-def sum_pi_squared(logits: Float[Tensor, "*shape V"], chunk_size: int = 1024) -> Float[Tensor, "*shape"]:
+def sum_pi_squared(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
     """Probability that two draws agree, sum_v p_v^2, which `optimal_token_baseline` needs."""
     return _chunked(_collision, chunk_size, logits)
 
 
 def full_kl(
-    logits: Float[Tensor, "*shape V"], ref_logits: Float[Tensor, "*shape V"], chunk_size: int = 1024
+    logits: Float[Tensor, "*shape V"], ref_logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024
 ) -> Float[Tensor, "*shape"]:
     """Exact KL(policy || reference) of each position, with its exact gradient: sum_v p_v (log p_v - log q_v).
 

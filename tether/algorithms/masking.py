@@ -26,10 +26,20 @@ def count_valid(response_mask: Mask) -> ValidCounts:
     return ValidCounts(mask.sum(), mask.any(dim=-1).sum())
 
 
+def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return the values in float32 or better."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def select(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Keep the values where the mask is true, with exactly 0 elsewhere, in float32 or better."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return torch.where(mask.bool(), wide, 0.0)
+    return torch.where(mask.bool(), widen(values), 0.0)
+
+
+def largest(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Maximum over the mask; that of nothing is -inf."""
+    kept = torch.where(mask.bool(), values, -torch.inf)
+    return kept.amax() if kept.numel() else kept.new_tensor(-torch.inf)
 
 
 def spread(per_row: Rows, mask: Mask) -> Tokens:
@@ -55,7 +65,7 @@ def masked_centre(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"
     """Subtract the mean over the mask; 0 outside it, and exactly 0 everywhere if all valid values are equal."""
     kept = select(values, mask)
     # Relative to one of the values, equal values have no rounding error left that whitening could blow up.
-    shifted = select(kept - torch.where(mask.bool(), kept, -torch.inf).amax(), mask)
+    shifted = select(kept - largest(kept, mask), mask)
     return select(shifted - masked_mean(shifted, mask), mask)
 
 
@@ -67,7 +77,7 @@ def masked_var(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) 
 def masked_whiten(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Bring the valid values to mean 0 and unbiased variance 1: (x - mean) / sqrt(var + 1e-8); 0 outside the mask.
 
-    No valid value gives all zeros, and one valid value, or several equal ones, give 0.
+    No valid value gives all zeros, and one valid value, or several equal ones, give 0. The result has no gradient.
     """
-    centred = masked_centre(values, mask)
+    centred = masked_centre(values.detach(), mask)
     return centred * torch.rsqrt(masked_var(centred, mask) + 1e-8)

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tether.algorithms.checks import Positive
+from tether.algorithms.reward_shaping import check_finite
 from tether.algorithms.shapes import Rows
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
@@ -14,7 +16,7 @@ def pf_ppo_indices(
     valid: Bool[Tensor, " B"],
     *,
     reweight_method: str,
-    weight_pow: float = 2.0,
+    weight_pow: Positive = 2.0,
     generator: torch.Generator,
 ) -> Int[Tensor, " B"]:
     """Draw B rows with replacement, those of extreme reward more often.
@@ -38,8 +40,15 @@ def pf_ppo_indices(
         The row numbers, to index every tensor of the batch with, after the advantages were computed.
 
     Raises:
-        ValueError: an unknown reweight_method.
+        ValueError: an unknown reweight_method, no valid row, or a valid score that is no finite number.
     """
+    device = scores.device
+    scores, valid = scores.cpu(), valid.cpu()
+    if not len(scores):
+        return valid.nonzero()[:, 0].to(device)
+    if not valid.any():
+        raise ValueError(f"valid: none of {len(scores)} rows may be drawn")
+    check_finite(scores[valid])
     best, worst = scores[valid].max(), scores[valid].min()
     weights: Float[Tensor, " B"]
     match reweight_method:
@@ -52,5 +61,5 @@ def pf_ppo_indices(
         case _:
             known = ", ".join(REWEIGHT_METHODS)
             raise ValueError(f"pf_ppo.reweight_method: unknown {reweight_method!r}. Use one of: {known}")
-    weights = torch.where(valid, weights + 1e-8, 0.0).cpu()
-    return torch.multinomial(weights, scores.numel(), replacement=True, generator=generator).to(scores.device)
+    weights = torch.where(valid, weights + 1e-8, 0.0)
+    return torch.multinomial(weights, scores.numel(), replacement=True, generator=generator).to(device)

@@ -6,12 +6,17 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
+from tether.algorithms.checks import NonNegative, PositiveInt, checked
 from tether.algorithms.masking import masked_whiten, select
 from tether.algorithms.shapes import Rows
 
 
 def overlong_penalty(
-    response_length: Shaped[Tensor, " B"], *, max_length: int, buffer_length: int, penalty_factor: float = 1.0
+    response_length: Shaped[Tensor, " B"],
+    *,
+    max_length: PositiveInt,
+    buffer_length: PositiveInt,
+    penalty_factor: NonNegative = 1.0,
 ) -> Rows:
     """Soft punishment of long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
@@ -24,6 +29,8 @@ def overlong_penalty(
     Keys: `reward_model.overlong_buffer.enable`, `reward_model.overlong_buffer.len`,
         `reward_model.overlong_buffer.penalty_factor`.
     """
+    if buffer_length > max_length:
+        raise ValueError(f"buffer_length is {buffer_length}; expected a whole number from 1 to max_length={max_length}")
     excess = (response_length - (max_length - buffer_length)).to(torch.float32)
     return -(excess / buffer_length * penalty_factor).clamp(min=0.0)
 
@@ -39,6 +46,13 @@ def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows
     Keys: `algorithm.normalize_rewards=batch`.
     """
     return masked_whiten(scores, valid)
+
+
+def check_finite(scores: Rows) -> None:
+    """Refuse scores of valid rows, on the CPU, that are no finite numbers."""
+    wrong = scores[~scores.isfinite()]
+    if wrong.numel():
+        raise ValueError(f"scores: {wrong[0].item()} in a valid row; expected finite numbers")
 
 
 class RunningRewardNormalizer:
@@ -58,17 +72,25 @@ class RunningRewardNormalizer:
         self.mean = 0.0
         self.squares = 0.0  # sum of squared deviations from the mean
 
+    @checked
     def update(self, scores: Rows, valid: Bool[Tensor, " B"]) -> None:
-        """Take the valid scores in."""
+        """Take the valid scores in.
+
+        Raises:
+            ValueError: a valid score that is no finite number: it would stay in the statistics for good.
+        """
         new = scores[valid].cpu().double()
         if new.numel() == 0:
             return
+        check_finite(new)
         total = self.count + new.numel()
         shift = float(new.mean()) - self.mean
         self.squares += float((new - new.mean()).square().sum()) + shift**2 * self.count * new.numel() / total
         self.mean += shift * new.numel() / total
         self.count = total
 
+    @checked
+    @torch.no_grad()
     def normalize(self, scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
         """Return (score - mean) / std for the valid scores, 0 for the others; changes no statistic."""
         return select((select(scores, valid) - self.mean) / (self.std or 1.0), valid)

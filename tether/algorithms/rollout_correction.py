@@ -6,13 +6,14 @@ is done before advantages and denominators, so that nothing sees them any more.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tether.algorithms.masking import masked_mean, masked_sum, masked_var, select
+from tether.algorithms.checks import Positive
+from tether.algorithms.masking import largest, masked_mean, masked_sum, masked_var, select
 from tether.algorithms.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from tether.algorithms.shapes import Mask, Rows, Tokens
 
@@ -20,16 +21,19 @@ RejectionBounds = Mapping[str, tuple[float, float]]
 """Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
 
 
+@torch.no_grad()
 def importance_weights(
     log_probs: Tokens,
     rollout_log_probs: Tokens,
     response_mask: Mask,
     *,
     level: str,
-    threshold: float = 2.0,
+    threshold: Positive = 2.0,
     batch_normalize: bool = False,
 ) -> Tokens:
     """Truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
+
+    A token to which neither policy gives a probability (-inf and -inf) has no ratio, and its weight is NaN.
 
     Assumes: the sampler gives every token a probability that is not 0 and not far from the trainer's.
     Use it: ``token`` where the mismatch is of rounding; ``sequence`` where it must be unbiased and answers are short.
@@ -57,8 +61,9 @@ def importance_weights(
     return weights
 
 
+@torch.no_grad()
 def importance_metrics(
-    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: float = 2.0
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
 ) -> dict[str, float]:
     """Describe the weights of `importance_weights` over the whole batch, before truncation.
 
@@ -111,15 +116,14 @@ def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[
     """Read verl's ``rollout_rs`` and ``rollout_rs_threshold`` into bounds for `rejection_mask`.
 
     Modes and thresholds are comma lists of the same length, or one threshold serves all modes. A threshold is an upper
-    bound; for k1 it is one of the ratio, ``lower_upper``, where a single u means 1/u to u.
+    bound; for k1 ``lower_upper`` are bounds of the inverse ratio 1 / rho, and a single u means 1/u to u.
 
     Raises:
         ValueError: an unknown mode, a threshold that is no positive number, or a wrong number of thresholds.
     """
     modes = [mode.strip() for mode in rollout_rs.split(",")]
     thresholds = [part.strip() for part in str(rollout_rs_threshold).split(",")]
-    if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
-        raise ValueError(f"rollout_rs: unknown mode {unknown[0]!r}. Use any of: {', '.join(REJECTION_MODES)}")
+    _check_modes(modes)
     if len(thresholds) == 1:
         thresholds *= len(modes)
     if len(thresholds) != len(modes):
@@ -136,18 +140,18 @@ def rejection_mask(
 
     With x = log rho, held within +-20, a token's divergence is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x. A mode
     keeps a token (``token_*``), or all tokens of a row (``seq_sum_*``, ``seq_mean_*``, ``seq_max_*``: its sum, mean,
-    largest), whose divergence is within its bounds; all modes have to. Bounds of k1 are bounds of a ratio: its
-    logarithms are compared with k1.
+    largest), whose divergence is within its bounds; all modes have to. Bounds of k1 are bounds of 1 / rho, and their
+    logarithms are compared with k1: (0.5, 5) keeps rho from 0.2 to 2, as in verl. (NeMo RL and AReaL bound rho.)
 
     Assumes: few tokens or rows are far off, and to lose them costs less than to learn from them.
     Use it: ``seq_*`` where one bad token taints its row, ``token_*`` where it does not; beside importance weights or
         alone.
-    Watch: the rejected fraction: above a few percent the sampler is wrong and should be mended. `rollout_corr/k3_kl`.
+    Watch: the rejected fraction: above a few percent the sampler is wrong: fix it. `rollout_corr/k3_kl`.
     Keys: `algorithm.rollout_correction.rollout_rs`, `algorithm.rollout_correction.rollout_rs_threshold`.
     """
     mask = response_mask.bool()
     kept = mask
-    for mode, (lower, upper) in bounds.items():
+    for mode, (lower, upper) in _checked(bounds).items():
         divergence = _divergence(mode, log_probs, rollout_log_probs, mask)
         if mode.endswith("k1"):
             lower, upper = math.log(lower), math.log(upper)
@@ -156,26 +160,27 @@ def rejection_mask(
 
 
 def veto_mask(
-    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, threshold: float
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, threshold: Positive
 ) -> Bool[Tensor, "B T"]:
     """Return the mask without the rows in which rho of any one token is below the threshold (verl's token veto).
 
     One token that the policy would hardly ever have sampled says that the row is not its own. rho is not bounded here,
-    so that a threshold far below exp(-20) still counts.
+    so that a threshold far below exp(-20) still counts. A rho that is NaN vetoes its row.
     """
     mask = response_mask.bool()
     log_ratio = select(log_probs, mask) - select(rollout_log_probs, mask)
-    vetoed = (mask & (log_ratio < math.log(threshold))).any(dim=-1, keepdim=True)
+    vetoed = (mask & ~(log_ratio >= math.log(threshold))).any(dim=-1, keepdim=True)  # NaN is no ratio above it either
     return mask & ~vetoed
 
 
+@torch.no_grad()
 def rejection_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> dict[str, float]:
     """Describe what `rejection_mask` rejects: fractions of tokens, of rows with a rejected token, and each mode."""
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     metrics: dict[str, float] = {}
-    for mode, bound in bounds.items():
+    for mode, bound in _checked(bounds).items():
         divergence = _divergence(mode, log_probs, rollout_log_probs, mask).expand(mask.shape)
         kept = rejection_mask(log_probs, rollout_log_probs, mask, {mode: bound})
         prefix = f"rollout_corr/rollout_rs_{mode}"
@@ -189,6 +194,7 @@ def rejection_metrics(
     return metrics
 
 
+@torch.no_grad()
 def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> dict[str, float]:
     """Measure how far trainer and sampler are apart, under verl's names.
 
@@ -222,7 +228,7 @@ def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_ma
 
 
 def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, level: str) -> Tokens:
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, response_mask).detach()
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, response_mask)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
     elif level != "token":
@@ -244,6 +250,21 @@ def _batch_mean(weights: Tokens, response_mask: Mask, level: str) -> Float[Tenso
         return masked_mean(weights, response_mask).clamp(min=1e-8)
     rows = response_mask.bool().any(dim=-1)
     return masked_mean(masked_mean(weights, response_mask, dim=-1), rows).clamp(min=1e-8)
+
+
+def _check_modes(modes: Iterable[str]) -> None:
+    if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
+        raise ValueError(f"rollout_rs: unknown mode {unknown[0]!r}. Use any of: {', '.join(REJECTION_MODES)}")
+
+
+def _checked(bounds: RejectionBounds) -> RejectionBounds:
+    _check_modes(bounds)
+    for mode, (lower, upper) in bounds.items():
+        is_ratio = mode.endswith("k1")
+        if not lower <= upper or (is_ratio and lower <= 0):
+            expected = "0 < lower <= upper" if is_ratio else "lower <= upper"
+            raise ValueError(f"rollout_rs: bounds ({lower}, {upper}) of {mode}; expected {expected}")
+    return bounds
 
 
 def _bounds(mode: str, threshold: str) -> tuple[float, float]:
@@ -273,13 +294,14 @@ def _divergence(
     reductions: dict[str, Callable[[], Rows]] = {
         "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
         "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),
-        "seq_max": lambda: tokens.amax(dim=-1),  # k2 and k3 are never below the 0 of a masked token
+        # k2 and k3 are never below the 0 of a masked token, nor of a row without a position
+        "seq_max": lambda: torch.nn.functional.pad(tokens, (0, 1)).amax(dim=-1),
     }
     return tokens if level == "token" else reductions[level]()[:, None]
 
 
 def _largest(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> float:
-    return float(torch.where(mask, values, -torch.inf).amax())
+    return float(largest(values, mask))
 
 
 def _fraction(hit: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> float:

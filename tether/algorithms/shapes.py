@@ -3,6 +3,9 @@
 Legend: B = rows (one response or one episode each), T = response positions, V = vocabulary, R = reward components.
 """
 
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -13,5 +16,7 @@ Mask = Shaped[Tensor, "B T"]
 Rows = Float[Tensor, " B"]
 """One number for each row."""
 RowIds = Int[Tensor, " B"]
-"""One integer for each row, for example the prompt group."""
+"""One integer for each row."""
+GroupIds = RowIds | Shaped[np.ndarray, " B"] | Sequence[Hashable]
+"""The group of each row: integers, or a list or an array of anything hashable."""
 Scalar = Float[Tensor, ""]

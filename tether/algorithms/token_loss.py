@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Shaped
 
-from tether.algorithms.masking import masked_sum
-from tether.algorithms.shapes import Mask, Scalar, Tokens
+from tether.algorithms.masking import largest, masked_sum
+from tether.algorithms.shapes import Scalar, Tokens
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Mean:
     count: Scalar
 
     @classmethod
-    def of(cls, values: Shaped[torch.Tensor, "*shape"], mask: Shaped[torch.Tensor, "*shape"]) -> Mean:
+    def of(cls, values: Shaped[torch.Tensor, "..."], mask: Shaped[torch.Tensor, "..."]) -> Mean:
         """Collect a value for each valid position; booleans count as 0 and 1."""
+        _same_shape("Mean.of", values, mask)
         wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
         return cls(masked_sum(wide, mask), mask.bool().sum().to(wide.dtype))
 
@@ -40,9 +41,10 @@ class Max:
     value: Scalar
 
     @classmethod
-    def of(cls, values: Tokens, mask: Mask) -> Max:
+    def of(cls, values: Shaped[torch.Tensor, "..."], mask: Shaped[torch.Tensor, "..."]) -> Max:
         """Take the largest valid value."""
-        return cls(torch.where(mask.bool(), values.detach(), -torch.inf).amax())
+        _same_shape("Max.of", values, mask)
+        return cls(largest(values.detach(), mask))
 
     def __add__(self, other: Max) -> Max:
         return Max(torch.maximum(self.value, other.value))
@@ -58,9 +60,10 @@ class Min:
     value: Scalar
 
     @classmethod
-    def of(cls, values: Tokens, mask: Mask) -> Min:
+    def of(cls, values: Shaped[torch.Tensor, "..."], mask: Shaped[torch.Tensor, "..."]) -> Min:
         """Take the smallest valid value."""
-        return cls(torch.where(mask.bool(), values.detach(), torch.inf).amin())
+        _same_shape("Min.of", values, mask)
+        return cls(-largest(-values.detach(), mask))
 
     def __add__(self, other: Min) -> Min:
         return Min(torch.minimum(self.value, other.value))
@@ -79,6 +82,11 @@ class TokenLoss:
     loss: Tokens
     metrics: dict[str, Metric]
     """By name, as verl names them; ``float(metric)`` is the number to log."""
+
+
+def _same_shape(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+    if values.shape != mask.shape:
+        raise ValueError(f"{name}: mask has shape {list(mask.shape)}; expected {list(values.shape)}, as values")
 
 
 def merge_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -2,6 +2,7 @@
 
 import torch
 
+from tether.algorithms.checks import Positive
 from tether.algorithms.masking import masked_mean, masked_var, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 from tether.algorithms.token_loss import Mean, Metric, TokenLoss
@@ -16,8 +17,8 @@ def value_loss(
     returns: Tokens,
     response_mask: Mask,
     *,
-    cliprange_value: float | None,
-    huber_delta: float | None = None,
+    cliprange_value: Positive | None,
+    huber_delta: Positive | None = None,
 ) -> TokenLoss:
     """PPO's clipped value loss, not aggregated; from its code, not its paper (Engstrom et al. 2020, arXiv 2005.12729).
 
@@ -31,8 +32,8 @@ def value_loss(
     Watch: `critic/vf_clipfrac` (near 1: the clip is too tight), `critic/vf_loss`, `critic/vf_explained_var`.
     Keys: `critic.cliprange_value`, `critic.huber_delta`, `critic.loss_agg_mode`.
     """
-    values, old_values = select(values, response_mask), select(old_values, response_mask)
-    returns = select(returns, response_mask)
+    values, old_values = select(values, response_mask), select(old_values.detach(), response_mask)
+    returns = select(returns.detach(), response_mask)
     unclipped = _penalty(values - returns, huber_delta)
     clipped = unclipped
     if cliprange_value is not None:
@@ -47,16 +48,18 @@ def value_loss(
     return TokenLoss(loss, metrics)
 
 
+@torch.no_grad()
 def explained_variance(values: Tokens, returns: Tokens, response_mask: Mask) -> Scalar:
     """1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
 
     0 if all returns are equal up to float32 rounding: there is nothing to explain, and the quotient would only blow up
-    rounding errors.
+    rounding errors. NaN if a value or a return is no finite number.
     """
+    values, returns = select(values, response_mask), select(returns, response_mask)
     total = masked_var(returns, response_mask)
-    residual = masked_var(select(returns, response_mask) - select(values, response_mask), response_mask)
-    varies = total > EQUAL_RETURNS * masked_mean(returns.square(), response_mask)
-    return torch.where(varies, 1 - residual / total, 0.0)
+    residual = masked_var(returns - values, response_mask)
+    equal = total <= EQUAL_RETURNS * masked_mean(returns.square(), response_mask)
+    return torch.where(equal, 0.0 * residual, 1 - residual / total)
 
 
 def _penalty(error: Tokens, huber_delta: float | None) -> Tokens:

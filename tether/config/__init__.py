@@ -7,17 +7,19 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
+from tether.config.changes import changes_since
 from tether.config.explain import explain, format_inheritance, format_tree
-from tether.config.live import live_keys
-from tether.config.load import LoadedConfig, load_config
+from tether.config.loading.load import LoadedConfig, load_config
 from tether.config.problems import ConfigError, Problem
 from tether.config.schema.root import RunConfig
+from tether.config.support.live_keys import live_keys
 
 __all__ = [
     "ConfigError",
     "LoadedConfig",
     "Problem",
     "RunConfig",
+    "changes_since",
     "explain",
     "format_inheritance",
     "format_tree",

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 from tether.config import render
-from tether.config.elsewhere import ELSEWHERE
 from tether.config.keys import Key, keys, sections, show, values_of
-from tether.config.load import LoadedConfig
-from tether.config.patterns import look_up
+from tether.config.loading.load import LoadedConfig
+from tether.config.loading.type_errors import expected
+from tether.config.loading.typos import unknown_key
 from tether.config.problems import ConfigError
-from tether.config.refused import REFUSED
-from tether.config.suggest import unknown_key
-from tether.config.switches import SWITCHED
-from tether.config.type_errors import expected
+from tether.config.secrets import masked
+from tether.config.support.live_keys import live_keys, why_idle
+from tether.config.support.no_effect import ELSEWHERE
+from tether.config.support.patterns import look_up
+from tether.config.support.refused import REFUSED
+from tether.config.support.switches import SWITCHED
+from tether.config.support.verl_keys import Unread, renamed, unread
 
 
-def explain(key: str) -> str:
+def explain(key: str, loaded: LoadedConfig | None = None) -> str:
     """Say what a key means, what it takes, its default, and whether it acts here; of a section, list its keys.
+
+    Args:
+        key: the key or section.
+        loaded: a run's configuration: its values, and where they come from, are shown.
 
     Raises:
         ConfigError: there is no such key; names the nearest.
     """
-    if key in keys():
-        return _explain_key(keys()[key])
+    if renamed(key) in keys():
+        path = renamed(key)
+        return _explain_key(keys()[path]) + (_in_this_run(path, loaded) if loaded else "")
     if key in sections():
-        return _explain_section(key)
+        own = [path for path in keys() if path.startswith(f"{key}.")]
+        return _explain_section(key) + "".join(f"\n{path}\n{_in_this_run(path, loaded)}" for path in own if loaded)
+    if (row := unread(renamed(key))) is not None:
+        return f"{key}\n  A key of verl's that nothing reads here.\n  {_unread_status(row)}\n"
     raise ConfigError([unknown_key(key)])
 
 
 def format_tree(loaded: LoadedConfig) -> str:
     """The resolved config, each value with where it comes from, then the notes."""
-    text = render.format_tree(values_of(loaded.config), loaded.sources)
+    text = render.format_tree(masked(values_of(loaded.config)), loaded.sources)
     return text + "".join(f"# note: {note}\n" for note in loaded.notes)
 
 
@@ -43,6 +54,20 @@ def format_inheritance() -> str:
 def _explain_key(key: Key) -> str:
     lines = [key.path, f"  {key.doc}", f"  takes: {expected(key)}", f"  default: {_default(key)}"]
     return "\n".join(lines + [f"  {line}" for line in _status(key)]) + "\n"
+
+
+def _in_this_run(path: str, loaded: LoadedConfig) -> str:
+    values = values_of(loaded.config)
+    idle = why_idle(path, values)
+    lines = [f"in this run: {show(values[path])} ({loaded.sources[path]})"]
+    lines += [f"does nothing in this run: {idle}"] if idle and path in live_keys() else []
+    return "".join(f"  {line}\n" for line in lines)
+
+
+def _unread_status(row: Unread) -> str:
+    if not row.refused:
+        return f"no effect here: {row.why}"
+    return f"refused: any value but {show(row.fine[0] if row.fine else None)} ({row.why})"
 
 
 def _explain_section(path: str) -> str:

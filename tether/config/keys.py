@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from tether.config.schema.root import RunConfig
 from tether.config.schema.section import AliasOf, Inherits, NullIsUnset, Says, Section
+from tether.config.secrets import masked
 
 Mark = TypeVar("Mark", Inherits, AliasOf, NullIsUnset, Says)
 PLAIN_WORDS = {
@@ -62,8 +63,9 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 
 def show(value: Any) -> str:
-    """A value as one would write it in YAML or in an override."""
-    if isinstance(value, list | tuple):
+    """A value as one would write it in YAML or in an override, without its secrets."""
+    value = masked(value)
+    if isinstance(value, list):
         return "[" + ",".join(show(item) for item in value) + "]"
     return "null" if value is None else str(value)
 

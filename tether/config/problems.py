@@ -18,7 +18,8 @@ class Problem:
     """What to do about it."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what}. {self.fix}"
+        stop = "" if self.what.endswith(("?", ".")) else "."
+        return f"{self.path}: {self.what}{stop} {self.fix}".rstrip()
 
 
 class ConfigError(ValueError):

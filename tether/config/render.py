@@ -8,11 +8,20 @@ from typing import Any
 
 import yaml
 
-from tether.config import embodied
-from tether.config.live import live_keys, why_idle
+from tether.config import control_defaults
+from tether.config.support.live_keys import live_keys, why_idle
 
 Line = Callable[[str, str], str]
 """(dotted key, "name: value") -> the line to print."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that OmegaConf would read as numbers, and PyYAML would not."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def to_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
@@ -47,7 +56,7 @@ def _shown_keys(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[s
 
 
 def _is_untouched(source: str) -> bool:
-    return source in ("default", embodied.SOURCE) or source.startswith("inherits ")
+    return source in ("default", control_defaults.SOURCE) or source.startswith("inherits ")
 
 
 def _tree(values: Mapping[str, Any], paths: list[str], line: Line) -> str:
@@ -73,8 +82,14 @@ def _text(path: str, value: Any) -> str:
     # Line breaks and the like are escaped, so that every key stays on one line, also as a comment.
     one_line = all(text.isprintable() for text in _strings(plain))
     style = None if one_line else '"'
-    dumped = yaml.safe_dump(
-        plain, default_flow_style=True, default_style=style, width=10**6, allow_unicode=one_line, sort_keys=False
+    dumped = yaml.dump(
+        plain,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        default_style=style,
+        width=10**6,
+        allow_unicode=one_line,
+        sort_keys=False,
     )
     return f"{path.rsplit('.', 1)[-1]}: {dumped.removesuffix('...' + chr(10)).strip()}"
 

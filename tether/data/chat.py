@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.rows import Row
+from tether.runtime.deadline import deadline
 
 TokenIds = NDArray[np.int32]
+TEMPLATE_SECONDS = 10.0
+"""Seconds that a chat template may take to write one conversation."""
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError,
+    TimeoutError,
+)  # fmt: skip
+"""Errors that the expressions of a template raise."""
 
 TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
     "left": lambda ids, length: ids[len(ids) - length :],
@@ -34,8 +42,8 @@ def render(
         template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
 
     Raises:
-        ValueError: there is no template, or it has a syntax error or refuses the conversation (some allow no
-            system message).
+        ValueError: there is no template, or it has a syntax error, refuses the conversation (some allow no
+            system message), fails or does not end.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
@@ -44,10 +52,11 @@ def render(
         )
     arguments = {"add_generation_prompt": True, **template_kwargs}
     try:
-        text = tokenizer.apply_chat_template(
-            list(row.messages), tokenize=False, chat_template=chat_template, **arguments
-        )
-    except jinja2.TemplateError as error:
+        with deadline(TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(
+                list(row.messages), tokenize=False, chat_template=chat_template, **arguments
+            )
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in row.messages)
         raise ValueError(
             f"{row.place}: the chat template refuses the conversation (roles: {roles}): {error}. "
@@ -63,3 +72,10 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[T
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return [np.array(ids, dtype=np.int32) for ids in encoded]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Text of one sequence of token ids."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str)
+    return text

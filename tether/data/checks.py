@@ -58,6 +58,16 @@ def template_problem(
     )
 
 
+def repeated_problem(report: PromptReport, num_prompts: int) -> str | None:
+    """Find validation prompts that say less than their number: repeats, and prompts that training has, too."""
+    if not report.num_trained and report.num_distinct == num_prompts:
+        return None
+    return (
+        f"validation: {report.num_distinct} of {num_prompts} prompts are distinct, and {report.num_trained} are in the "
+        "training data, so the score is not that of as many unseen questions. Take such rows out of data.val_files."
+    )
+
+
 def cut_problem(report: PromptReport) -> str | None:
     """Find prompts that lost a part to `max_prompt_length`, and say which part."""
     if not report.num_cut:
@@ -71,6 +81,17 @@ def cut_problem(report: PromptReport) -> str | None:
         f"prompt cut: {report.num_cut} of {report.num_chosen} prompts lost {lost}, down to "
         f"data.max_prompt_length={report.max_prompt_length} tokens; the longest had {report.longest}. Raise it, or "
         "leave such rows out with data.filter_overlong_prompts=True."
+    )
+
+
+def control_token_problem(report: PromptReport) -> str | None:
+    """Find messages that hold control tokens, which end turns and open others as if the template had written them."""
+    if not report.control_tokens:
+        return None
+    counts = ", ".join(f"{token} in {rows}" for token, rows in report.control_tokens.items())
+    return (
+        f"control tokens in messages: of {report.num_chosen} prompts {counts}. The model reads them as the template's "
+        "own. Where they are meant as text set data.control_tokens_as_text=True."
     )
 
 

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.rows import Columns, Rows, Source, closest
-from tether.files import import_python_file
+from tether.data.columns import Columns
+from tether.data.rows import Rows, Source
+from tether.runtime.user_files import import_python_file
+from tether.spelling import did_you_mean
 
 
 class CustomDataset(Protocol):
@@ -63,7 +65,7 @@ def load_custom_dataset(
     data_files = [files] if isinstance(files, str) else list(files)
     dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     records = [dataset[index] for index in range(len(dataset))]
-    return Rows([Source(f"{path}:{name}", records, ())], Columns(prompt=prompt_key, data_source=reward_fn_key))
+    return Rows([Source(f"{path}:{name}", records, (), columns=Columns(prompt=prompt_key, data_source=reward_fn_key))])
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:
@@ -71,7 +73,7 @@ def _load_class(path: str, name: str) -> type[CustomDataset]:
     found = getattr(module, name, None)
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise ValueError(f"data.custom_cls.name: {path} has no class `{name}`.{closest(name, classes)}")
+        raise ValueError(f"data.custom_cls.name: {path} has no class `{name}`.{did_you_mean(name, classes)}")
     for method in ("__len__", "__getitem__"):
         if not hasattr(found, method):
             raise ValueError(f"data.custom_cls: `{name}` of {path} has no {method}; a dataset needs it.")

@@ -7,9 +7,7 @@ from typing import cast
 
 import datasets
 
-from tether.data.rows import Records, Source, closest
-
-OPTIONS = ("split", "name", "revision")
+from tether.data.rows import Records, Source
 
 
 def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
@@ -21,11 +19,8 @@ def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
         options: `split` (may be left out where there is only one), `name` (the configuration), `revision`.
 
     Raises:
-        ValueError: an unknown option or split, or a dataset that the hub does not have or cannot be reached for.
+        ValueError: an unknown split, or a dataset that the hub does not have or cannot be reached for.
     """
-    for key in options:
-        if key not in OPTIONS:
-            raise ValueError(f"{spec}: unknown option `{key}`; there are {', '.join(OPTIONS)}.{closest(key, OPTIONS)}")
     try:
         splits = datasets.load_dataset(repository, options.get("name"), revision=options.get("revision"))
     except (OSError, ValueError) as error:

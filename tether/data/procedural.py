@@ -5,11 +5,11 @@ text), with `seed` 0 where it is not given so that a run can be repeated, and fo
 
     system    text of a system message before the question
     suffix    text that follows the question, as it is: begin it with the space or line break that it needs
-    extract   what of the reply is scored: `last_number`, `answer_tag` (between <answer> and </answer>, else the
-              whole reply; the default) or `full`
+    extract   what of the reply is scored: `last_number`, `first_word`, `answer_tag` (between <answer> and
+              </answer>, else the whole reply; the default) or `full`
     part      `train` or `test`: a fifth of all possible questions, chosen by their hash, is test and never train,
-              whatever the seeds. Without it, two seeds of a small task share questions. `size` then counts what is
-              left of a part
+              whatever the seeds. `size` counts what is left of a part; of `test` it counts distinct questions, each
+              of which appears once. Without `part`, two seeds of a small task share questions
 
 Values are url-encoded: %20 for a space, %0A for a line break, %2B for a plus.
 """
@@ -19,16 +19,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from tether.data.rows import Source, closest
+from tether.data.rows import Source
+from tether.spelling import did_you_mean
 
-EXTRACTS = ("answer_tag", "last_number", "full")
+EXTRACTS = ("answer_tag", "last_number", "first_word", "full")
 PARTS = ("train", "test")
 TEST_SHARE = 5  # one question in so many is test
 OWN_OPTIONS = ("system", "suffix", "extract", "part")
@@ -46,7 +47,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
         ValueError: an unknown task, parameter or extraction, or parameters that the task refuses.
     """
     if task not in DATASETS:
-        raise ValueError(f"{spec}: reasoning-gym has no task `{task}`.{closest(task, list(DATASETS))}")
+        raise ValueError(f"{spec}: reasoning-gym has no task `{task}`.{did_you_mean(task, list(DATASETS))}")
     extract = options.get("extract", EXTRACTS[0])
     if extract not in EXTRACTS:
         raise ValueError(f"{spec}: extract is `{extract}`; it may be {', '.join(EXTRACTS)}.")
@@ -58,12 +59,17 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
     for key in params:
         if key not in known:
             raise ValueError(
-                f"{spec}: `{task}` has no parameter `{key}`; it has {', '.join(known)}.{closest(key, known)}"
+                f"{spec}: `{task}` has no parameter `{key}`; it has {', '.join(known)}.{did_you_mean(key, known)}"
             )
     try:
         entries = _entries(task, params, part)
     except (AssertionError, TypeError, ValueError) as error:  # how the tasks' configurations refuse a value
         raise ValueError(f"{spec}: `{task}` refuses its parameters: {error}") from error
+    if part == "test" and len(entries) < params.get("size", len(entries)):
+        raise ValueError(
+            f"{spec}: {params['size']} distinct test questions are asked for and only {len(entries)} were found. "
+            "Lower size, or change the task's parameters so that it has more questions."
+        )
     before = [{"role": "system", "content": options["system"]}] if "system" in options else []
     records = [
         {
@@ -79,16 +85,25 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
         }
         for index, entry in enumerate(entries)
     ]
-    return Source(spec, records, ())
+    return Source(spec, records, (), generated=True)
 
 
 def _entries(task: str, params: dict[str, Any], part: str | None) -> list[dict[str, Any]]:
-    """As many entries of the part as `size` asks for; a task too small to have them gives what it has."""
+    """As many entries of the part as `size` asks for, distinct ones of `test`; of a small task, as many as it has."""
     dataset = reasoning_gym.create_dataset(task, **params)
     if part is None:
         return list(dataset)
     drawn = (dataset[number] for number in range(4 * TEST_SHARE * len(dataset)))
-    return list(itertools.islice((e for e in drawn if _part_of(e["question"]) == part), len(dataset)))
+    of_part = (entry for entry in drawn if _part_of(entry["question"]) == part)
+    return list(itertools.islice(_distinct(of_part) if part == "test" else of_part, len(dataset)))
+
+
+def _distinct(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    seen = set()
+    for entry in entries:
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            yield entry
 
 
 def _part_of(question: str) -> str:

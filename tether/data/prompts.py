@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt
 from tether.data.chat import TRUNCATIONS, TokenIds, render, tokenize
-from tether.data.rows import Row, Rows, closest, raise_problems
+from tether.data.control_tokens import ControlTokens
+from tether.data.rows import Row, Rows, raise_problems
 from tether.data.sampler import keyed_permutation
+from tether.runtime.terminal import Screen
+from tether.spelling import did_you_mean
 
 CHUNK = 512
 """Rows rendered and tokenized at once."""
@@ -46,6 +50,8 @@ class PromptOptions:
     """A Jinja template to use instead of the tokenizer's."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    control_tokens_as_text: bool = False
+    """Read control tokens inside messages as text; else they act as if the template had written them."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,28 @@ class PromptReport:
     """The longest prompt before dropping and cutting."""
     max_prompt_length: int
     truncation: str
+    control_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Control token -> rows whose messages hold it, where it acts as one."""
+    num_distinct: int = 0
+    """Different prompts among those that are used."""
+    num_repeated: int = 0
+    """Generated validation prompts left out since they repeat, or since training has them."""
+    num_trained: int = 0
+    """Validation prompts that training has, too, and that were kept."""
+    recognised: tuple[str, ...] = ()
+    """Sources whose layout was recognised by their columns."""
 
     def __str__(self) -> str:
-        kept = self.num_chosen - self.num_dropped
-        parts = [f"{kept} prompts of {self.num_rows} rows"]
+        kept = self.num_chosen - self.num_dropped - self.num_repeated
+        distinct = f" ({self.num_distinct} distinct)" if self.num_distinct < kept else ""
+        parts = [f"{kept} prompts{distinct} of {self.num_rows} rows"]
+        if self.num_repeated:
+            parts.append(f"{self.num_repeated} repeated or in training left out")
         if self.num_dropped:
             parts.append(f"{self.num_dropped} longer than {self.max_prompt_length} tokens dropped")
         if self.num_cut:
             parts.append(f"{self.num_cut} cut to {self.max_prompt_length} tokens ({self.truncation})")
-        return f"{', '.join(parts)}; the longest has {self.longest} tokens"
+        return "; ".join([", ".join(parts), f"the longest has {self.longest} tokens", *self.recognised])
 
 
 class PromptDataset:
@@ -93,7 +112,7 @@ class PromptDataset:
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> None:
         if options.truncation not in ("error", *TRUNCATIONS):
             allowed = ("error", *TRUNCATIONS)
-            hint = closest(options.truncation, allowed)
+            hint = did_you_mean(options.truncation, allowed)
             raise ValueError(f"data.truncation is {options.truncation!r}; it may be {', '.join(allowed)}.{hint}")
         limit = options.max_prompt_length
         chosen = choose_rows(len(rows), options)
@@ -111,12 +130,50 @@ class PromptDataset:
             longest=max(len(ids) for ids in encoded),
             max_prompt_length=limit,
             truncation=options.truncation,
+            recognised=tuple(rows.recognised()),
+            control_tokens={} if options.control_tokens_as_text else _count(rows, chosen, tokenizer),
         )
         if not kept:
             raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
         self._rows = rows
         self._numbers = [chosen[at] for at in kept]
         self._token_ids = [_cut(encoded[at], limit, options.truncation) for at in kept]
+        self.report = replace(self.report, num_distinct=len(self._keys()))
+
+    def _keys(self) -> set[bytes]:
+        return {ids.tobytes() for ids in self._token_ids}
+
+    def held_out_from(self, train: PromptDataset) -> PromptDataset:
+        """This dataset as validation data of a run that trains on `train`.
+
+        Generated prompts that repeat, or that `train` has, are left out. Those of files stay, so that a score is that
+        of the file, and are counted in the report.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        trained, kept = train._keys(), list[int]()
+        seen = set[bytes]()
+        for position, (number, ids) in enumerate(zip(self._numbers, self._token_ids, strict=True)):
+            key = ids.tobytes()
+            if not self._rows.is_generated(number) or (key not in trained and key not in seen):
+                kept.append(position)
+            seen.add(key)
+        if not kept:
+            raise ValueError(
+                "data.val_files: training has every one of these questions. Generate the two with part=train and "
+                "part=test, which share none."
+            )
+        held_out = copy(self)
+        held_out._numbers = [self._numbers[position] for position in kept]
+        held_out._token_ids = [self._token_ids[position] for position in kept]
+        held_out.report = replace(
+            self.report,
+            num_distinct=len(held_out._keys()),
+            num_repeated=len(self) - len(kept),
+            num_trained=sum(ids.tobytes() in trained for ids in held_out._token_ids),
+        )
+        return held_out
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -138,6 +195,13 @@ class PromptDataset:
     def data_sources(self) -> set[str]:
         """Every `data_source` among the prompts."""
         return {self._rows[number].data_source for number in self._numbers}
+
+    def first_beyond(self, vocabulary: int) -> str | None:
+        """Name the first prompt with a token id that a model of `vocabulary` tokens cannot read, and that id."""
+        for number, ids in zip(self._numbers, self._token_ids, strict=True):
+            if len(ids) and ids.max() >= vocabulary:
+                return f"{self._rows[number].place} has the token {ids.max()}"
+        return None
 
     def fingerprint(self) -> str:
         """Return a hash of all that training sees of the data: token ids, source, ground truth and extra_info.
@@ -172,7 +236,16 @@ def _encode(
     return encoded
 
 
+def _count(rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
+    control = ControlTokens(tokenizer)
+    templated = (row for row in (rows[number] for number in numbers) if row.token_ids is None)
+    return Counter(token for row in templated for token in control.inside(row))
+
+
 def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> list[TokenIds]:
+    if options.control_tokens_as_text:
+        control = ControlTokens(tokenizer)
+        return [_encode_as_text(row, control, tokenizer, options) for row in rows]
     texts = [
         render(row, tokenizer, options.chat_template, options.chat_template_kwargs)
         for row in rows
@@ -180,6 +253,16 @@ def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, optio
     ]
     templated = iter(tokenize(texts, tokenizer))
     return [next(templated) if row.token_ids is None else np.array(row.token_ids, dtype=np.int32) for row in rows]
+
+
+def _encode_as_text(
+    row: Row, control: ControlTokens, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> TokenIds:
+    if row.token_ids is not None:
+        return np.array(row.token_ids, dtype=np.int32)
+    broken, mark = control.broken(row)
+    text = render(broken, tokenizer, options.chat_template, options.chat_template_kwargs)
+    return control.tokenize_broken(text, mark)
 
 
 def _cut(ids: TokenIds, limit: int, truncation: str) -> TokenIds:
@@ -197,7 +280,7 @@ class _Progress:
     """A bar that appears only on a terminal and only when the wait is long."""
 
     def __init__(self, what: str, total: int) -> None:
-        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._bar = Progress(console=Screen(stderr=True), transient=True)
         self._task = self._bar.add_task(what, total=total)
         self._appears_at = time.monotonic() + QUIET_SECONDS
 

@@ -7,26 +7,34 @@ It is verl's: one prompt a row, with what the reward needs beside it::
     reward_model  {"style": "rule", "ground_truth": "2"}          any other style needs no ground truth
     extra_info    {"split": "train", "index": 0}                  optional, handed to the reward as it is
 
-Other columns are not read. Rows are counted from 0, within their file.
+Other columns are not read, unless the user names them or the source has a published layout (`tether.data.columns`).
+Rows are counted from 0, within their file.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, Protocol
 
 from tether.batch import Prompt
+from tether.data.columns import Columns, naming_advice
 
 MAX_PROBLEMS = 10
+_SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA_KEYS = ("images", "videos")
+SINGLE_TURN = "single_turn_agent"
+"""verl's name of the one way in which prompts are answered."""
 LAYOUT = (
     "A row needs `prompt` (a list of {role, content}, or a string), `data_source` and "
     "`reward_model` {style, ground_truth}; `extra_info` is optional"
 )
+_USUAL_COLUMNS = ("prompt", "reward_model", "data_source")
+_NAMED_BY = {"question": "data.prompt_key", "answer": "data.answer_key", "data_source": "data.reward_fn_key"}
+"""Settings that name a column otherwise, for messages."""
 
 
 class Records(Protocol):
@@ -49,18 +57,9 @@ class Source:
     records: Records
     keys: tuple[str, ...]
     """What the source calls its columns; empty where every row stands for itself."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """How the columns are called whose names are the user's choice."""
-
-    prompt: str = "prompt"
-    data_source: str = "data_source"
-    answer: str | None = None
-    """Column of right answers; None: they stand in ``reward_model``."""
-    default_source: str | None = None
-    """`data_source` of rows that have none; None: each must have one."""
+    generated: bool = False
+    """The rows were drawn at random, so that they may repeat."""
+    columns: Columns = field(default_factory=Columns)
 
 
 @dataclass(frozen=True)
@@ -87,18 +86,16 @@ class Rows:
 
     Args:
         sources: at least one.
-        columns: names of the two columns that can be called otherwise.
         problems: what is known to be wrong already, to be reported together with what is found here.
 
     Raises:
         ValueError: rows that break the layout, up to ten of them by file, row number and fix.
     """
 
-    def __init__(self, sources: Sequence[Source], columns: Columns = Columns(), problems: Sequence[str] = ()) -> None:
-        found = [problem for source in sources for problem in _source_problems(source, columns)]
+    def __init__(self, sources: Sequence[Source], problems: Sequence[str] = ()) -> None:
+        found = [problem for source in sources for problem in _source_problems(source)]
         raise_problems([*problems, *found])
         self.sources = tuple(sources)
-        self._columns = columns
         self._ends = list(accumulate(len(source.records) for source in sources))
 
     def __len__(self) -> int:
@@ -110,7 +107,15 @@ class Rows:
         which = bisect_right(self._ends, index)
         source = self.sources[which]
         number = index - (self._ends[which - 1] if which else 0)
-        return _to_row(source.records[number], source.name, number, self._columns)
+        return _to_row(source.records[number], source.name, number, source.columns)
+
+    def recognised(self) -> list[str]:
+        """Sources that were recognised by their columns, with what is read of them."""
+        return [f"{source.name} is read as {source.columns}" for source in self.sources if source.columns.recognised_as]
+
+    def is_generated(self, index: int) -> bool:
+        """Whether row `index` comes from a procedural source."""
+        return self.sources[bisect_right(self._ends, index)].generated
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
@@ -126,24 +131,23 @@ def raise_problems(problems: Sequence[str]) -> None:
     raise ValueError("\n".join(shown))
 
 
-def closest(word: str, known: Sequence[str]) -> str:
-    """Return ``' Did you mean `x`?'`` for the known word nearest to `word`, or nothing."""
-    match = get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean `{match[0]}`?" if match else ""
-
-
-def _source_problems(source: Source, columns: Columns) -> list[str]:
+def _source_problems(source: Source) -> list[str]:
+    columns = source.columns
     if not len(source.records):
         return [f"{source.name}: no rows. Name a file with at least one, or take it off the list."]
-    needed = [columns.prompt, columns.answer or "reward_model"]
+    needed = {"question": columns.prompt, "answer": columns.answer or "reward_model"}
     if columns.default_source is None:
-        needed.append(columns.data_source)
-    missing = [f"`{key}`" for key in needed if key not in source.keys]
+        needed["data_source"] = columns.data_source
+    missing = {
+        option: f"`{key}`" if key in _USUAL_COLUMNS else f"`{key}` ({_NAMED_BY[option]})"
+        for option, key in needed.items()
+        if key not in source.keys
+    }
     if source.keys and missing:
         return [
-            f"{source.name}: not in the row layout: no {', '.join(missing)}; its keys are {', '.join(source.keys)}. "
-            f"{LAYOUT}. Rewrite the file, or name the columns with data.prompt_key, data.answer_key and "
-            "data.reward_fn_key; data.data_source serves rows without one."
+            f"{source.name}: not in the row layout: no {', '.join(missing.values())}; its keys are "
+            f"{', '.join(source.keys)}. "
+            f"{LAYOUT}. {naming_advice(source.name, source.keys, list(missing))}"
         ]
     return [
         f"{source.name} row {number}: {problem}"
@@ -160,15 +164,26 @@ def _record_problems(record: Any, columns: Columns) -> Iterator[str]:
     if not isinstance(record, Mapping):
         yield f"a {type(record).__name__}, not an object with keys. {LAYOUT}."
         return
-    yield from _prompt_problems(record.get(columns.prompt), columns.prompt)
+    prompt = record.get(columns.prompt)
+    yield from _prompt_problems(prompt, columns.prompt)
+    if (
+        columns.system is not None
+        and isinstance(prompt, list)
+        and any(_role(message) == "system" for message in prompt)
+    ):
+        yield f"`{columns.prompt}` has a system message already; take `system` out of the source's options."
+    if isinstance(prompt, str | list):
+        yield from _unwritable(prompt, columns.prompt)
     if not isinstance(_source_of(record, columns), str):
         yield f"no `{columns.data_source}`. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
     if columns.answer is None:
         yield from _reward_problems(record.get("reward_model"))
     else:
-        yield from _answer_problems(record.get(columns.answer), columns.answer)
+        yield from _answer_problems(record.get(columns.answer), columns)
     if not isinstance(record.get("extra_info") or {}, Mapping):
         yield f"`extra_info` is {record['extra_info']!r}, not an object with keys."
+    if (agent := record.get("agent_name") or SINGLE_TURN) != SINGLE_TURN:
+        yield f"`agent_name` is {agent!r}, but rollouts of several turns are not supported yet. Drop the column."
     for key in MEDIA_KEYS:
         if record.get(key):
             yield f"`{key}` is not empty, but only text prompts are read. Drop the column, or the row."
@@ -187,6 +202,21 @@ def _prompt_problems(prompt: Any, key: str) -> Iterator[str]:
         yield f"`{key}` is a {type(prompt).__name__}. Give a list of {{role, content}}, or a string."
 
 
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _unwritable(prompt: Any, key: str) -> Iterator[str]:
+    """Half characters: text that was cut inside an emoji, or decoded wrongly. No tokenizer takes them."""
+    texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
+    for text in texts:
+        if isinstance(text, str) and (found := _SURROGATE.search(text)):
+            yield (
+                f"`{key}` holds half a character ({found[0]!a} at position {found.start()}), which no encoding "
+                "can write. The text was cut inside a character; write the row again from its source."
+            )
+
+
 def _reward_problems(reward_model: Any) -> Iterator[str]:
     if not isinstance(reward_model, Mapping):
         yield "no `reward_model`, so no ground truth. Give {style, ground_truth}."
@@ -194,9 +224,12 @@ def _reward_problems(reward_model: Any) -> Iterator[str]:
         yield "no `reward_model.ground_truth`. A row of style `rule` needs one; rows of style `model` need none."
 
 
-def _answer_problems(answer: Any, key: str) -> Iterator[str]:
+def _answer_problems(answer: Any, columns: Columns) -> Iterator[str]:
+    key = columns.answer
     if answer is None or answer == "" or answer == []:
         yield f"no `{key}`, so no right answer."
+    elif columns.layout and (not isinstance(answer, str) or columns.layout.extract(answer) is None):
+        yield f"no {columns.layout.mark} in `{key}`, as {columns.layout.name} has it. Correct the row, or drop it."
     elif isinstance(answer, list) and len(answer) > 1:
         yield f"`{key}` has {len(answer)} answers. Rules compare with one: leave one."
 
@@ -210,6 +243,8 @@ def _truth(record: Mapping[str, Any], columns: Columns) -> Any:
     if columns.answer is None:
         return record["reward_model"].get("ground_truth")
     answer = record[columns.answer]
+    if columns.layout:
+        return columns.layout.extract(answer)
     return answer[0] if isinstance(answer, list) else answer
 
 
@@ -226,6 +261,10 @@ def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
         )
     prompt = record[columns.prompt]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if columns.system is not None:
+        messages = [{"role": "system", "content": columns.system}, *messages]
+    if columns.suffix:
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + columns.suffix}]
     return Row(
         # A parquet struct holds null for the keys that other messages have; templates ask whether a key is there.
         messages=tuple({key: value for key, value in message.items() if value is not None} for message in messages),

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 import pyarrow
 import pyarrow.parquet
 
-from tether.data.rows import MEDIA_KEYS, Columns, Rows, Source
-from tether.files import missing_file
-
-PROCEDURAL = "reasoning_gym:"
+from tether.data.columns import LAYOUT_KEYS, Columns
+from tether.data.location import locate
+from tether.data.rows import MEDIA_KEYS, Rows, Source
 
 
 def load_rows(
@@ -33,6 +31,7 @@ def load_rows(
         files: one source or several, of mixed kinds:
             a path that ends in .parquet, .json (a list, or one object a line) or .jsonl;
             ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub;
+            either with ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` of its own after the ``?``;
             ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`).
         prompt_key: the column that holds the prompt.
         reward_fn_key: the column that says which reward scores the row.
@@ -54,47 +53,21 @@ def load_rows(
             sources.append(_read(name, columns))
         except ValueError as error:  # reported together with the other files' problems
             problems.append(str(error))
-    return Rows(sources, columns, problems)
-
-
-def split_query(spec: str) -> tuple[str, dict[str, str]]:
-    """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``."""
-    name, _, query = spec.partition("?")
-    return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    return Rows(sources, problems)
 
 
 def _read(spec: str, columns: Columns) -> Source:
-    if spec.startswith(PROCEDURAL):
-        task, options = _split(spec, spec.removeprefix(PROCEDURAL))
-        reader = _adapter("tether.data.procedural", "reasoning_gym", "tether[quickstart]")
-        return reader.read_task(spec, task, options)
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        found = sorted(child.name for child in path.iterdir() if child.suffix in READERS)
-        raise ValueError(f"{spec}: a folder. Name its files one by one: {', '.join(found) or 'it has none to read'}.")
-    if path.suffix in READERS:
-        if not path.exists():
-            raise ValueError(missing_file(path))
-        return READERS[path.suffix](path, columns)
-    name, options = _split(spec, spec)
-    if path.exists() or name.count("/") != 1 or name.startswith("/"):
-        hint = "" if path.exists() else f" {missing_file(path)}"
-        raise ValueError(f"{spec}: not a {', '.join(READERS)} file, nor `owner/name` on the hub.{hint}")
-    return _adapter("tether.data.hub", "datasets", "datasets").read_hub(spec, name, options)
-
-
-def _split(spec: str, rest: str) -> tuple[str, dict[str, str]]:
-    try:
-        return split_query(rest)
-    except ValueError as error:
-        raise ValueError(f"{spec}: what follows the ? must read key=value&key=value ({error}).") from error
-
-
-def _adapter(module: str, package: str, install: str) -> Any:
-    """Import an adapter when its source is first asked for, so that nobody else pays for its package."""
-    if find_spec(package) is None:
-        raise ValueError(f"this data source needs the package {package}: pip install '{install}'")
-    return importlib.import_module(module)
+    found = locate(spec)
+    # Adapters are imported when their source is first asked for, so that nobody else pays for their packages.
+    if found.kind == "task":
+        return importlib.import_module("tether.data.procedural").read_task(spec, found.name, found.options)
+    columns = columns.with_options(found.options)
+    if found.kind == "file":
+        source = READERS[Path(found.name).suffix](Path(found.name), columns)
+    else:
+        source = importlib.import_module("tether.data.hub").read_hub(spec, found.name, found.options)
+    first = source.records[0] if len(source.records) else None
+    return replace(source, columns=columns.recognised(source.keys, first))
 
 
 class ArrowRecords:
@@ -111,7 +84,14 @@ class ArrowRecords:
 
 
 def _read_parquet(path: Path, columns: Columns) -> Source:
-    wanted = {columns.prompt, columns.data_source, columns.answer, "reward_model", "extra_info", *MEDIA_KEYS}
+    wanted = {
+        columns.prompt,
+        columns.data_source,
+        columns.answer,
+        "reward_model",
+        "extra_info",
+        *MEDIA_KEYS,
+    } | LAYOUT_KEYS
     try:
         keys = pyarrow.parquet.read_schema(path).names
         table = pyarrow.parquet.read_table(path, columns=[key for key in keys if key in wanted])
@@ -124,8 +104,14 @@ def _read_json(path: Path, columns: Columns) -> Source:
     try:
         text = path.read_text(encoding="utf-8")
         records = json.loads(text) if text.lstrip().startswith("[") else _json_lines(path, text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        raise ValueError(f"{path} line {line}: the byte {byte:#x} is not UTF-8. Save the file as UTF-8.") from error
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not a readable json file: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply to be read") from error
     keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
     return Source(str(path), records, tuple(keys))
 

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,14 +15,16 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation
 
-from tether.envs.minigrid import SuccessByReward
-from tether.envs.paced import PacedEnv
+from tether.envs.adapters.minigrid import SuccessByReward
 from tether.envs.protocol import VectorEnv
-from tether.envs.staged import StagedEnv
-from tether.envs.sync import SyncVectorEnv
-from tether.envs.vector import GymnasiumVectorEnv
-from tether.envs.workers import WorkerVectorEnv
-from tether.files import import_python_file
+from tether.envs.vectorization.episode_starts import PacedEnv
+from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+from tether.envs.vectorization.loop import SyncVectorEnv
+from tether.envs.vectorization.stages import StagedEnv
+from tether.envs.vectorization.subprocesses import WorkerVectorEnv
+from tether.envs.vectorization.timed import TimedEnv
+from tether.runtime.user_files import import_python_file
+from tether.spelling import did_you_mean
 
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
@@ -32,9 +33,9 @@ EXTRAS = {
 """Module that an environment could not import -> extra of tether that brings it."""
 
 ADAPTERS = {
-    "libero": "tether.envs.libero_env",
-    "maniskill": "tether.envs.maniskill_env",
-    "metaworld": "tether.envs.metaworld_env",
+    "libero": "tether.envs.adapters.libero",
+    "maniskill": "tether.envs.adapters.maniskill",
+    "metaworld": "tether.envs.adapters.metaworld",
 }
 """env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
 
@@ -57,7 +58,7 @@ class View:
 
 @dataclass(frozen=True)
 class Pacing:
-    """When episodes begin, and in which states; see `tether.envs.paced`."""
+    """When episodes begin, and in which states; see `tether.envs.vectorization.episode_starts`."""
 
     chunk: int = 1
     auto_reset: bool = True
@@ -74,6 +75,8 @@ class EnvOptions:
     env_type: str = "gymnasium"
     vectorization: str = "auto"
     num_workers: int = 1
+    timeout: float = 300.0
+    """Seconds that a step or a reset may take."""
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
     init_params: Mapping[str, Any] = field(default_factory=dict)
@@ -106,14 +109,13 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
             its spaces.
     """
     try:
-        if options.env_type == "envpool":
-            adapter = importlib.import_module("tether.envs.envpool_env")
-            return adapter.make_envpool(options)
-        if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
-            return batch
-        return _make_gymnasium(options) if options.env_type == "gymnasium" else _make_loop(options)
+        env = _make(options)
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
         raise ValueError(_missing(options, error)) from error
+    if options.vectorization == "subprocess" and options.env_type != "envpool":
+        return env  # its processes have the deadline
+    timed: Any = TimedEnv(env, options.timeout, options.role)
+    return timed
 
 
 def make_stages(options: EnvOptions, stages: int) -> StagedEnv:
@@ -132,6 +134,15 @@ def make_stages(options: EnvOptions, stages: int) -> StagedEnv:
             made.callback(envs[-1].close)
         made.pop_all()
     return StagedEnv(envs)
+
+
+def _make(options: EnvOptions) -> VectorEnv:
+    if options.env_type == "envpool":
+        adapter = importlib.import_module("tether.envs.adapters.envpool")
+        return adapter.make_envpool(options)
+    if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
+        return batch
+    return _make_gymnasium(options) if options.env_type == "gymnasium" else _make_loop(options)
 
 
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
@@ -166,7 +177,15 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
     env: SyncVectorEnv | WorkerVectorEnv
     loop = partial(_loop, options, paced)
     if options.vectorization == "subprocess":
-        env = WorkerVectorEnv(options.id, loop, options.num_envs, options.num_workers, holds=paced, first=options.first)
+        env = WorkerVectorEnv(
+            options.id,
+            loop,
+            options.num_envs,
+            options.num_workers,
+            timeout=options.timeout,
+            holds=paced,
+            first=options.first,
+        )
     else:
         env = loop(options.num_envs)
     return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
@@ -272,9 +291,8 @@ def _find(options: EnvOptions) -> EnvSpec:
         importlib.import_module(module)
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    near = get_close_matches(name, gymnasium.registry, n=3)
-    fix = f"Did you mean {' or '.join(near)}?" if near else "gymnasium.pprint_registry() lists those that there are."
-    raise ValueError(f"{options.role}.id: no environment is registered as {name}. {fix}")
+    fix = did_you_mean(name, gymnasium.registry, count=3) or " gymnasium.pprint_registry() lists those that there are."
+    raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
 
 
 def _missing(options: EnvOptions, error: Exception) -> str:

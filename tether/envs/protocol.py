@@ -84,6 +84,16 @@ class EnvStep:
     """[N]: the task is solved in this step, where the environment tells."""
 
 
+@dataclass(frozen=True)
+class EnvState:
+    """The saved state of environments."""
+
+    data: Any
+    """To be pickled."""
+    left_out: tuple[str, ...] = ()
+    """Parts that could not be saved, each with the reason. If there are any, new episodes begin after a checkpoint."""
+
+
 class VectorEnv(Protocol):
     """N environments with flat observations."""
 
@@ -100,6 +110,18 @@ class VectorEnv(Protocol):
 
     def step(self, actions: NDArray[Any]) -> EnvStep:
         """Carry out one action in each environment: [N, width], integers for choices, else floats."""
+        ...
+
+    def get_state(self) -> EnvState:
+        """The state from which the episodes continue, in another process, too, once `set_state` was given it."""
+        ...
+
+    def set_state(self, data: Any) -> None:
+        """Take over the `EnvState.data` of the same environments.
+
+        Raises:
+            ValueError: they are others.
+        """
         ...
 
     def close(self) -> None:
@@ -138,6 +160,14 @@ class HeldEnv(Protocol):
 
     def render(self) -> NDArray[np.uint8]:
         """See `Renders.render`."""
+        ...
+
+    def get_state(self) -> EnvState:
+        """See `VectorEnv.get_state`."""
+        ...
+
+    def set_state(self, data: Any) -> None:
+        """See `VectorEnv.set_state`."""
         ...
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ over nothing has no value: its keys are absent.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -35,6 +37,7 @@ def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, floa
     if batch.kept is not None:
         metrics |= _spread("training/rollout_kept_tokens", batch.kept.count[mask])
     metrics["reward/excluded_rows"] = float((~scored).sum())
+    metrics |= identical_replies(batch)
     return metrics | length_metrics(
         batch.prompt_length, batch.response_length, batch.truncated, max_prompt_length=max_prompt_length
     )
@@ -76,6 +79,16 @@ def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: B
     }
 
 
+def identical_replies(batch: TrainBatch) -> dict[str, float]:
+    """Share of the scored responses that are the most frequent one; nothing without two different prompts."""
+    rows = batch.scored.nonzero().flatten().tolist()
+    prompts = _rows_as_bytes(batch.prompt_ids, batch.prompt_length, rows)
+    replies = _rows_as_bytes(batch.response_ids, batch.response_length, rows)
+    if len(set(prompts)) < 2:
+        return {}
+    return {"response/identical_fraction": max(Counter(replies).values()) / len(replies)}
+
+
 def mismatch_metrics(
     rollout_log_probs: Float[Tensor, "B T"],
     old_log_probs: Float[Tensor, "B T"],
@@ -99,6 +112,11 @@ def mismatch_metrics(
         "rollout_corr/kl": -log_ratio.mean().item(),
         "rollout_corr/k3_kl": (log_ratio.expm1() - log_ratio).mean().item(),
     }
+
+
+def _rows_as_bytes(ids: Int[Tensor, "B S"], lengths: Int[Tensor, " B"], rows: list[int]) -> list[bytes]:
+    table, sizes = ids.cpu().numpy(), lengths.tolist()
+    return [table[row, : sizes[row]].tobytes() for row in rows]
 
 
 def _row_sums(per_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:

@@ -147,6 +147,10 @@ LENGTHS: Mapping[str, MetricInfo] = {
     "response_length/clip_ratio": MetricInfo("Share of responses cut by the length limit.", "below 0.1"),
     **_spread("prompt_length", "length of a prompt, in tokens"),
     "prompt_length/clip_ratio": MetricInfo("Share of prompts that fill the prompt limit.", "near 0"),
+    "response/identical_fraction": MetricInfo(
+        "Share of the scored responses of a step that are its most frequent one; absent with a single prompt.",
+        "falls with the length of replies; near 1 the policy ignores the prompt",
+    ),
 }
 
 MISMATCH: Mapping[str, MetricInfo] = {
@@ -291,6 +295,14 @@ VALIDATION: Mapping[str, MetricInfo] = {
     "val-aux/<source>/<variable>/worst@<n>/<moment>": MetricInfo("Worst of n samples: bootstrap mean and std."),
     "val-aux/<source>/<variable>/maj@<n>/<moment>": MetricInfo(
         "Value of the most frequent answer among n samples: bootstrap mean and std."
+    ),
+    "val-aux/<source>/num_distinct": MetricInfo("Distinct questions among the validation prompts."),
+    "val-aux/<source>/distinct_mean": MetricInfo(
+        "Mean of the variable to watch over distinct questions, each counted once.", "rises over the run"
+    ),
+    "val-aux/<source>/majority_answer": MetricInfo(
+        "Share of the distinct questions whose answer is the most frequent one: what always giving it would score.",
+        "well below the score",
     ),
     "val-aux/<source>/num_unscored": MetricInfo("Validation responses without a score.", "0"),
 }

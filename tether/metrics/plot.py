@@ -1,12 +1,11 @@
 """Draws the curves of one or several runs, out of their `metrics.jsonl`, as a page of small charts.
 
-One run: its values thin, their running mean bold. Several runs, for example seeds: each run thin, their mean bold over
-the steps that all of them reached.
+One run: its values thin, their running mean bold. Several runs: each in a colour of its own, named in the legend. With
+`mean`, for runs that differ in their seed alone: each run thin, and bold their mean over the steps that all reached.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import textwrap
 from collections.abc import Sequence
@@ -24,12 +23,14 @@ from numpy.typing import NDArray
 from tether.metrics.keys import describe
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.spelling import did_you_mean
 
 Run = dict[int, dict[str, float]]
 """Step -> key -> value."""
 Floats = NDArray[np.float64]
 
 COLORS = ("#2a6fbb", "#d1622b", "#2e8b57", "#8e5ea2", "#b8860b", "#4f9da6", "#c0504d", "#7f7f7f", "#a6761d")
+LINES = ("-", "--", ":", "-.")
 INK, FAINT = "#222222", "#8a8a8a"
 STYLE: Any = {
     "font.size": 9,
@@ -56,7 +57,7 @@ SMOOTHED_FROM = 30
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: the keys that share a scale."""
+    """One chart: the keys that share a scale; `log` asks for a logarithmic one where all values are positive."""
 
     title: str
     unit: str
@@ -73,16 +74,16 @@ PANELS = (
     Panel("Return of an episode", "sum of rewards, mean", ("env/return", "eval/return"), ("training", "test")),
     Panel("Success", "share of episodes", ("env/success_once", "eval/success_once"), ("training", "test")),
     Panel("Length of an episode", "steps, mean", ("env/episode_len",)),
-    Panel("KL to the reference", "nats a token", ("actor/reward_kl_penalty", "actor/kl_loss"), ("reward", "loss")),
-    Panel("KL of one step's update", "nats a token", ("actor/ppo_kl",)),
-    Panel("Entropy of the policy", "nats a token", ("actor/entropy",)),
+    Panel("KL to the reference", "nats per token", ("actor/reward_kl_penalty", "actor/kl_loss"), ("reward", "loss")),
+    Panel("KL of one step's update", "nats per token", ("actor/ppo_kl",)),
+    Panel("Entropy of the policy", "nats per token", ("actor/entropy",)),
     Panel("Response length", "tokens, mean", ("response_length/mean",)),
     Panel("Explained variance of the critic", "1 is perfect", ("critic/vf_explained_var",), floor=-1.0),
     Panel("Policy loss", "clipped surrogate", ("actor/pg_loss",)),
-    Panel("Value loss", "log scale", ("critic/vf_loss",), log=True),
+    Panel("Value loss", "", ("critic/vf_loss",), log=True),
     Panel(
         "Gradient norm",
-        "before clipping, log scale",
+        "before clipping",
         ("actor/grad_norm", "critic/grad_norm"),
         ("actor", "critic"),
         log=True,
@@ -90,13 +91,22 @@ PANELS = (
 )
 
 
-def plot_run(run_dirs: Path | Sequence[Path], out_png: Path, keys: Sequence[str] | None = None) -> Path:
+def plot_run(
+    run_dirs: Path | Sequence[Path],
+    out_png: Path,
+    keys: Sequence[str] | None = None,
+    *,
+    mean: bool = False,
+    title: str | None = None,
+) -> Path:
     """Draw the curves of one or several runs.
 
     Args:
         run_dirs: folders with a `metrics.jsonl`.
         out_png: file to write; another suffix that matplotlib knows (.svg, .pdf) works too.
         keys: metrics to draw, a chart each; None: those that tell how a run goes.
+        mean: the runs are repetitions of one experiment; draw their mean.
+        title: of the page; None: the folders' names.
 
     Returns:
         `out_png`.
@@ -113,7 +123,8 @@ def plot_run(run_dirs: Path | Sequence[Path], out_png: Path, keys: Sequence[str]
     if keys is not None:
         panels = [_panel_of(key, panels, known) for key in keys]
     with mpl.rc_context(STYLE):
-        figure = _draw(panels, runs, title=", ".join(folder.resolve().name for folder in folders))
+        names = _names(folders)
+        figure = _draw(panels, runs, [] if mean or len(runs) == 1 else names, title or ", ".join(names))
         figure.savefig(out_png, dpi=150, facecolor="white")
     return out_png
 
@@ -143,8 +154,7 @@ def _phases(runs: Sequence[Run], known: set[str]) -> list[str]:
 def _panel_of(key: str, defaults: Sequence[Panel], known: set[str]) -> Panel:
     """The default chart if it draws this key alone, else one titled by the key."""
     if key not in known:
-        close = difflib.get_close_matches(key, known, n=1)
-        raise ValueError(f"no run has the metric {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, known)}")
     for panel in defaults:
         if known & set(panel.keys) == {key}:
             return panel
@@ -152,17 +162,27 @@ def _panel_of(key: str, defaults: Sequence[Panel], known: set[str]) -> Panel:
     return Panel(key, textwrap.shorten(info.meaning, 70, placeholder=" …") if info else "", (key,))
 
 
-def _draw(panels: Sequence[Panel], runs: Sequence[Run], title: str) -> Figure:
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the folders' paths that tell them apart."""
+    paths = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
+
+
+def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], title: str) -> Figure:
     num_cells = len(panels) + sum(panel.stacked for panel in panels)  # a stack takes a second cell for its legend
     columns = num_cells if num_cells < 3 else 2 if num_cells == 4 else 3
     rows = math.ceil(num_cells / columns)
     figure = Figure(figsize=(4.3 * columns, 2.75 * rows + 0.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
     figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold")
-    figure.text(0.012, 1 - 0.38 / figure.get_figheight(), _caption(runs), color=FAINT, va="top", fontsize=8.5)
+    figure.text(0.012, 1 - 0.38 / figure.get_figheight(), _caption(runs, names), color=FAINT, va="top", fontsize=8.5)
     cells = list(figure.subplots(rows, columns, squeeze=False).flat)
     for index, panel in enumerate(panels):
-        _draw_panel(cells[index], panel, runs)
+        _draw_panel(cells[index], panel, runs, names)
         if index + columns >= len(panels):
             cells[index].set_xlabel("step")
     if panels[-1].stacked:
@@ -175,17 +195,21 @@ def _draw(panels: Sequence[Panel], runs: Sequence[Run], title: str) -> Figure:
     return figure
 
 
-def _caption(runs: Sequence[Run]) -> str:
+def _caption(runs: Sequence[Run], names: Sequence[str]) -> str:
     steps = max(max(run) for run in runs)
+    if names:
+        return f"{len(runs)} runs, {steps} steps."
     if len(runs) > 1:
         return f"{len(runs)} runs, {steps} steps. Thin: each run. Bold: their mean."
     window = _window(len(runs[0]))
     return f"{steps} steps." + (f" Thin: every step. Bold: mean over {window} steps." if window > 1 else "")
 
 
-def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=10, pad=16 if panel.unit else 6)
-    axis.text(0, 1.03, panel.unit, transform=axis.transAxes, color=FAINT, fontsize=8.5)
+def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> None:
+    log = panel.log and all(value > 0 for run in runs for key in panel.keys for value in _series(run, key).values())
+    unit = ", ".join(filter(None, (panel.unit, "log scale" if log else "")))
+    axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=10, pad=16 if unit else 6)
+    axis.text(0, 1.03, unit, transform=axis.transAxes, color=FAINT, fontsize=8.5)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axis.margins(x=0.01)
     if panel.stacked:
@@ -194,15 +218,27 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     present = [
         (k, label) for k, label in zip(panel.keys, panel.labels, strict=True) if any(_series(r, k) for r in runs)
     ]
-    for (key, label), color in zip(present, COLORS * len(present), strict=False):
-        _draw_curves(axis, [_series(run, key) for run in runs], color, label)
-    if panel.log and all(value > 0 for run in runs for key in panel.keys for value in _series(run, key).values()):
+    for number, (key, label) in enumerate(present):
+        if names:
+            _draw_named(axis, [_series(run, key) for run in runs], names, label, LINES[number % len(LINES)])
+        else:
+            _draw_curves(axis, [_series(run, key) for run in runs], COLORS[number % len(COLORS)], label)
+    if log:
         axis.set_yscale("log")
     if panel.floor is not None:
         axis.set_ylim(bottom=max(panel.floor, axis.get_ylim()[0]))
         axis.axhline(0, color="#bbbbbb", linewidth=0.8)
-    if len(present) > 1:
-        axis.legend(loc="best", handlelength=1.2)
+    if len(present) > 1 or names:
+        axis.legend(loc="best", handlelength=1.6)
+
+
+def _draw_named(axis: Axes, series: Sequence[dict[int, float]], names: Sequence[str], label: str, line: str) -> None:
+    """Each run in its own colour; the metrics of a chart differ in their line."""
+    for number, (name, one) in enumerate(zip(names, series, strict=True)):
+        if one:
+            values = _running_mean(np.array(list(one.values())))
+            text = ", ".join(filter(None, (name, label)))
+            axis.plot(list(one), values, line, color=COLORS[number % len(COLORS)], linewidth=1.5, label=text)
 
 
 def _draw_curves(axis: Axes, series: Sequence[dict[int, float]], color: str, label: str) -> None:

@@ -11,7 +11,7 @@ because one draw in four takes the 0 twice.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -37,6 +37,10 @@ class ValidationRow:
     """``reward``, and what else it returned, for example ``acc``. None, NaN and what is no number are left out."""
     pred: Hashable | None = None
     """The answer read out of the response; needed for ``maj@n``."""
+    question: Hashable | None = None
+    """The same for rows that ask the same; None: each prompt is a question of its own."""
+    truth: Hashable | None = None
+    """The right answer, where there is one."""
 
 
 def validation_metrics(rows: Iterable[ValidationRow]) -> dict[str, float]:
@@ -67,8 +71,28 @@ def _source_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]]) -> 
     for (variable, metric), values in collected.items():
         core = variable == core_variable and metric in core_metrics
         metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{metric}"] = math.fsum(values) / len(values)
+    metrics |= _question_metrics(source, prompts, core_variable)
     unscored = sum(_number(row.values.get("reward")) is None for rows in prompts for row in rows)
     return metrics | {f"val-aux/{source}/num_unscored": float(unscored)}
+
+
+def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], variable: str) -> dict[str, float]:
+    """The score over distinct questions, and what always giving the most frequent answer would score."""
+    if any(rows[0].question is None for rows in prompts):
+        return {}
+    by_question: dict[Hashable, list[ValidationRow]] = defaultdict(list)
+    for rows in prompts:
+        by_question[rows[0].question] += rows
+    values = [[_number(row.values.get(variable)) for row in rows] for rows in by_question.values()]
+    means = [math.fsum(scored) / len(scored) for row in values if (scored := [v for v in row if v is not None])]
+    metrics = {f"val-aux/{source}/num_distinct": float(len(by_question))}
+    if means:
+        metrics[f"val-aux/{source}/distinct_mean"] = math.fsum(means) / len(means)
+    truths = [rows[0].truth for rows in by_question.values()]
+    if None not in truths:
+        most_frequent = max(Counter(truths).values())
+        metrics[f"val-aux/{source}/majority_answer"] = most_frequent / len(truths)
+    return metrics
 
 
 def prompt_metrics(rows: Sequence[ValidationRow], variable: str) -> dict[str, float]:

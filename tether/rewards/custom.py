@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Mapping
@@ -11,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tether.files import import_python_file
 from tether.rewards.router import RewardFunction
+from tether.runtime.user_files import import_python_file
+from tether.spelling import did_you_mean
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _SIGNATURE = f"({', '.join(_ARGUMENTS)}, **reward_kwargs)"
@@ -47,8 +47,7 @@ def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str
 
 def _missing(module: ModuleType, path: Path, name: str) -> str:
     there = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
-    near = difflib.get_close_matches(name, there, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(name, there)
     return f"{_KEY}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from tether.spelling import ask, closest
+
 RewardFunction: TypeAlias = Callable[..., Any]
 """``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; see `outcome_of` for the result."""
 
-_MATH = "tether.rewards.math:boxed"
-_DAPO = "tether.rewards.math:dapo"
+_MATH = "tether.rewards.rules.math:boxed"
+_DAPO = "tether.rewards.rules.math:dapo"
 
 # Import paths, not functions: a worker process loads only the rules that its rows need.
 REWARDS: dict[str, str] = {
-    "openai/gsm8k": "tether.rewards.gsm8k:strict",
+    "openai/gsm8k": "tether.rewards.rules.gsm8k:strict",
     "DigitalLearningGmbH/MATH-lighteval": _MATH,
     "lighteval/MATH": _MATH,
     "HuggingFaceH4/MATH-500": _MATH,
@@ -27,7 +28,7 @@ REWARDS: dict[str, str] = {
 }
 REWARDS_BY_PREFIX: dict[str, str] = {
     "aime": _DAPO,
-    "reasoning_gym/": "tether.rewards.reasoning_gym:score",
+    "reasoning_gym/": "tether.rewards.rules.reasoning_gym:score",
 }
 
 
@@ -71,8 +72,7 @@ def find_reward(data_source: str) -> RewardFunction:
 
 def _no_rule(sources: list[str]) -> str:
     known = [*REWARDS, *(f"{prefix}*" for prefix in REWARDS_BY_PREFIX)]
-    near = {match for source in sources for match in difflib.get_close_matches(source, known, n=1)}
-    hint = f" Did you mean {' or '.join(sorted(near))}?" if near else ""
+    hint = ask(sorted({name for source in sources for name in closest(source, known)}))
     return (
         f"no reward for data_source {', '.join(map(repr, sources))}.{hint} Known: {', '.join(known)}. "
         "For your own reward set custom_reward_function.path to a Python file and custom_reward_function.name to "

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from tether.batch import TrainBatch
-from tether.training.micro_batches import MicroBatching
 from tether.training.protocol import Forward, LossFunction, Outputs, Prepare, TrainingEngine, Updated, UpdatePlan
+from tether.training.text.micro_batches import MicroBatching
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch
-from tether.training.forward import PolicyOutputs, ValueOutputs
-from tether.training.micro_batches import MicroBatching
+from tether.training.text.forward import PolicyOutputs, ValueOutputs
+from tether.training.text.micro_batches import MicroBatching
 
 Outputs = TypeVar("Outputs", PolicyOutputs, ValueOutputs)
 Forward = Callable[[TrainBatch], Outputs]

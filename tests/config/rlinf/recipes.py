@@ -22,6 +22,7 @@ PRESETS: Mapping[str, Tree] = {
         **{"max_steps_per_rollout_epoch": 50, "max_episode_steps": 50, "enable_offload": False},
         "init_params": {
             **{"id": "PickCube-v1", "num_envs": None, "obs_mode": "state", "sim_backend": "gpu", "render_mode": "all"},
+            "control_mode": "None",
             **{"sim_config": {"sim_freq": 100, "control_freq": 20}, "max_episode_steps": "${..max_episode_steps}"},
         },
     },

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.config.rlinf.recipes import write_recipe
-from tether.cli import app
+from tests.config.rlinf.recipes import RECIPES, write_recipe
+from tether.commands.cli import app
 from tether.config import ConfigError, load_config
 
 PAGE = str(Path(__file__).parent / "page_embodied.yaml")
@@ -54,3 +54,48 @@ def test_what_cannot_be_translated(arguments, says, monkeypatch):
     error = run(*arguments).exception
     assert isinstance(error, ConfigError)
     assert says in str(error)
+
+
+def test_what_is_refused_stays_refused_in_the_written_file(tmp_path):
+    recipe = write_recipe(tmp_path, "maniskill_ppo_mlp_resnet_reward")
+    native = tmp_path / "native.yaml"
+    assert run(str(recipe), "--out", str(native)).exit_code == 0
+    with pytest.raises(ConfigError) as error:
+        load_config(native, [])
+    (problem,) = error.value.problems
+    assert problem.path == "not_supported.reward.use_reward_model"
+    assert "learned reward models are not supported yet" in str(problem)
+    assert "take the line out" in problem.fix
+    native.write_text(native.read_text().replace("  reward.use_reward_model: ", "  # "))
+    assert load_config(native, []).config.env.train.id == "PickCube-v1"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_written_recipe_is_refused_for_the_same_keys(tmp_path, name):
+    recipe, native = write_recipe(tmp_path, name), tmp_path / "native.yaml"
+    assert run(str(recipe), "--out", str(native)).exit_code == 0
+    refused = {f"not_supported.{key}" for key in RECIPES[name][2]}
+    found = set() if not refused else {problem.path for problem in problems_of(native)}
+    assert {path for path in found if path.startswith("not_supported.")} == refused
+    assert not {path for path in found if path.startswith(("data.", "actor_rollout_ref.model.path"))}
+
+
+def problems_of(file):
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [])
+    return error.value.problems
+
+
+def test_refusals_are_named_beside_unknown_keys(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("env: {train: {env_type: libero}}\nactor: {nonsense: 1}\n")
+    error = run(str(file)).exception
+    assert isinstance(error, ConfigError)
+    assert [problem.path for problem in error.problems] == ["env.train.env_type", "actor.nonsense"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written"):
+        CliRunner().invoke(app, ["config", "import-rlinf", PAGE, "-o", str(tmp_path)], catch_exceptions=False)
+    assert run(PAGE, "-o", str(tmp_path / "new" / "native.yaml")).exit_code == 0
+    assert (tmp_path / "new" / "native.yaml").exists()

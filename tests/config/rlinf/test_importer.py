@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tether.config import ConfigError, load_config
-from tether.config.overrides import parse_overrides
-from tether.config.rlinf.importer import import_file, is_rlinf
+from tether.config.importers.rlinf.importer import import_file, is_rlinf
+from tether.config.loading.overrides import parse_overrides
 
 TEXT = """
 runner: {task_type: reasoning}
@@ -54,7 +54,7 @@ def test_files_of_rlinf_are_told_apart(tree, found):
 
 def test_a_file_without_a_task_type_is_read_by_its_content(imported):
     assert "env.train.id" in imported("env: {train: {id: CartPole-v1}}").native
-    assert imported("algorithm: {loss_type: actor_critic}").problems[0].path == "env.train.id"
+    assert imported("algorithm: {loss_type: actor_critic}").native["env.train.id"] == "???"
     assert imported("algorithm: {loss_type: actor}\ncritic: {use_critic_model: true}").native["critic.enable"] is True
 
 
@@ -287,3 +287,177 @@ def test_the_saved_config_is_native(tmp_path):
     loaded = load_config(file, [])
     (tmp_path / "saved.yaml").write_text(loaded.to_yaml())
     assert load_config(tmp_path / "saved.yaml", []).config == loaded.config
+
+
+MANISKILL = """
+runner: {task_type: embodied}
+env:
+  train: {env_type: maniskill, init_params: {id: PickCube-v1, obs_mode: state, control_mode: None}}
+  eval: {env_type: maniskill, init_params: {id: PickCube-v1, obs_mode: state, control_mode: None}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "mode"),
+    [
+        ("panda-qpos", "pd_joint_delta_pos"),
+        ("panda-ee-dpos", "pd_ee_delta_pos"),
+        ("panda-ee-target-dpos", "pd_ee_target_delta_pose"),
+        ("widowx_bridge", "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"),
+    ],
+)
+def test_the_policy_setup_says_how_maniskills_robot_is_controlled(imported, setup, mode):
+    result = imported(MANISKILL, f"actor.model.policy_setup={setup}")
+    assert refusals(result) == {}
+    for role in ("train", "eval"):  # RLinf overwrites what the file says
+        assert result.native[f"env.{role}.init_params"] == {"obs_mode": "state", "control_mode": mode}
+
+
+def test_a_control_mode_that_is_none_never_reaches_the_simulator(imported):
+    assert imported(MANISKILL).native["env.train.init_params"] == {"obs_mode": "state"}
+    kept = imported(MANISKILL.replace("control_mode: None", "control_mode: pd_joint_pos"))
+    assert kept.native["env.train.init_params"]["control_mode"] == "pd_joint_pos"
+
+
+def test_an_environment_without_arguments_still_gets_its_control_mode(imported):
+    bare = "env: {train: {env_type: maniskill, id: PickCube-v1}, eval: {env_type: maniskill, id: PickCube-v1}}"
+    native = imported(bare, "actor.model.policy_setup=panda-ee-dpos").native
+    assert native["env.train.init_params"] == native["env.eval.init_params"] == {"control_mode": "pd_ee_delta_pos"}
+
+
+@pytest.mark.parametrize("setup", ["panda", "ur5"])
+def test_a_robot_that_maniskill_does_not_have_is_refused(imported, setup):
+    result = imported(MANISKILL, f"actor.model.policy_setup={setup}")
+    assert "panda-qpos, panda-ee-dpos" in refusals(result)["actor.model.policy_setup"]
+    other = imported(EMBODIED, f"actor.model.policy_setup={setup}")  # only ManiSkill reads it
+    assert refusals(other) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        (EMBODIED, "env.train.total_num_env", "did you mean env.train.total_num_envs?"),
+        (EMBODIED, "env.eval.nonsense_of_mine", "unknown key of RLinf"),
+        (TEXT, "data.rollout_batch_siz", "did you mean data.rollout_batch_size?"),
+        (TEXT, "reward.reward_typ", "did you mean reward.reward_type?"),
+        (TEXT, "algorithm.sampling_params.temperatur", "did you mean algorithm.sampling_params.temperature?"),
+        (TEXT, "rollout.sampling_params.temperature_train", "is a key of embodied runs only"),
+    ],
+)
+def test_an_unknown_key_is_not_said_to_be_the_other_kinds(imported, text, key, says):
+    tree = OmegaConf.create(text)
+    OmegaConf.update(tree, key, 1, force_add=True)
+    (problem,) = imported(OmegaConf.to_yaml(tree)).problems
+    assert problem.path == key
+    assert says in str(problem)
+
+
+LIBERO = """
+runner: {task_type: embodied}
+env:
+  train: {env_type: libero, task_suite_name: libero_10, num_group: 3, total_num_envs: 8}
+  eval: {env_type: libero, task_suite_name: libero_10, total_num_envs: 8}
+actor: {model: {model_type: openpi, openpi: {noise_level: 0.5}}, global_batch_size: 64}
+"""
+
+
+def test_keys_of_a_refused_simulator_or_policy_do_not_hide_the_refusal(imported):
+    result = imported(LIBERO)
+    assert set(refusals(result)) == {"env.train.env_type", "env.eval.env_type", "actor.model.model_type"}
+    assert result.problems == ()
+    lines = {line.key: line for line in result.lines}
+    assert lines["env.train.num_group"].status == "no effect"
+    assert lines["env.train.num_group"].why == "belongs to env.train.env_type=libero, which is not supported"
+    assert lines["actor.model.openpi.noise_level"].why.startswith("belongs to actor.model.model_type=openpi")
+
+
+def test_a_file_whose_simulator_is_refused_is_still_an_embodied_run(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(LIBERO)
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [])
+    paths = [problem.path for problem in error.value.problems]
+    assert paths == ["env.train.env_type", "env.eval.env_type", "actor.model.model_type", "env.train.id"]
+    assert error.value.problems[-1].what == "missing: no simulator is named"
+
+
+def test_refusals_are_named_before_unknown_keys(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(EMBODIED + "reward: {use_reward_model: true}\nactor: {nonsense: 1}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [])
+    assert [problem.path for problem in error.value.problems] == ["reward.use_reward_model", "actor.nonsense"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["actor.lr_sched.lr_decay_iters=10"], False),  # RLinf's own default is a constant rate
+        (["actor.lr_sched.lr_decay_iters=10", "actor.lr_sched.lr_decay_style=constant"], False),
+        (["actor.lr_sched.lr_decay_iters=10", "actor.lr_sched.lr_decay_style=linear"], True),
+        (["critic.lr_sched.lr_decay_iters=10", "critic.lr_sched.lr_decay_style=cosine", "runner.max_steps=10"], False),
+    ],
+)
+def test_the_length_of_a_decay_matters_only_where_the_rate_decays(imported, overrides, refused):
+    assert list(refusals(imported(TEXT, *overrides))) == ([overrides[0].split("=")[0]] if refused else [])
+
+
+@pytest.mark.parametrize("section", ["actor", "critic"])
+def test_the_number_format_that_is_refused_is_the_one_that_is_named(imported, section):
+    mixed = f"{section}.fsdp_config.mixed_precision.param_dtype"
+    result = imported(TEXT, f"{section}.model.precision=fp32", f"{mixed}=fp16")
+    assert set(refusals(result)) == {mixed}
+    assert imported(TEXT, f"{section}.model.precision=fp16", f"{mixed}=fp32").refusals() == []
+    assert imported(TEXT, f"{mixed}=${{torch.dtype:bfloat16}}").refusals() == []
+    assert imported(TEXT, f"{section}.model.precision='null'").refusals() == []
+
+
+def test_a_wrong_number_is_refused_once(imported):
+    assert set(refusals(imported(TEXT, "algorithm.n_minibatches=2", "data.rollout_batch_size=-4"))) == {
+        "data.rollout_batch_size"
+    }
+    assert set(refusals(imported(EMBODIED, "runner.max_epochs=3", "runner.max_steps=many"))) == {"runner.max_steps"}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "native"),
+    [
+        # RLinf's environments read their own key; algorithm.reward_coef is where recipes interpolate it from.
+        (EMBODIED, ["algorithm.reward_coef=5.0", "env.train.reward_coef=1.0"], {"env.train.reward_coef": 1.0}),
+        (EMBODIED, ["algorithm.reward_coef=5.0"], {}),
+        (EMBODIED, ["algorithm.rollout_epoch=4", "env.train.rollout_epoch=1"], {"env.train.rollout_epoch": 1}),
+        (EMBODIED, ["algorithm.rollout_epoch=4"], {"env.train.rollout_epoch": 4}),
+        (
+            TEXT,
+            ["actor.model.recompute_granularity=null", "actor.fsdp_config.gradient_checkpointing=True"],
+            {"actor_rollout_ref.model.enable_gradient_checkpointing": True},
+        ),
+        (
+            TEXT,
+            ["critic.model.recompute_granularity=full", "critic.fsdp_config.gradient_checkpointing=False"],
+            {"critic.model.enable_gradient_checkpointing": True},
+        ),
+        (
+            TEXT,
+            ["algorithm.recompute_logprobs=False", "algorithm.importance_sampling_fix=True"],
+            {"algorithm.rollout_correction.bypass_mode": False, "algorithm.rollout_correction.rollout_is": "token"},
+        ),
+        (
+            TEXT,
+            ["rollout.model.model_path=models/qwen/", "actor.model.model_path=models/qwen"],
+            {"actor_rollout_ref.model.path": "models/qwen"},
+        ),
+        (
+            TEXT,
+            ["runner.output_dir=results/", "runner.experiment_name=a"],
+            {"trainer.default_local_dir": "results/a"},
+        ),
+    ],
+)
+def test_keys_that_agree_are_no_conflict(imported, text, overrides, native):
+    result = imported(text, *overrides)
+    assert result.problems == ()
+    assert refusals(result) == {}
+    assert {key: result.native.get(key) for key in native} == native
+    if not native:
+        assert "env.train.reward_coef" not in result.native

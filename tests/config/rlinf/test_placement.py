@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.config.rlinf.placement import check_embodied, check_reasoning, parse_placements, parse_rank_map
+from tether.config.importers.rlinf.placement import check_embodied, check_reasoning, parse_placements, parse_rank_map
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_node_groups_count_their_own_resources():
     [
         ({}, "", "places nothing"),
         ("all", "", "places nothing"),
-        ({"actro": 0}, ".actro", "'actro' is no component, did you mean actor?"),
+        ({"actro": 0}, ".actro", "'actro' is no component. Did you mean actor? a map of ranks"),
         ({"actor,env": 0, "actor": 1}, ".actor", "actor is placed twice"),
         ({"actor,actor": 0}, ".actor,actor", "actor is placed twice"),
         ({"actor": {"placement": 0, "nodes": 1}}, ".actor", "has nodes beside node_group and placement"),
         ({"actor": {"node_group": "node"}}, ".actor", "names no placement"),
-        ({"actor": {"node_group": "nodes", "placement": 0}}, ".actor", "did you mean node?"),
+        ({"actor": {"node_group": "nodes", "placement": 0}}, ".actor", "Did you mean node?"),
         ({"actor": {"node_group": "node", "placement": "0-1:0"}}, ".actor", "cannot run on several nodes"),
         ({"actor": {"node_group": "node", "placement": "0-2"}}, ".actor", "resource 2 does not exist: there are 2"),
     ],

@@ -4,8 +4,8 @@ import pytest
 
 from tests.config.rlinf.recipes import RECIPES, write_recipe
 from tether.config import load_config
-from tether.config.overrides import parse_overrides
-from tether.config.rlinf.importer import import_file
+from tether.config.importers.rlinf.importer import import_file
+from tether.config.loading.overrides import parse_overrides
 
 ON_PENDULUM = [
     "env.train.env_type=gymnasium",
@@ -50,6 +50,7 @@ def test_a_preset_stands_below_the_files_own_keys(tmp_path):
     assert native["env.train.init_params"] == {
         **{"obs_mode": "state", "sim_backend": "gpu", "sim_config": {"sim_freq": 100, "control_freq": 20}},
         "max_episode_steps": 50,  # the preset: its own sibling's value
+        "control_mode": "pd_joint_delta_pos",  # the preset: the text None, which actor.model.policy_setup replaces
     }
     assert native["env.eval.ignore_terminations"] is True
     assert (native["algorithm.gamma"], native["algorithm.lam"]) == (0.8, 0.9)

@@ -25,9 +25,9 @@ def test_jsonl_is_always_on_and_once(tmp_path: Path, names: str | list[str], cap
 
 
 def test_unknown_name_gives_the_nearest_and_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.logger: unknown logger 'wandbb'; did you mean wandb\?"):
+    with pytest.raises(ValueError, match=r"trainer\.logger: unknown logger 'wandbb'\. Did you mean wandb\?"):
         build_loggers(["console", "wandbb"], run_in(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"choose among them\. Loggers: console, jsonl"):
+    with pytest.raises(ValueError, match=r"Choose among them\. Loggers: console, jsonl"):
         build_loggers("xyz", run_in(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -1,6 +1,7 @@
 """The console on a terminal, in a pipe, and where writing fails."""
 
 import io
+import re
 import subprocess
 import sys
 import time
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tether.metrics.loggers.console import ConsoleLogger, Screen
-from tether.metrics.loggers.headline import headline_keys, headline_values
+from tether.metrics.loggers.console import ConsoleLogger
+from tether.metrics.loggers.headline import LABELS, headline_keys, headline_values
 from tether.metrics.loggers.protocol import RunInfo, Sample
+from tether.runtime.terminal import Screen
 
 METRICS = {
     "critic/score/mean": 0.41234,
@@ -41,7 +43,7 @@ def written(console: Screen) -> str:
 
 def test_headlines() -> None:
     assert headline_values(METRICS) == {
-        "score": "0.412", "kl": "0.5000", "length": "21.4", "s/step": "6.1", "val": "0.400",
+        "score": "0.412", "kl loss": "0.5000", "ppo kl": "0.0012", "length": "21.4", "s/step": "6.1", "val": "0.400",
     }  # fmt: skip
     assert headline_keys(METRICS)["val-core/math/acc/mean@1"] == "0.500"
     assert "val-core/math/acc/best@4/mean" not in headline_keys(METRICS)
@@ -59,7 +61,8 @@ def test_in_a_pipe_a_step_is_a_line(capsys: pytest.CaptureFixture) -> None:
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == "step:0 - val-core/math/acc/mean@1:0.100"
     assert second.startswith("step:1 - critic/score/mean:0.412 - actor/kl_loss:0.5000 - actor/ppo_kl:0.0012 - ")
-    assert second.endswith(" - val-core/openai/gsm8k/reward/mean@1:0.300 - val-core/math/acc/mean@1:0.500 - eta:0:00")
+    assert " - val-core/openai/gsm8k/reward/mean@1:0.300 - val-core/math/acc/mean@1:0.500" in second
+    assert second.endswith(" - eta:at most 0:00")
     assert third == "step:2 - critic/score/mean:nan - eta:0:00"
 
 
@@ -120,10 +123,41 @@ def test_time_left_is_the_mean_step_times_the_steps_to_go(monkeypatch: pytest.Mo
         logger.log(step, {})
     assert written(console).splitlines() == [
         "step:0",
-        "step:1 - eta:1:22:30",
+        "step:1 - eta:at most 1:22:30",
         "step:2 - eta:1:21:40",
         "step:3 - eta:1:20:50",
     ]
+
+
+def test_the_first_step_counts_for_the_time_left_only_until_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    console = Screen(file=io.StringIO(), width=200)
+    logger = ConsoleLogger(run_info(total_steps=12), console)
+    for step, seconds in ((1, 60), (2, 10)):
+        now[0] += seconds
+        logger.log(step, {})
+    assert written(console).splitlines() == ["step:1 - eta:at most 11:00", "step:2 - eta:1:40"]
+
+
+FULL = METRICS | {
+    "actor/reward_kl_penalty": 0.02, "actor/entropy": 1.2, "actor/grad_norm": 1.3, "critic/grad_norm": 8.9,
+    "critic/vf_explained_var": 0.44,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_narrow_terminal_leaves_out_what_matters_least(width: int) -> None:
+    console = terminal(width)
+    logger = ConsoleLogger(run_info(), console)
+    logger.log(1, FULL)
+    logger.close()
+    header, row = (line for line in written(console).splitlines() if "score" in line or "0.412" in line)
+    shown = {label for label in LABELS if label in header}
+    assert shown >= {"score", "val", "expl var", "s/step"}, "the numbers that tell whether it learns, and how fast"
+    assert (shown == set(LABELS)) == (width == 200)
+    assert "6.1" in row
+    assert max(map(len, (re.sub(r"\r|\x1b\[[0-9;?]*[a-zA-Z]", "", text) for text in (header, row)))) < width
 
 
 def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
@@ -164,8 +198,9 @@ def test_a_screen_that_fails_is_switched_off_and_said_once(
 def test_odd_terminals(terminal: str, tmp_path: Path) -> None:
     code = (
         "import pathlib\n"
-        "from tether.metrics.loggers.console import ConsoleLogger, Screen\n"
+        "from tether.metrics.loggers.console import ConsoleLogger\n"
         "from tether.metrics.loggers.protocol import RunInfo\n"
+        "from tether.runtime.terminal import Screen\n"
         "logger = ConsoleLogger(RunInfo(pathlib.Path(), 'p', 'e', {}, total_steps=2), Screen(force_terminal=True))\n"
         "logger.phase('gen', 1); logger.log(1, {'critic/score/mean': 0.5}); logger.close()\n"
         "print('alive')"

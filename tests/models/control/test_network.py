@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tether.models.control.cnn import Cnn
-from tether.models.control.lstm import Lstm
+from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
+from tether.models.control.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
 from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
-from tether.models.control.policy import load_policy, make_policy, save_policy
 from tether.models.control.spec import Memory, PolicySpec
 
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "relu"}
@@ -74,47 +75,75 @@ def test_the_small_cnn_fits_any_picture(size):
     assert net(torch.zeros(2, *size, dtype=torch.uint8)).shape == (2, net.features)
 
 
-def test_the_lstm_is_torchs():
-    ours, theirs = Lstm(3, 4, torch.Generator().manual_seed(0)).double(), nn.LSTM(3, 4, batch_first=True).double()
-    with torch.no_grad():
-        for mine, other in ((ours.inputs, theirs.weight_ih_l0), (ours.recurrent, theirs.weight_hh_l0)):
-            other.copy_(mine.weight.unflatten(0, (4, 4))[[2, 1, 3, 0]].flatten(0, 1))  # write, keep, candidate, read
-        theirs.bias_ih_l0.zero_()
-        theirs.bias_hh_l0.zero_()
+def stepped(lstm, x, starts, state):
+    """Outputs and last cells of sequences of torch's LSTM, a step at a time, with its state reset by hand."""
+    outputs, (hidden, cell) = [], (part[None].contiguous() for part in state.chunk(2, dim=1))
+    for t in range(x.shape[1]):
+        keep = (~starts[:, t, None]).to(x.dtype)
+        output, (hidden, cell) = lstm(x[None, :, t], (hidden * keep, cell * keep))
+        outputs.append(output[0])
+    return torch.stack(outputs, dim=1), cell[0]
+
+
+# Pieces of one step, of all steps, of lengths with and without others like them, and a start at the very end.
+STARTS = {
+    "none": [(), (), ()],
+    "the first steps": [(0,), (0,), (0,)],
+    "every step": [range(9), range(9), range(9)],
+    "here and there": [(0, 4), (1, 2, 8), ()],
+}
+
+
+@pytest.mark.parametrize("places", STARTS.values(), ids=STARTS)
+def test_sequences_are_cut_where_episodes_begin(places):
+    lstm = orthogonal_lstm(3, 4, torch.Generator().manual_seed(0)).double()
     generator = torch.Generator().manual_seed(1)
-    x, state = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, 6, 3), (2, 8)))
-    expected, (_, cell) = theirs(x, (state[None, :, :4].contiguous(), state[None, :, 4:].contiguous()))
-    states = ours(x, None, state)
-    torch.testing.assert_close(states[..., :4], expected)
-    torch.testing.assert_close(states[:, -1, 4:], cell[0])
-    mine = torch.autograd.grad(states[..., :4].square().sum(), ours.recurrent.weight)[0]
-    other = torch.autograd.grad(expected.square().sum(), theirs.weight_hh_l0)[0]
-    torch.testing.assert_close(mine.unflatten(0, (4, 4))[[2, 1, 3, 0]].flatten(0, 1), other)
-
-
-def test_backward_of_the_lstm_by_hand_is_what_differences_say():
-    lstm = Lstm(3, 2, torch.Generator().manual_seed(0)).double()
-    generator = torch.Generator().manual_seed(1)
-    x, state = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 3), (3, 4)))
-    starts = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
-
-    def states(x, inputs, bias, recurrent):
-        weights = {"inputs.weight": inputs, "inputs.bias": bias, "recurrent.weight": recurrent}
-        return torch.func.functional_call(lstm, weights, (x, starts, state))
-
-    arguments = [x, lstm.inputs.weight, lstm.inputs.bias, lstm.recurrent.weight]
-    assert torch.autograd.gradcheck(states, [argument.detach().requires_grad_() for argument in arguments])
+    x = torch.randn(3, 9, 3, dtype=torch.float64, generator=generator).requires_grad_()
+    state = torch.randn(3, 8, dtype=torch.float64, generator=generator)
+    starts = torch.zeros(3, 9, dtype=torch.bool)
+    for row, steps in enumerate(places):
+        starts[row, list(steps)] = True
+    expected, cell = stepped(lstm, x, starts, state)
+    found, states = run_sequences(lstm, x, starts, state), run_steps(lstm, x, starts, state)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(states[..., :4], expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(states[:, -1, 4:], cell, rtol=1e-12, atol=1e-14)
+    weighted = torch.randn(3, 9, 4, dtype=torch.float64, generator=generator)
+    learned = [x, *lstm.parameters()]
+    for mine, other in zip(
+        torch.autograd.grad((found * weighted).sum(), learned),
+        torch.autograd.grad((expected * weighted).sum(), learned),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
 
 
 def test_an_episode_knows_nothing_of_the_one_before():
-    lstm = Lstm(3, 4, torch.Generator().manual_seed(0))
+    lstm = orthogonal_lstm(3, 4, torch.Generator().manual_seed(0))
     x, state, starts = torch.randn(2, 6, 3), torch.randn(2, 8), torch.zeros(2, 6, dtype=torch.bool)
     starts[0, 4] = starts[1, 0] = True
-    states = lstm(x, starts, state)
-    nothing = torch.zeros(1, 8)
-    torch.testing.assert_close(states[:1, :4], lstm(x[:1, :4], None, state[:1]))
-    torch.testing.assert_close(states[:1, 4:], lstm(x[:1, 4:], None, nothing))
-    torch.testing.assert_close(states[1:], lstm(x[1:], None, nothing))
+    for run in (run_sequences, run_steps):
+        states = run(lstm, x, starts, state)
+        nothing, never = torch.zeros(1, 8), torch.zeros_like(starts)
+        torch.testing.assert_close(states[:1, :4], run(lstm, x[:1, :4], never[:1, :4], state[:1]))
+        torch.testing.assert_close(states[:1, 4:], run(lstm, x[:1, 4:], never[:1, 4:], nothing))
+        torch.testing.assert_close(states[1:], run(lstm, x[1:], never[1:], nothing))
+
+
+def test_weights_of_an_lstm_load_into_torchs(tmp_path):
+    save_policy(make(SPECS["lstm"]), tmp_path / "policy")
+    weights = load_file(tmp_path / "policy" / WEIGHTS_FILE)
+    theirs = nn.LSTM(6, 4)
+    theirs.load_state_dict({name: weights[f"torso.lstm.{name}"] for name, _ in theirs.named_parameters()})
+
+
+def test_weights_of_the_lstm_before_are_refused_by_name(tmp_path):
+    save_policy(make(SPECS["lstm"]), tmp_path / "policy")
+    file = tmp_path / "policy" / WEIGHTS_FILE
+    weights = {name: value for name, value in load_file(file).items() if ".lstm." not in name}
+    save_file(weights | {"torso.lstm.inputs.weight": torch.zeros(16, 6)}, file)
+    with pytest.raises(ValueError, match=r"policy\.safetensors.*torso\.lstm\.inputs\.weight.*train"):
+        load_policy(tmp_path / "policy")
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -158,7 +187,7 @@ def test_acting_and_learning_see_the_same(name):
     for row, (t, column) in enumerate(zip(*(part.tolist() for part in final_at), strict=True)):
         with torch.no_grad():
             after = torch.from_numpy(states[t][column : column + 1])
-            value = policy(seen(policy, final_rows[row : row + 1]).unsqueeze(1), None, after)[1][0, 0]
+            value = policy.step(seen(policy, final_rows[row : row + 1]).unsqueeze(1), None, after)[1][0, 0]
         torch.testing.assert_close(review.final_values[row], value, atol=1e-5, rtol=1e-5)
 
 
@@ -196,7 +225,7 @@ def test_saved_and_loaded(name, tmp_path):
 
 def test_first_weights_are_orthogonal_and_the_policy_begins_undecided():
     policy = make_policy(SPECS["cnn and lstm"], seed=0)
-    weight = policy.torso.lstm.recurrent.weight
+    weight = policy.torso.lstm.weight_hh_l0
     torch.testing.assert_close(weight.t() @ weight, torch.eye(4), atol=1e-5, rtol=0)
     weight = policy.torso.cnn.layers[1].weight.flatten(1)
     torch.testing.assert_close(weight @ weight.t(), 2 * torch.eye(32), atol=1e-5, rtol=0)

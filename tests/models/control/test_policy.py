@@ -6,8 +6,8 @@ import torch
 
 from tether.models.control.heads import CategoricalHead, GaussianHead
 from tether.models.control.mlp import ACTIVATIONS, Mlp
+from tether.models.control.mlp_policy import ControlPolicy, PolicySpec, load_policy, save_policy
 from tether.models.control.normalize import RunningNormalizer
-from tether.models.control.policy import ControlPolicy, PolicySpec, load_policy, save_policy
 
 SPECS = [
     PolicySpec(4, None, 2, hidden_dim=8, num_layers=2, normalize_observations=True, activation="elu"),

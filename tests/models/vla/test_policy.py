@@ -4,13 +4,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tether.models.control.mlp_policy import load_policy, save_policy
 from tether.models.control.pictures import NUMBERS, PICTURE
-from tether.models.control.policy import load_policy, save_policy
 from tether.models.vla.policy import VlaPolicy
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
-from tether.training.control import ControlLearner, ControlLoss, ControlPlan
-from tether.training.optimizer import OptimizerOptions
-from tether.training.samples import Samples
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.samples import Samples
+from tether.training.engines.optimizer import OptimizerOptions
 
 SPEC = {
     "obs_dim": 199, "action_width": 2, "low": (-1.0, 0.0), "high": (1.0, 3.0), "num_action_chunks": 2,

@@ -1,6 +1,6 @@
 """Advantage estimators: token rewards and a mask in, advantages and returns out.
 
-Every estimator can be called with the keywords of all of them (`tether.algorithms.uniform`).
+Every estimator can be called with the keywords of all of them (`tether.algorithms.registry`).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tether.algorithms.advantages.group_relative import (
 )
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.advantages.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from tether.algorithms.uniform import uniform
+from tether.algorithms.registry import uniform
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Advantages]] = uniform(
     {
@@ -41,7 +41,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Advantages]] = uniform(
     },
     meaning={
         "values": "[B, T]: the critic's estimate before each token",
-        "uid": "[B]: the prompt group of each row",
+        "uid": "[B]: the prompt group of each row, as integers or anything hashable",
         "old_log_probs": "[B, T]: log-probability of each sampled token",
         "sum_pi_squared": "[B, T]: sum over the vocabulary of the squared probabilities",
         "reward_baselines": "[B]: the score of a greedy answer to the prompt of each row",

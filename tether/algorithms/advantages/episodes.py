@@ -5,12 +5,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tether.algorithms.advantages.result import Advantages
-from tether.algorithms.masking import select
+from tether.algorithms.checks import Fraction
+from tether.algorithms.masking import select, widen
 from tether.algorithms.shapes import Mask, Tokens
 
 
+@torch.no_grad()
 def episodic_gae(
-    rewards: Tokens, values: Tokens, next_values: Tokens, ends: Mask, valid: Mask, *, gamma: float, lam: float
+    rewards: Tokens, values: Tokens, next_values: Tokens, ends: Mask, valid: Mask, *, gamma: Fraction, lam: Fraction
 ) -> Advantages:
     """`gae` of every episode of every row (Schulman et al. 2016, arXiv 1506.02438); not whitened.
 
@@ -35,8 +37,9 @@ def episodic_gae(
     return Advantages(select(advantages, valid), select(advantages + values, valid))
 
 
+@torch.no_grad()
 def discounted_sums(
-    rewards: Float[Tensor, "B T"], starts: Mask, before: Float[Tensor, " B"], gamma: float
+    rewards: Float[Tensor, "B T"], starts: Mask, before: Float[Tensor, " B"], gamma: Fraction
 ) -> Float[Tensor, "B T"]:
     """Sum the rewards of an episode so far: R_t = r_t + gamma R_{t-1}, with R_t = r_t where an episode starts.
 
@@ -46,8 +49,11 @@ def discounted_sums(
         before: R of the step before the first one.
         gamma: discount of a step.
     """
+    rewards = widen(rewards)
     carry = gamma * (~starts.bool()).to(rewards.dtype)
-    rewards = torch.cat([(rewards[:, 0] + carry[:, 0] * before)[:, None], rewards[:, 1:]], dim=1)
+    rewards = torch.cat(
+        [rewards[:, :1] + _carried(carry[:, :1], widen(before)[:, None].expand_as(carry[:, :1])), rewards[:, 1:]], dim=1
+    )
     return linear_recurrence(rewards.flip(1), carry.flip(1)).flip(1)
 
 
@@ -63,8 +69,13 @@ def linear_recurrence(x: Float[Tensor, "B T"], carry: Float[Tensor, "B T"]) -> F
         head = slice(None, -distance)
         # Both right sides are complete before anything is written.
         x[:, head], carry[:, head] = (
-            x[:, head] + carry[:, head] * x[:, distance:],
+            x[:, head] + _carried(carry[:, head], x[:, distance:]),
             carry[:, head] * carry[:, distance:],
         )
         distance *= 2
     return x
+
+
+def _carried(carry: Float[Tensor, "B T"], later: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Multiply, but take nothing over the end of an episode: 0 times the NaN of another one would be NaN."""
+    return torch.where(carry == 0, 0.0, carry * later)

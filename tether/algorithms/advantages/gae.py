@@ -3,6 +3,7 @@
 import torch
 
 from tether.algorithms.advantages.result import Advantages
+from tether.algorithms.checks import Fraction, Positive
 from tether.algorithms.masking import masked_sum, masked_whiten, select, spread
 from tether.algorithms.shapes import Mask, Rows, Tokens
 
@@ -12,9 +13,9 @@ def gae(
     response_mask: Mask,
     *,
     values: Tokens,
-    gamma: float = 1.0,
-    lam: float | Rows = 1.0,
-    critic_lam: float | None = None,
+    gamma: Fraction = 1.0,
+    lam: Fraction | Rows = 1.0,
+    critic_lam: Fraction | None = None,
     bootstrap_values: Rows | None = None,
     normalize_advantages: bool = True,
 ) -> Advantages:
@@ -50,7 +51,7 @@ def gae(
     return Advantages(masked_whiten(advantages, response_mask) if normalize_advantages else advantages, returns)
 
 
-def length_adaptive_lambda(response_mask: Mask, alpha: float) -> Rows:
+def length_adaptive_lambda(response_mask: Mask, alpha: Positive) -> Rows:
     """Choose a lambda by length: 1 - 1 / (alpha n) for a row of n tokens, not below 0 (VAPO, arXiv 2504.05118).
 
     Temporal differences of the end then reach back over a constant share of the row. VAPO takes alpha = 0.05.
@@ -64,7 +65,7 @@ def length_adaptive_lambda(response_mask: Mask, alpha: float) -> Rows:
     return (1 - 1 / (alpha * length)).clamp(min=0.0)
 
 
-def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gamma: float = 1.0) -> Advantages:
+def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gamma: Fraction = 1.0) -> Advantages:
     """Whitened discounted return of each token (REINFORCE++, Hu 2025, arXiv 2501.03262); needs no critic, no groups.
 
     G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. What comes after a tool's
@@ -121,7 +122,7 @@ def _scan(
     """Run the recursion of `gae` from the end; a masked position hands on what it was given."""
     mask = response_mask.bool()
     rewards, values = select(rewards, mask), select(values, mask)
-    advantage = torch.zeros_like(rewards[:, 0])
+    advantage = rewards.new_zeros(len(rewards))
     next_value = advantage
     if bootstrap_values is not None:
         next_value = select(bootstrap_values, mask.any(dim=-1))

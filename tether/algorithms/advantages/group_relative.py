@@ -10,15 +10,16 @@ from torch import Tensor
 
 from tether.algorithms.advantages.groups import score_groups
 from tether.algorithms.advantages.result import Advantages, outcome
-from tether.algorithms.masking import masked_whiten, spread
-from tether.algorithms.shapes import Mask, RowIds, Tokens
+from tether.algorithms.checks import Positive
+from tether.algorithms.masking import masked_whiten, spread, widen
+from tether.algorithms.shapes import GroupIds, Mask, Tokens
 
 EPSILON = 1e-6
 """Added to a standard deviation before dividing, as in verl."""
 
 
 def grpo(
-    token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
     """Score in standard deviations above the group's mean (GRPO, Shao et al. 2024, arXiv 2402.03300).
 
@@ -39,7 +40,7 @@ def grpo(
 
 
 def grpo_vectorized(
-    token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
     """`grpo` with a floor of 1e-3 under the std, which is all that verl's function of this name does differently.
 
@@ -58,7 +59,7 @@ def grpo_vectorized(
 
 
 def grpo_passk(
-    token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
     """Only the best answer of a group learns: its lead over the second best (Pass@k training, arXiv 2503.19595).
 
@@ -72,16 +73,17 @@ def grpo_passk(
     Keys: `algorithm.adv_estimator=grpo_passk`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
-    is_best = groups.valid & (scores == groups.max(scores))
+    best = groups.max(scores)
+    is_best = groups.valid & (scores == best)
     second = groups.max(torch.where(is_best, -torch.inf, scores))
     sole = is_best & (groups.sum(is_best.to(scores.dtype)) == 1) & (groups.size() > 1)
-    lead = torch.where(sole, scores - second, 0.0)
+    lead = torch.where(best.isnan(), best, torch.where(sole, scores - second, 0.0))
     if norm_adv_by_std_in_grpo:
         lead = lead / (groups.std(scores) + EPSILON)
     return outcome(lead, response_mask)
 
 
-def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """Score minus the mean of the group's *other* scores (RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
 
     A = s - mean of the others = k / (k - 1) (s - mean). A group of one keeps its score.
@@ -97,7 +99,7 @@ def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Ad
     return outcome(torch.where(size > 1, others, scores), response_mask)
 
 
-def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """`rloo`, but a group of one gets 0, as in verl's function of this name.
 
     A = k / (k - 1) (s - mean) for k > 1.
@@ -112,7 +114,7 @@ def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: Ro
     return outcome(groups.centre(scores) * size / (size - 1).clamp(min=1), response_mask)
 
 
-def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """Score minus the group's mean, whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262, baseline).
 
     A = (s - mean) brought to mean 0 and variance 1 over tokens (`masked_whiten`). A group of one keeps its score,
@@ -128,7 +130,7 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mas
     return Advantages(whitened, whitened)
 
 
-def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Advantages:
+def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """Score minus the group's length-weighted mean (OPO, Hao et al. 2025, arXiv 2505.23585).
 
     A = s - sum_i n_i s_i / sum_i n_i with n_i the tokens of row i: the baseline of least variance if the gradient of
@@ -147,7 +149,7 @@ def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds) -> Adv
     return outcome(torch.where(groups.size() > 1, advantages, scores), response_mask)
 
 
-def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: RowIds, f_norm: float = 1.0) -> Advantages:
+def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, f_norm: Positive = 1.0) -> Advantages:
     """Score minus the group's mean, scaled up where many scores are 0 (GPG, Chu et al. 2025, arXiv 2504.02546).
 
     A = alpha (s - mean) / f_norm with alpha = rows / rows with a score other than 0, both over the whole batch, not
@@ -168,7 +170,7 @@ def gdpo(
     token_level_rewards: Tokens,
     response_mask: Mask,
     *,
-    uid: RowIds,
+    uid: GroupIds,
     reward_components: Float[Tensor, "B R"],
     component_weights: Float[Tensor, " R"] | None = None,
 ) -> Advantages:
@@ -176,7 +178,8 @@ def gdpo(
 
     A = whiten(sum_r w_r (s_r - mean_r) / (std_r + 1e-6)), whitened over the tokens of the batch. Summed first, rewards
     of different size and rarity collapse onto a few advantages; normalised first, each keeps its say. In a group of
-    one each component keeps its score. The components are the whole reward: token_level_rewards is not read.
+    one each component keeps its score. The components are the whole reward: token_level_rewards is not read. (NeMo RL
+    whitens over rows.)
 
     Assumes: every component is meant to count, by its weight and not by its scale.
     Use it: with several rewards of different scale or rarity, such as format, length and correctness.
@@ -192,9 +195,10 @@ def gdpo(
         component_weights: w_r; None: all 1.
     """
     _, groups = score_groups(token_level_rewards, response_mask, uid)
+    reward_components = widen(reward_components)
     if component_weights is None:
-        component_weights = torch.ones_like(reward_components[0])
-    total = torch.zeros_like(reward_components[:, 0])
+        component_weights = reward_components.new_ones(reward_components.shape[1])
+    total = reward_components.new_zeros(len(reward_components))
     for scores, weight in zip(reward_components.unbind(dim=1), component_weights, strict=True):
         total = total + weight * groups.over_mean(scores) / (groups.std(scores) + EPSILON)
     whitened = masked_whiten(spread(total, response_mask), response_mask)

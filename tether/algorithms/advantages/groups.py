@@ -1,13 +1,16 @@
 """Statistics of the rows that answer the same prompt."""
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tether.algorithms.masking import masked_sum
-from tether.algorithms.shapes import Mask, RowIds, Rows, Tokens
+from tether.algorithms.shapes import GroupIds, Mask, RowIds, Rows, Tokens
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,10 @@ class Groups:
     count: int
 
     @classmethod
-    def of(cls, uid: RowIds, response_mask: Mask) -> "Groups":
-        """Group by equal uid: any integers, in any order, any number of rows each."""
+    def of(cls, uid: GroupIds, response_mask: Mask) -> "Groups":
+        """Group by equal uid, in any order, any number of rows each."""
+        if not isinstance(uid, Tensor):
+            uid = torch.tensor(_numbered(uid), dtype=torch.long, device=response_mask.device)
         labels, member = torch.unique(uid, return_inverse=True)
         return cls(member, response_mask.bool().any(dim=-1), labels.numel())
 
@@ -61,13 +66,25 @@ class Groups:
         return torch.where(size > 1, variance.sqrt(), 1.0)
 
 
-def score_groups(token_level_rewards: Tokens, response_mask: Mask, uid: RowIds) -> tuple[Rows, Groups]:
+def _numbered(uid: Iterable[Any]) -> list[int]:
+    """Give equal labels the same number."""
+    numbers: dict[Hashable, int] = {}
+    member = []
+    for row, given in enumerate(uid):
+        label = given.item() if isinstance(given, Tensor | np.generic) else given
+        if not isinstance(label, Hashable) or label != label:
+            raise ValueError(f"uid: row {row} is {given!r}; expected something hashable that is equal to itself")
+        member.append(numbers.setdefault(label, len(numbers)))
+    return member
+
+
+def score_groups(token_level_rewards: Tokens, response_mask: Mask, uid: GroupIds) -> tuple[Rows, Groups]:
     """Sum the rewards over the tokens of each row, and group the rows."""
     return masked_sum(token_level_rewards, response_mask, dim=-1), Groups.of(uid, response_mask)
 
 
-def informative_rows(scores: Rows, response_mask: Mask, uid: RowIds) -> Bool[Tensor, " B"]:
+def informative_rows(scores: Rows, response_mask: Mask, uid: GroupIds) -> Bool[Tensor, " B"]:
     """Find the valid rows whose group has two different scores: the others have no advantage (dynamic sampling)."""
     groups = Groups.of(uid, response_mask)
     scores = torch.where(groups.valid, scores, 0.0)
-    return groups.valid & (groups.max(scores) > -groups.max(-scores))
+    return groups.valid & (groups.max(scores) != -groups.max(-scores))  # a NaN is not hidden: it equals nothing

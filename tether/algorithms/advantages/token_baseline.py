@@ -11,14 +11,14 @@ from tether.algorithms.advantages.gae import discounted_returns
 from tether.algorithms.advantages.groups import Groups
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.masking import select
-from tether.algorithms.shapes import Mask, RowIds, Tokens
+from tether.algorithms.shapes import GroupIds, Mask, Tokens
 
 
 def optimal_token_baseline(
     token_level_rewards: Tokens,
     response_mask: Mask,
     *,
-    uid: RowIds,
+    uid: GroupIds,
     old_log_probs: Tokens,
     sum_pi_squared: Tokens,
     rollout_is_weights: Tokens | None = None,
@@ -62,7 +62,7 @@ def tir_optimal_token_baseline(
     token_level_rewards: Tokens,
     response_mask: Mask,
     *,
-    uid: RowIds,
+    uid: GroupIds,
     old_log_probs: Tokens,
     sum_pi_squared: Tokens,
     rollout_is_weights: Tokens | None = None,

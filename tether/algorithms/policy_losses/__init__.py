@@ -1,6 +1,6 @@
 """Policy losses: log-probabilities and advantages in, one loss for each token out, not aggregated.
 
-Every loss can be called with the keywords of all of them (`tether.algorithms.uniform`).
+Every loss can be called with the keywords of all of them (`tether.algorithms.registry`).
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from tether.algorithms.policy_losses.clipped import cispo, decoupled, interpolat
 from tether.algorithms.policy_losses.selection import select_clip_cov, select_kl_cov
 from tether.algorithms.policy_losses.sequence import geo_mean, gspo
 from tether.algorithms.policy_losses.unclipped import clip_cov, gpg, kl_cov, sapo
+from tether.algorithms.registry import uniform
 from tether.algorithms.token_loss import TokenLoss
-from tether.algorithms.uniform import uniform
-from tether.required import REQUIRED_AGGREGATION
+from tether.loss_requirements import REQUIRED_AGGREGATION
 
 __all__ = [
     "POLICY_LOSSES",
@@ -41,6 +41,7 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
         "selected": "[B, T]: the tokens that TOKEN_SELECTIONS[name] chose over the whole mini-batch",
         "rollout_log_probs": "[B, T]: log-probabilities of the policy that sampled",
     },
+    learns="log_probs",
 )
 
 TOKEN_SELECTIONS: dict[str, Callable[..., Bool[Tensor, "B T"]]] = uniform(

@@ -1,5 +1,6 @@
 """The loss that takes the sampler itself as the old policy and corrects for it on the fly."""
 
+from tether.algorithms.checks import AboveOne, NonNegative, Positive
 from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.clipped import vanilla
 from tether.algorithms.policy_losses.common import ratio_metrics, weighted
@@ -17,12 +18,12 @@ def bypass_mode(
     *,
     loss_type: str = "ppo_clip",
     rollout_is: str | None = None,
-    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold: Positive = 2.0,
     rollout_rs: RejectionBounds | None = None,
-    veto_threshold: float | None = None,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = 3.0,
+    veto_threshold: Positive | None = None,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    clip_ratio_c: AboveOne | None = 3.0,
 ) -> TokenLoss:
     """Skip the recomputed log-probabilities: old_log_probs are the sampler's own (verl's bypass mode).
 

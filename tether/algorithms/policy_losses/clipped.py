@@ -2,7 +2,8 @@
 
 import torch
 
-from tether.algorithms.masking import select
+from tether.algorithms.checks import AboveOne, NonNegative, Positive
+from tether.algorithms.masking import select, widen
 from tether.algorithms.policy_losses.common import ratio_metrics, weighted
 from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, RowIds, Tokens
@@ -15,9 +16,9 @@ def vanilla(
     advantages: Tokens,
     response_mask: Mask,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = 3.0,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    clip_ratio_c: AboveOne | None = 3.0,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """PPO's clipped loss (Schulman et al. 2017, arXiv 1707.06347) with dual clip (Ye et al. 2019, arXiv 1912.09729).
@@ -57,8 +58,8 @@ def cispo(
     advantages: Tokens,
     response_mask: Mask,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """REINFORCE with a clipped ratio as a constant weight (CISPO, MiniMax 2025, arXiv 2506.13585).
@@ -87,10 +88,10 @@ def decoupled(
     response_mask: Mask,
     *,
     rollout_log_probs: Tokens,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = 3.0,
-    behave_weight_threshold: float | None = None,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
+    clip_ratio_c: AboveOne | None = 3.0,
+    behave_weight_threshold: Positive | None = None,
 ) -> TokenLoss:
     """PPO for stale rollouts: clip around a proximal policy, weigh by the behaviour policy (Hilton et al. 2110.00641).
 
@@ -124,6 +125,7 @@ def decoupled(
     return TokenLoss(clipped.loss * select(weight, kept), metrics)
 
 
+@torch.no_grad()
 def interpolate_proximal(
     log_probs: Tokens, rollout_log_probs: Tokens, *, sample_version: RowIds, current_version: int
 ) -> Tokens:
@@ -132,6 +134,7 @@ def interpolate_proximal(
     log p_old = log p_rollout + alpha (log p - log p_rollout), without gradient, with alpha = (v - 1 - u) / (v - u) in
     [0, 1] for rows that were sampled by version u when the trainer is at version v; alpha = 0 where u >= v.
     """
+    log_probs, rollout_log_probs = widen(log_probs), widen(rollout_log_probs)
     age = (current_version - sample_version).to(rollout_log_probs.dtype)
     alpha = torch.where(age > 0, (age - 1) / age.clamp(min=1), 0.0)
-    return rollout_log_probs + alpha[:, None] * (log_probs.detach() - rollout_log_probs)
+    return rollout_log_probs + alpha[:, None] * (log_probs - rollout_log_probs)

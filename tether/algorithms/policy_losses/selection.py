@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from tether.algorithms.checks import Fraction, NonNegative
 from tether.algorithms.masking import masked_mean, select
 from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
@@ -21,11 +22,11 @@ def select_clip_cov(
     response_mask: Mask,
     *,
     generator: torch.Generator,
-    clip_cov_ratio: float = 2e-4,
+    clip_cov_ratio: Fraction = 2e-4,
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
 ) -> Bool[Tensor, "B T"]:
     """Draw tokens whose covariance lies strictly between the bounds, among those that PPO does not clip anyway.
 
@@ -59,7 +60,7 @@ def select_kl_cov(
     advantages: Tokens,
     response_mask: Mask,
     *,
-    kl_cov_ratio: float = 2e-4,
+    kl_cov_ratio: Fraction = 2e-4,
 ) -> Bool[Tensor, "B T"]:
     """Take the tokens of the largest covariance: the fraction kl_cov_ratio of the mini-batch's, at least one."""
     mask = response_mask.bool()

@@ -2,6 +2,7 @@
 
 import torch
 
+from tether.algorithms.checks import NonNegative
 from tether.algorithms.masking import masked_mean, select, spread
 from tether.algorithms.policy_losses.common import ratio_metrics, weighted
 from tether.algorithms.ratio import bounded_log_ratio
@@ -15,8 +16,8 @@ def gspo(
     advantages: Tokens,
     response_mask: Mask,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """PPO with the geometric mean of a row's ratios (GSPO-token, Zheng et al. 2025, arXiv 2507.18071).
@@ -50,8 +51,8 @@ def geo_mean(
     advantages: Tokens,
     response_mask: Mask,
     *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """The geometric mean of a row's clipped ratios (GMPO, Zhao et al. 2025, arXiv 2507.20673).
@@ -74,7 +75,7 @@ def geo_mean(
     ratio = masked_mean(bounded, response_mask, dim=-1).exp()
     row_loss = -masked_mean(advantages, response_mask, dim=-1) * ratio
     if rollout_is_weights is not None:
-        row_loss = row_loss * masked_mean(rollout_is_weights.log(), response_mask, dim=-1).exp()
+        row_loss = row_loss * masked_mean(select(rollout_is_weights, response_mask).log(), response_mask, dim=-1).exp()
     outside = clipped != log_ratio
     metrics = ratio_metrics(log_ratio, response_mask) | {
         "actor/pg_clipfrac": Mean.of(outside & (advantages > 0), response_mask),

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from tether.algorithms.checks import NonNegative, Positive
 from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.common import ratio_metrics, weighted
 from tether.algorithms.ratio import bounded_log_ratio
@@ -39,8 +40,8 @@ def sapo(
     advantages: Tokens,
     response_mask: Mask,
     *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """A soft gate instead of the clip (SAPO, Gao et al. 2025, arXiv 2511.20347).
@@ -69,8 +70,8 @@ def clip_cov(
     response_mask: Mask,
     *,
     selected: Shaped[Tensor, "B T"],
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
+    clip_ratio_low: NonNegative = 0.2,
+    clip_ratio_high: NonNegative = 0.2,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """PPO without the few tokens that make the entropy collapse (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
@@ -101,7 +102,7 @@ def kl_cov(
     response_mask: Mask,
     *,
     selected: Shaped[Tensor, "B T"],
-    ppo_kl_coef: float = 0.1,
+    ppo_kl_coef: NonNegative = 0.1,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
     """Policy gradient with a penalty on the tokens that make the entropy collapse (KL-Cov, arXiv 2505.22617).

@@ -8,11 +8,8 @@ from tether.config.schema.algorithm import KlKind
 from tether.config.schema.engine import (
     CheckpointConfig,
     FsdpConfig,
-    MegatronConfig,
     ProfilerConfig,
     RefFsdpConfig,
-    RouterReplayConfig,
-    Strategy,
 )
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.section import (
@@ -22,6 +19,7 @@ from tether.config.schema.section import (
     Inherits,
     NonNegative,
     NullIsUnset,
+    OwnFunction,
     Positive,
     PositiveFloat,
     Section,
@@ -38,7 +36,7 @@ LossMode = Literal[
 class PolicyLossConfig(Section):
     """`actor.policy_loss`: which policy loss."""
 
-    loss_mode: LossMode = "vanilla"
+    loss_mode: LossMode | OwnFunction = "vanilla"
     """Policy loss; vanilla is PPO's clipped surrogate with dual clip, decoupled RLinf's decoupled_actor_critic."""
     clip_cov_ratio: Fraction = 2e-4
     """clip_cov: share of a mini-batch's tokens whose gradient is dropped; at least one token."""
@@ -71,9 +69,9 @@ class ActorConfig(Section):
     """Passes over each training batch."""
     shuffle: bool = False
     """Deal rows to mini-batches in a new random order each pass."""
-    clip_ratio: Fraction = 0.2
+    clip_ratio: NonNegative = 0.2
     """PPO's clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."""
-    clip_ratio_low: Annotated[Fraction, Inherits(".clip_ratio")]
+    clip_ratio_low: Annotated[NonNegative, Inherits(".clip_ratio")]
     """Lower side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
     clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio")]
     """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
@@ -102,13 +100,10 @@ class ActorConfig(Section):
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
     fsdp_config: FsdpConfig
-    strategy: Strategy = "fsdp"
-    """Training engine."""
     use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
     """Another name of model.use_remove_padding."""
     ulysses_sequence_parallel_size: Positive = 1
     """Ranks that share one sequence; needs use_remove_padding."""
-    megatron: MegatronConfig
     checkpoint: CheckpointConfig
     data_loader_seed: int | None = 42
     """verl's seed of shuffle."""
@@ -134,10 +129,7 @@ class ActorConfig(Section):
     """Do not train the vision tower."""
     rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
     """verl's copy of rollout.n."""
-    load_weight: bool = True
-    """Megatron: load weights at start."""
     profiler: ProfilerConfig
-    router_replay: RouterReplayConfig
 
 
 class RefConfig(Section):
@@ -154,13 +146,10 @@ class RefConfig(Section):
     log_prob_max_token_len_per_gpu: Annotated[Positive, Inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")]
     """Tokens a forward pass when log_prob_use_dynamic_bsz is on."""
     fsdp_config: RefFsdpConfig
-    strategy: Annotated[Strategy, Inherits("actor_rollout_ref.actor.strategy")]
-    """Engine of the reference."""
     ulysses_sequence_parallel_size: Annotated[
         Positive, Inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     ]
     """Ranks that share one sequence."""
-    megatron: MegatronConfig
     use_torch_compile: Annotated[bool, Inherits("actor_rollout_ref.actor.use_torch_compile")]
     """Compile small kernels."""
     entropy_from_logits_with_chunking: bool = False
@@ -169,7 +158,4 @@ class RefConfig(Section):
     """Recompute entropy in the backward pass."""
     rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
     """verl's copy of rollout.n."""
-    load_weight: bool = True
-    """Megatron: load weights at start."""
     profiler: ProfilerConfig
-    router_replay: RouterReplayConfig

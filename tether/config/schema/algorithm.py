@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from tether.config.schema.section import (
+    Count,
     Floats,
     Fraction,
     Inherits,
     NonNegative,
-    Positive,
+    OwnFunction,
     PositiveFloat,
     Section,
     Strings,
@@ -89,15 +90,15 @@ class FilterGroupsConfig(Section):
     """Drop groups without two different scores and sample further prompts in their place (DAPO)."""
     metric: str = "score"
     """What must differ: score (also called seq_reward), or a key that the reward returns beside it, such as acc."""
-    max_num_gen_batches: Positive = 10
+    max_num_gen_batches: Count = 10
     """Batches of prompts sampled for one step at most; then the step takes what it has. (verl: 0, without end.)"""
 
 
 class AlgorithmConfig(Section):
     """Advantages, and the KL penalty in the reward."""
 
-    adv_estimator: AdvEstimator = "gae"
-    """Advantage estimator; gae has a critic, the others do without."""
+    adv_estimator: AdvEstimator | OwnFunction = "gae"
+    """Advantage estimator; gae has a critic, the others do without. FILE.py:NAME is a function of your own."""
     gamma: Fraction = 1.0
     """Discount factor."""
     lam: Fraction = 1.0

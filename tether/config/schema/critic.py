@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from tether.config.schema.actor import LossAggMode
-from tether.config.schema.engine import CheckpointConfig, MegatronConfig, ProfilerConfig, Strategy
+from tether.config.schema.engine import CheckpointConfig, ProfilerConfig
 from tether.config.schema.model import CriticModelConfig
 from tether.config.schema.optim import CriticOptimConfig
 from tether.config.schema.section import AliasOf, Inherits, Positive, PositiveFloat, Section
@@ -43,18 +43,15 @@ class CriticConfig(Section):
     huber_delta: PositiveFloat | None = None
     """Errors above it count linearly (Huber), which tames outliers; null: every error is squared. (RLinf's key.)"""
     loss_coef: PositiveFloat = 1.0
-    """Embodied runs: weight of the value loss beside the policy loss, which share one gradient norm."""
+    """Embodied runs: weight of the value loss, half the squared error (twice the vf_coef of Stable-Baselines3)."""
     loss_agg_mode: Annotated[LossAggMode | None, Inherits("actor_rollout_ref.actor.loss_agg_mode")]
     """How the losses of tokens become one number; null: token-mean."""
     optim: CriticOptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
     model: CriticModelConfig
-    strategy: Strategy = "fsdp"
-    """Training engine."""
     ulysses_sequence_parallel_size: Positive = 1
     """Ranks that share one sequence; needs model.use_remove_padding."""
-    megatron: MegatronConfig
     checkpoint: CheckpointConfig
     data_loader_seed: int | None = 42
     """verl's seed of shuffle."""
@@ -62,6 +59,4 @@ class CriticConfig(Section):
     """verl's copy of rollout.n."""
     nccl_timeout: Positive = 600
     """Megatron: seconds until a collective gives up."""
-    load_weight: bool = True
-    """Megatron: load weights at start."""
     profiler: ProfilerConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tether.config.schema.section import Inherits, Limit, Options, Positive, Section, Strings
+from tether.config.schema.section import Inherits, Limit, Options, Positive, Section, Seed, Strings
 
 
 class CustomClassConfig(Section):
@@ -55,7 +55,7 @@ class DataConfig(Section):
     """An overlong prompt: refuse it, or cut its left end, its right end, or its middle."""
     shuffle: bool = True
     """Draw training prompts in a new random order each epoch."""
-    seed: Annotated[int, Inherits("trainer.seed")]
+    seed: Annotated[Seed, Inherits("trainer.seed")]
     """Seed of that order."""
     train_max_samples: Limit = -1
     """Use this many training rows: a random subset with shuffle, else the first."""
@@ -73,6 +73,8 @@ class DataConfig(Section):
     """Jinja chat template, as text, instead of the tokenizer's own. (tether's own key.)"""
     apply_chat_template_kwargs: Options
     """Passed to the chat template, for example {enable_thinking: false}."""
+    control_tokens_as_text: bool = False
+    """Read control tokens inside messages, such as <|im_end|>, as plain text; else they act. (tether's own key.)"""
     trust_remote_code: bool = False
     """Let the tokenizer's repository run its own code."""
     custom_cls: CustomClassConfig

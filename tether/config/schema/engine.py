@@ -1,16 +1,27 @@
-"""Sections that actor, reference and critic share: FSDP, Megatron, checkpoint contents, profiler, router replay."""
+"""Sections that actor, reference and critic share: FSDP, checkpoint contents, profiler."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from tether.config.schema.section import Inherits, Options, Section, Strings
+from tether.config.schema.section import Inherits, Section, Strings
 
-Strategy = Literal["fsdp", "fsdp2", "megatron"]
-Dtype = Literal["bfloat16", "float32"]
-MasterDtype = Literal["fp32", "bf16"]
+SHORT = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
+"""Short names of number formats."""
+
+
+def _spelled_out(value: Any) -> Any:
+    return SHORT.get(value.removeprefix("torch."), value.removeprefix("torch.")) if isinstance(value, str) else value
+
+
+def _short(value: Any) -> Any:
+    return {"float32": "fp32", "bfloat16": "bf16"}.get(_spelled_out(value), value) if isinstance(value, str) else value
+
+
+Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_spelled_out)]
+MasterDtype = Annotated[Literal["fp32", "bf16"], BeforeValidator(_short)]
 
 
 class WrapPolicyConfig(Section):
@@ -56,8 +67,6 @@ class FsdpConfig(Section):
     """Compile the model's small kernels."""
     forward_only: bool = False
     """No backward pass."""
-    strategy: Strategy = "fsdp"
-    """FSDP version."""
 
 
 class RefFsdpConfig(FsdpConfig):
@@ -69,57 +78,6 @@ class RefFsdpConfig(FsdpConfig):
     """Number format of the reference's weights."""
     forward_only: bool = True
     """No backward pass."""
-
-
-class MegatronConfig(Section):
-    """`*.megatron`: how Megatron-core splits a model."""
-
-    tensor_model_parallel_size: int = 1
-    """Ranks that split each matrix."""
-    pipeline_model_parallel_size: int = 1
-    """Ranks that split the layers."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Layer blocks a pipeline rank."""
-    expert_model_parallel_size: int = 1
-    """Ranks that split the experts."""
-    expert_tensor_parallel_size: int | None = None
-    """Ranks that split each expert's matrices."""
-    context_parallel_size: int = 1
-    """Ranks that split each sequence."""
-    sequence_parallel: bool = True
-    """Split activations along the sequence between tensor-parallel ranks."""
-    use_distributed_optimizer: bool = True
-    """Shard optimizer state over data-parallel ranks."""
-    param_offload: bool = False
-    """Keep weights on the CPU between uses."""
-    grad_offload: bool = False
-    """Keep gradients on the CPU between uses."""
-    optimizer_offload: bool = False
-    """Keep optimizer state on the CPU between uses."""
-    use_dist_checkpointing: bool = False
-    """Load weights from a Megatron checkpoint."""
-    dist_checkpointing_path: str | None = None
-    """That checkpoint."""
-    dist_checkpointing_prefix: str = ""
-    """Prefix of the names in it."""
-    seed: int = 42
-    """verl's seed of Megatron's engine."""
-    override_ddp_config: Options
-    """More arguments of Megatron's data parallelism."""
-    override_transformer_config: Options
-    """More arguments of Megatron's transformer."""
-    override_mcore_model_config: Options
-    """More arguments of Megatron's model."""
-    use_mbridge: bool = True
-    """Convert weights by mbridge."""
-    vanilla_mbridge: bool = True
-    """Which mbridge."""
-    use_remove_padding: bool = True
-    """Pack sequences."""
-    forward_only: bool = False
-    """No backward pass."""
-    dtype: Dtype = "bfloat16"
-    """Number format of the forward and backward pass."""
 
 
 class CheckpointConfig(Section):
@@ -148,17 +106,6 @@ class ProfilerConfig(Section):
     """Where traces go."""
     tool_config: dict[str, Any] | None = None
     """The tool's own options."""
-
-
-class RouterReplayConfig(Section):
-    """`*.router_replay`: replay of the experts that a mixture-of-experts model chose."""
-
-    mode: str = "disabled"
-    """disabled, or what is recorded and replayed."""
-    record_file: str | None = None
-    """Where choices are recorded."""
-    replay_file: str | None = None
-    """Choices to replay."""
 
 
 class TiledMlpConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Strings
+from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Seed, Strings
 
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 VlaType = Literal["openvla", "openvla_oft"]
@@ -35,6 +35,8 @@ class TrainEnvConfig(Section):
     """Step in this process, in subprocesses, or with the environment's own vector code; auto prefers the last."""
     num_workers: Positive | None = None
     """Threads of envpool, or processes of vectorization=subprocess; null: one a core."""
+    timeout: PositiveFloat = 300.0
+    """Seconds a step or a reset may take; then its process is replaced, or the run ends. (tether's own key.)"""
     pipeline_stage_num: Positive = 1
     """Parts of the environments that take turns: the policy decides for one while another steps. (RLinf's key.)"""
     group_size: Positive = 1
@@ -45,7 +47,7 @@ class TrainEnvConfig(Section):
     """Factor of every reward."""
     use_rel_reward: bool = False
     """Learn from the change of the environment's reward since the last step instead of the reward."""
-    seed: Annotated[int, Inherits("trainer.seed")]
+    seed: Annotated[Seed, Inherits("trainer.seed")]
     """Seed of start states."""
     init_params: Options
     """Arguments of the environment's constructor."""
@@ -87,7 +89,9 @@ class EvalEnvConfig(Section):
     """Step in this process, in subprocesses, or with the environment's own vector code."""
     num_workers: Annotated[Positive | None, Inherits("env.train.num_workers")]
     """Threads of envpool, or processes."""
-    seed: int = 10000
+    timeout: Annotated[PositiveFloat, Inherits("env.train.timeout")]
+    """Seconds a step or a reset may take."""
+    seed: Seed = 10000
     """Seed of start states."""
     confidence: Fraction = 0.95
     """Level of the intervals around means. (tether's own key.)"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tether.config.schema.section import (
     AliasOf,
@@ -40,30 +40,6 @@ class OptimConfig(Section):
     """Cosine: periods over the run; 0.5 ends at the minimum."""
     warmup_style: Annotated[Literal["constant", "cosine"] | None, AliasOf(".lr_scheduler_type")] = None
     """Older name of lr_scheduler_type."""
-    optimizer: str = "AdamW"
-    """Class of the optimizer."""
-    optimizer_impl: str = "torch.optim"
-    """Module that the optimizer's class comes from."""
-    override_optimizer_config: dict[str, Any] | None = None
-    """More arguments of the optimizer's class."""
-    total_training_steps: int = -1
-    """Length of the schedule in training steps; -1: the run's own length."""
-    lr_warmup_init: float = 0.0
-    """Megatron: the rate at which the warm-up begins."""
-    lr_decay_steps: int | None = None
-    """Megatron: length of the decay."""
-    lr_decay_style: str = "constant"
-    """Megatron: shape of the decay."""
-    min_lr: float = 0.0
-    """Megatron: lowest rate."""
-    weight_decay_incr_style: str = "constant"
-    """Megatron: how weight decay grows."""
-    lr_wsd_decay_style: str = "exponential"
-    """Megatron: shape of the last phase of warm-up, stable, decay."""
-    lr_wsd_decay_steps: int | None = None
-    """Megatron: length of that last phase."""
-    use_checkpoint_opt_param_scheduler: bool = False
-    """Megatron: take the schedule out of the checkpoint."""
 
 
 class CriticOptimConfig(OptimConfig):

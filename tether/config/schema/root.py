@@ -11,7 +11,7 @@ from tether.config.schema.model import ModelConfig
 from tether.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from tether.config.schema.rollout import RolloutConfig
 from tether.config.schema.section import Positive, Section
-from tether.config.schema.trainer import GlobalProfilerConfig, RayKwargsConfig, TrainerConfig, TransferQueueConfig
+from tether.config.schema.trainer import GlobalProfilerConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -41,5 +41,3 @@ class RunConfig(Section):
     env: EnvConfig
     policy: PolicyConfig
     global_profiler: GlobalProfilerConfig
-    transfer_queue: TransferQueueConfig
-    ray_kwargs: RayKwargsConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -57,6 +57,16 @@ def _as_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
+def _off(value: Any) -> Any:
+    return 0 if value is False else value
+
+
+def _printable(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise ValueError("empty, or not one line of text")
+    return value
+
+
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -72,14 +82,17 @@ def as_strings(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _as_tuple(value)
 
 
-Name = Annotated[str, BeforeValidator(_as_text), Says("a name")]
+Name = Annotated[str, BeforeValidator(_as_text), AfterValidator(_printable), Says("a name: one line, not empty")]
+OwnFunction = Annotated[str, Field(pattern=r"^.+\.py:\w+$"), Says("a function of a file: FILE.py:NAME")]
 Strings = Annotated[tuple[str, ...], BeforeValidator(as_strings), Says("a string or a list of strings")]
 Floats = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Says("a list of numbers")]
-Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple), Says("a list of two numbers")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple), Says("a list of two numbers, from 0 to below 1")]
+Seed = Annotated[int, Field(ge=0, lt=2**63), Says("a whole number from 0 to 2**63 - 1")]
 Options = Annotated[dict[str, Any], Field(default_factory=dict), Says("a {key: value} mapping")]
 Positive = Annotated[int, Field(gt=0), Says("a whole number above 0")]
 Count = Annotated[int, Field(ge=0), Says("a whole number, 0 or above")]
-OffOrEvery = Annotated[int, Field(ge=-1), Says("a whole number (-1 or 0: off)")]
+OffOrEvery = Annotated[int, Field(ge=-1), BeforeValidator(_off), Says("a whole number (-1 or 0: off)")]
 Limit = Annotated[int, Field(ge=-1), Says("a whole number (-1: no limit)")]
 PositiveFloat = Annotated[float, Field(gt=0), Says("a number above 0")]
 NonNegative = Annotated[float, Field(ge=0), Says("a number, 0 or above")]

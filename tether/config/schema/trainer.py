@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tether.config.schema.section import Count, Inherits, Name, OffOrEvery, Positive, Says, Section, as_strings
+from tether.config.schema.section import Count, Inherits, Name, OffOrEvery, Positive, Says, Section, Seed, as_strings
 
 LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
@@ -26,12 +26,12 @@ class TrainerConfig(Section):
     log_freq: Positive = 1
     """Embodied runs: log every so many training steps. Episodes that ended in between are all counted."""
     critic_warmup: Count = 0
-    """Steps in which only the critic learns."""
+    """The policy learns from this step on, counted from 1; before it only the critic does. 0 and 1: from the start."""
     critic_warmup_until_explained_variance: Annotated[float | None, Field(lt=1), Says("a number below 1 or null")] = (
         None
     )
     """Only the critic learns until it explains this share of the returns' variance once. (tether's own key.)"""
-    seed: int = 1
+    seed: Seed = 1
     """Seeds everything random: order of prompts, sampling, initialisation, shuffling. (tether's own key.)"""
     project_name: Name = "verl_examples"
     """Group of runs, in logs and in the checkpoint path."""
@@ -100,25 +100,3 @@ class GlobalProfilerConfig(Section):
     """Where traces go."""
     global_tool_config: dict[str, Any] | None = None
     """The tool's own options."""
-
-
-class TransferQueueConfig(Section):
-    """`transfer_queue`: verl's data plane between workers."""
-
-    enable: bool = False
-    """Move batches through it."""
-
-
-class RayInitConfig(Section):
-    """`ray_kwargs.ray_init`: arguments of ray.init."""
-
-    num_cpus: int | None = None
-    """CPUs that Ray may use."""
-
-
-class RayKwargsConfig(Section):
-    """`ray_kwargs`: how Ray is started."""
-
-    ray_init: RayInitConfig
-    timeline_json_file: str | None = None
-    """Where Ray's timeline is written."""

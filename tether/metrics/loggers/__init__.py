@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
+from tether.spelling import did_you_mean
 
 _without_display = logging.getLogger(__name__)
 
@@ -96,9 +96,8 @@ def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
 
 def _load(name: str) -> Callable[[RunInfo], Logger]:
     if name not in LOGGERS:
-        close = difflib.get_close_matches(name, LOGGERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else "choose among them."
-        raise ValueError(f"trainer.logger: unknown logger {name!r}; {hint} Loggers: {', '.join(LOGGERS)}")
+        hint = did_you_mean(name, LOGGERS) or " Choose among them."
+        raise ValueError(f"trainer.logger: unknown logger {name!r}.{hint} Loggers: {', '.join(LOGGERS)}")
     module_name, class_name = LOGGERS[name].split(":")
     try:
         module = importlib.import_module(module_name)

@@ -2,9 +2,12 @@
 
 On a terminal each step leaves a row, and below the rows stands what the run is doing now::
 
-     step   score     val      kl  length  entropy  actor grad  critic grad  expl. var  s/step
-       12   0.412       -  0.0031    21.4    1.203        1.31         8.92       0.44     6.1
+     step   score     val  ref kl  length  entropy  actor grad  expl var  s/step
+       12   0.412       -  0.0031    21.4    1.203        1.31      0.44     6.1
     ━━━━━━━━━━━╸━━━━━━━━━━━━━━━  step 13/60   update_actor 12/32  3.4s   elapsed 1:24   left 5:02
+
+The columns are the numbers that the run has logged so far; where they are too many for the terminal the least
+important ones are left out, never cut off.
 
 In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``.
 """
@@ -19,43 +22,34 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tether.metrics.loggers.headline import HEADLINES, headline_keys, headline_values
+from tether.metrics.loggers.headline import LABELS, OPTIONAL_LABELS, headline_keys, headline_values
 from tether.metrics.loggers.protocol import RunInfo, Sample
+from tether.runtime.terminal import Screen, one_line, shortened
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("score", "val", *(headline.label for headline in HEADLINES[1:]))
 ROWS_PER_HEADER = 25
 SAMPLES_SHOWN = 3
 PROMPT_TAIL = 90
-RESPONSE_HEAD = 200
+RESPONSE_WIDTH = 200
 STEPS_OF_PACE = 10
-
-
-class Screen(Console):
-    """A rich console that falls silent when nobody reads it any more; rich itself would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Stop writing, and say so once."""
-        self.quiet = True
-        logger.warning("console output is switched off (nobody reads it any more); the run goes on")
 
 
 class ConsoleLogger:
     """Shows a run on the screen.
 
-    A screen that fails (closed pipe, odd terminal) is switched off with one warning and the run goes on: every number
+    A screen that fails (closed pipe, odd terminal) is switched off with one warning and the run continues: every number
     is in `metrics.jsonl` too.
     """
 
     def __init__(self, run: RunInfo, screen: Screen | None = None) -> None:
-        screen = screen or Screen(highlight=False)
+        screen = screen or Screen()
         live = screen.is_terminal and not screen.is_dumb_terminal and screen.encoding.startswith("utf")
         self._display: _Display | None = (_Live if live else _Plain)(screen, _Pace(run))
         self._shown: int | None = None
@@ -88,7 +82,7 @@ class ConsoleLogger:
         try:
             action(self._display)
         except Exception as error:  # noqa: BLE001  whatever is wrong with a screen, it must not end a training run
-            logger.warning("console output is switched off (%s: %s); the run goes on", type(error).__name__, error)
+            logger.warning("console output is switched off (%s: %s); the run continues", type(error).__name__, error)
             with suppress(Exception):
                 self._display.close()
             self._display = None
@@ -124,22 +118,32 @@ class _Pace:
         self.total = run.total_steps
         self.step = run.resumed_step or 0
         self._start = time.monotonic()
+        self._before_first: tuple[int, float] | None = None
         self._finished: deque[tuple[int, float]] = deque(maxlen=STEPS_OF_PACE + 1)  # (step, when)
 
     def finish(self, step: int) -> None:
-        if not self._finished and step > 0:  # step 0 is the validation before training
-            self._finished.append((step - 1, self._start))
+        if not self._finished:
+            self._before_first = (step - 1, self._start) if step > 0 else None  # step 0: validation before training
+        elif self._finished[0][0] == 0:
+            self._before_first = self._finished.popleft()
         self._finished.append((step, time.monotonic()))
         self.step = step
+
+    def warming_up(self) -> bool:
+        """The first step of this process is not done, or is all that is known: it compiles, and fills caches."""
+        return len(self._finished) < 2
 
     def elapsed(self) -> float:
         return time.monotonic() - self._start
 
     def left(self) -> float | None:
         """Seconds to go; None while it cannot be known."""
-        if self.total is None or len(self._finished) < 2:
+        if self.total is None or not self._finished:
             return None
-        (first_step, first_time), (last_step, last_time) = self._finished[0], self._finished[-1]
+        start = self._before_first if len(self._finished) == 1 else self._finished[0]
+        if start is None:
+            return None
+        (first_step, first_time), (last_step, last_time) = start, self._finished[-1]
         if first_step == last_step:
             return None
         end = last_time + (last_time - first_time) / (last_step - first_step) * (self.total - last_step)
@@ -156,7 +160,7 @@ class _Plain:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.finish(step)
         left = self._pace.left()
-        eta = [] if left is None else [f"eta:{_clock(left)}"]
+        eta = [] if left is None else [f"eta:{'at most ' * self._pace.warming_up()}{_clock(left)}"]
         self._print(" - ".join([f"step:{step}", *(f"{k}:{v}" for k, v in headline_keys(metrics).items()), *eta]))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -168,7 +172,7 @@ class _Plain:
         pass  # only a live display shows what passes
 
     def warn(self, message: str) -> None:
-        self._print(f"warning: {_one_line(message)}")
+        self._print(f"warning: {one_line(message)}")
 
     def close(self) -> None:
         self._console.file.flush()
@@ -186,6 +190,8 @@ class _Live:
         self._console = console
         self._pace = pace
         self._rows = 0
+        self._logged: set[str] = set()
+        self._columns: tuple[str, ...] = ()
         self._phase = _Phase("starting", None, None)
         self._phase_start = time.monotonic()
         self._live = Live(get_renderable=self._status, console=console, refresh_per_second=4, transient=True)
@@ -193,12 +199,15 @@ class _Live:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._live.start()
         self._pace.finish(step)
-        if self._rows % ROWS_PER_HEADER == 0:
-            self._console.print(
-                Text(_row("step", {c: c for c in COLUMNS}), style="bold dim"), overflow="crop", no_wrap=True
-            )
+        values = headline_values(metrics)
+        self._logged |= set(values)
+        columns = _columns(self._logged, self._console.width)
+        if columns != self._columns or self._rows % ROWS_PER_HEADER == 0:
+            self._columns, self._rows = columns, 0
+            header = Text(_row("step", columns, {label: label for label in columns}), style="bold dim")
+            self._console.print(header, overflow="crop", no_wrap=True)
         self._rows += 1
-        self._console.print(Text(_row(str(step), headline_values(metrics))), overflow="crop", no_wrap=True)
+        self._console.print(Text(_row(str(step), columns, values)), overflow="crop", no_wrap=True)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         table = Table(
@@ -229,7 +238,8 @@ class _Live:
             (f"step {running}{of_total}   ", "bold"),
             (f"{self._phase} ", "cyan"),
             f"{in_phase:.0f}s   elapsed {_clock(pace.elapsed())}",
-            "" if left is None else f"   left {_clock(left)}",
+            "" if left is None else f"   left {'at most ' * pace.warming_up()}{_clock(left)}",
+            ("   the first step also compiles, and is slower" if left is None and pace.warming_up() else "", "dim"),
         )
         if pace.total is None:
             return Group(text)
@@ -238,21 +248,25 @@ class _Live:
         return line
 
 
-def _row(step: str, values: Mapping[str, str]) -> str:
-    return f"{step:>6}" + "".join(f"  {values.get(label, '-'):>{max(6, len(label))}}" for label in COLUMNS)
+def _columns(logged: set[str], width: int) -> tuple[str, ...]:
+    """The labels to show: those that have a number, without the least important where not all of them fit."""
+    shown = [label for label in LABELS if label in logged]
+    for label in OPTIONAL_LABELS:
+        if len(_row("", shown, {})) >= width and label in shown:
+            shown.remove(label)
+    return tuple(shown)
+
+
+def _row(step: str, columns: Sequence[str], values: Mapping[str, str]) -> str:
+    return f"{step:>6}" + "".join(f"  {values.get(label, '-'):>{max(6, len(label))}}" for label in columns)
 
 
 def _cells(sample: Sample) -> tuple[str, str, str]:
-    prompt, response = _one_line(sample.prompt), _one_line(sample.response)
+    prompt, response = one_line(sample.prompt), one_line(sample.response)
     shown_prompt = prompt if len(prompt) <= PROMPT_TAIL else "…" + prompt[-PROMPT_TAIL:]
-    shown_response = response if len(response) <= RESPONSE_HEAD else response[:RESPONSE_HEAD] + "…"
+    shown_response = shortened(response, RESPONSE_WIDTH)
     reward = sample.note or "none" if sample.reward is None else f"{sample.reward:.3g}"
-    return shown_prompt, shown_response, _one_line(reward)
-
-
-def _one_line(text: str) -> str:
-    """Make a text safe to print: line ends as ⏎, control characters (which could drive the terminal) as spaces."""
-    return "".join(c if c.isprintable() else " " for c in text.replace("\n", "⏎"))
+    return shown_prompt, shown_response, one_line(reward)
 
 
 def _clock(seconds: float) -> str:

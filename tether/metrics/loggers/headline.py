@@ -21,14 +21,21 @@ class Headline:
 
 HEADLINES = (
     Headline("score", ("critic/score/mean", "env/return"), ".3f"),
-    Headline("kl", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), ".4f"),
+    Headline("ref kl", ("actor/reward_kl_penalty",), ".4f"),
+    Headline("kl loss", ("actor/kl_loss",), ".4f"),
+    Headline("ppo kl", ("actor/ppo_kl",), ".4f"),
     Headline("length", ("response_length/mean", "env/episode_len"), ".1f"),
     Headline("entropy", ("actor/entropy",), ".3f"),
     Headline("actor grad", ("actor/grad_norm",), ".3g"),
     Headline("critic grad", ("critic/grad_norm",), ".3g"),
-    Headline("expl. var", ("critic/vf_explained_var",), ".2f"),
+    Headline("expl var", ("critic/vf_explained_var",), ".2f"),
     Headline("s/step", ("timing_s/step",), ".1f"),
 )
+
+LABELS = ("score", "val", *(headline.label for headline in HEADLINES[1:]))
+"""In the order in which they are shown."""
+OPTIONAL_LABELS = ("critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "length")
+"""Left out of a narrow screen, in this order."""
 
 
 def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,20 +1,27 @@
 """Every metric and every sample of a run as lines of JSON: `metrics.jsonl` and `samples.jsonl` in its folder.
 
-These files are what `tether plot` and other tools read. A line is on the disk before `log` returns. A run that resumes
-from step N first drops the lines after N, so that no step stands there twice; a fresh run moves older files aside.
+`tether plot` and other tools read these files. A line is on the disk before `log` returns, whole or not at all. A step
+has one line: metrics that are logged later, such as the time that its checkpoint took, are added to that line. A run
+that resumes from step N first drops the lines after N, so that no step stands there twice; a fresh run moves older
+files aside. Files that are deleted while the run goes on are written again, with all their lines.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from tether.metrics.loggers.protocol import RunInfo, Sample
+from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -24,18 +31,30 @@ class JsonlLogger:
     """Appends ``{"step": N, "<key>": value, ...}``; a value that is not finite is written as null."""
 
     def __init__(self, run: RunInfo) -> None:
-        run.directory.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open(run.directory / METRICS_FILE, run.resumed_step)
-        self._samples = _open(run.directory / SAMPLES_FILE, run.resumed_step)
+        self._metrics = _Lines(run.directory / METRICS_FILE, run.resumed_step)
+        self._samples = _Lines(run.directory / SAMPLES_FILE, run.resumed_step)
+        self._last_step: int | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line with all metrics."""
+        """Append a line with all metrics; of the step that was logged last, add them to its line.
+
+        Raises:
+            LogFailed: it cannot be written.
+        """
         finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
-        _append(self._metrics, [{"step": step, **finite}])
+        if step != self._last_step:
+            self._metrics.append([{"step": step, **finite}])
+            self._last_step = step
+        elif finite:
+            self._metrics.extend(step, finite)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append a line for each sample."""
-        _append(self._samples, [{"step": step, **asdict(sample)} for sample in samples])
+        """Append a line for each sample.
+
+        Raises:
+            LogFailed: they cannot be written.
+        """
+        self._samples.append([{"step": step, **asdict(sample)} for sample in samples])
 
     def close(self) -> None:
         """Close both files."""
@@ -47,14 +66,17 @@ def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
     """Read the metrics of a run, step -> key -> value; several lines of a step are joined, null is NaN.
 
     Raises:
-        ValueError: there is no `metrics.jsonl`, or a line of it is not JSON.
+        ValueError: there is no `metrics.jsonl`, or a line of it is not one of metrics.
     """
     path = run_directory / METRICS_FILE
     if not path.is_file():
         raise ValueError(f"{run_directory}: no {METRICS_FILE} here; name the folder of a run")
     steps: dict[int, dict[str, float]] = {}
-    for _, record in _records(path):
+    for number, (_, record) in enumerate(_records(path), start=1):
         step = record.pop("step")
+        for key, value in record.items():
+            if value is not None and type(value) not in (int, float):
+                raise ValueError(f"{path}:{number}: {key} is {value!r}, which is no number; fix or delete the line")
         steps.setdefault(step, {}).update({k: math.nan if v is None else v for k, v in record.items()})
     return dict(sorted(steps.items()))
 
@@ -68,21 +90,91 @@ def read_samples(run_directory: Path) -> dict[int, list[dict[str, Any]]]:
     return steps
 
 
-def _append(file: TextIO, records: Sequence[Mapping[str, Any]]) -> None:
-    file.writelines(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
-    file.flush()
+class _Lines:
+    """A file of JSON lines that only grows by whole lines."""
+
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and resumed_step is None:
+                path.rename(_free_name(path))
+            elif path.exists():
+                _write_all(path, b"".join(line for line, record in _records(path) if record["step"] <= resumed_step))
+            self._file = _open(path)
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        lines = "".join(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
+        self._put(lines.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
+
+    def extend(self, step: int, more: Mapping[str, float | None]) -> None:
+        """Write ``, "key": value}`` over the ``}`` that ends the last line, that of `step`; the rest is not touched."""
+        if self._path.exists() and not self._is_open_there():
+            self.append([{"step": step, **more}])  # the last line of a file that came there may be any
+        else:
+            self._put(f", {json.dumps(more)[1:]}\n".encode(), over=len("}\n"))
+
+    def _put(self, data: bytes, over: int = 0) -> None:
+        """Write at the end, over the last bytes; a full disk leaves the file as it was."""
+        try:
+            self._follow()
+            start = self._file.seek(-over, os.SEEK_END)
+            before = os.pread(self._file.fileno(), over, start)
+            try:
+                _write(self._file, data)
+            except OSError:
+                with suppress(OSError):
+                    os.pwrite(self._file.fileno(), before, start)
+                    self._file.truncate(start + over)
+                raise
+        except OSError as error:
+            raise _failed(self._path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _follow(self) -> None:
+        """Use the file of that name, if it is another one now; if it is gone, write it again."""
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _write_all(self._path, os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0))
+            logger.warning("%s was deleted while the run goes on; it is written again, with all its lines", self._path)
+        if not self._is_open_there():
+            replaced, self._file = self._file, _open(self._path)
+            replaced.close()
+
+    def _is_open_there(self) -> bool:
+        return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+
+
+def _open(path: Path) -> FileIO:
+    path.touch()
+    return path.open("r+b", buffering=0)  # not "ab", which can write at the end only
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
     os.fsync(file.fileno())
 
 
-def _open(path: Path, resumed_step: int | None) -> TextIO:
-    if path.exists() and resumed_step is None:
-        path.rename(_free_name(path))
-    elif path.exists():
-        kept = [line for line, record in _records(path) if record["step"] <= resumed_step]
-        replacement = path.with_suffix(".tmp")
-        replacement.write_text("".join(kept), encoding="utf-8")
-        replacement.replace(path)
-    return path.open("a", encoding="utf-8")
+def _write_all(path: Path, data: bytes) -> None:
+    """Let a file hold this, or what it held before."""
+    new = path.with_suffix(".tmp")
+    new.unlink(missing_ok=True)
+    with _open(new) as file:
+        _write(file, data)
+    new.replace(path)
+
+
+def _failed(path: Path, error: OSError) -> LogFailed:
+    return LogFailed(
+        error.errno,
+        f"{path}: cannot be written ({error.strerror}). Free space on that disk or make it writable, and start the "
+        "same command again; or name another folder with trainer.default_local_dir",
+    )
 
 
 def _free_name(path: Path) -> Path:
@@ -92,13 +184,16 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each line and its content; a last line without its end is what a killed process left, and is skipped."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield line, json.loads(line)
+                record = json.loads(line.decode(errors="replace"))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); mend or delete the line") from error
+                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); fix or delete the line") from error
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise ValueError(f'{path}:{number}: not a line of this log: no whole number "step"; delete the line')
+            yield line, record

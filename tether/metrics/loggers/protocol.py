@@ -41,6 +41,10 @@ class Sample:
     """Why there is no reward."""
 
 
+class LogFailed(OSError):
+    """A log could not be written; the message names the file and what to do."""
+
+
 class Logger(Protocol):
     """Takes the results of a run; built from a `RunInfo`."""
 

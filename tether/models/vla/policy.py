@@ -1,7 +1,7 @@
-"""A vision-language-action policy as what trains and what acts sees it: like `tether.models.control.network`'s.
+"""A vision-language-action policy as what trains and what acts sees it: like `tether.models.control.network_policy`'s.
 
-Its actions are numbers of bins, K * D a decision (`tether.envs.bins` makes environments take them), its outputs the
-scores of all bins of all of them.
+Its actions are numbers of bins, K * D a decision (`tether.envs.spaces.action_bins` makes environments take them), its
+outputs the scores of all bins of all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tether.models.control.heads import CategoricalHead
-from tether.models.control.in_parts import back_in_parts, pass_in_parts
+from tether.models.control.micro_batches import back_in_parts, pass_in_parts
 from tether.models.control.spec import Memory, Observations, Passed, Review
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
@@ -120,7 +120,9 @@ class VlaPolicy(nn.Module):
         return Review(outputs, values.unflatten(0, (len(obs), -1)), self.values(final_obs))
 
     def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Passed:
-        """Say something of B decisions, for `backward`; see `tether.models.control.network.NetworkPolicy.run`."""
+        """Say something of B decisions, for `backward`; see
+        `tether.models.control.network_policy.NetworkPolicy.run`.
+        """
         return pass_in_parts(self, self._pieces(obs, actions))
 
     def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
@@ -160,7 +162,7 @@ class VlaPolicy(nn.Module):
 
 def _lora() -> ModuleType:
     try:
-        return importlib.import_module("tether.models.lora")
+        return importlib.import_module("tether.models.language.lora")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"actor_rollout_ref.model.lora_rank: adapters need the package {error.name}. "
@@ -169,7 +171,7 @@ def _lora() -> ModuleType:
 
 
 class VlaActor:
-    """The `tether.models.control.acting.Act` of a vision-language-action policy.
+    """The `tether.models.control.actors.Act` of a vision-language-action policy.
 
     Args:
         policy: on the CPU.

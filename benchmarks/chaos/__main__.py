@@ -1,0 +1,63 @@
+"""Kills, hostile rewards and bad files: python -m benchmarks chaos [--kills N] [--write docs/reliability.md]
+
+Everything is tiny, so that what is measured is what is lost, and nothing else: survived of tried, and lost bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from benchmarks.chaos import files, kills, rewards
+from benchmarks.speed.machine import machine_line
+
+BEGIN, END = "<!-- chaos:begin -->", "<!-- chaos:end -->"
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run the soak, print its table, and write it between the marks of a page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100, help="about so many, over all kinds of runs")
+    parser.add_argument("--write", type=Path, help="also write the table between the marks of this page")
+    arguments = parser.parse_args(given)
+    os.environ["TQDM_DISABLE"] = "1"  # bars of the runs that are killed
+    began, lines, complaints = time.perf_counter(), ["tried                survived  lost bits  what"], list[str]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for what, measure in (("bad data files", files.measure), ("hostile reward functions", rewards.measure)):
+            (folder / what).mkdir()
+            survived, tried, failures = measure(folder / what)
+            _show(lines, f"{tried:>5} {what.split()[-1]:<16} {survived:>6}          -  {what}")
+            complaints += failures
+        for result in kills.measure(folder / "kills", arguments.kills):
+            line = f"{result.kills:>5} kill -9         {result.survived:>7}  {result.bits_lost:>9}  {result.case.name}"
+            _show(lines, line)
+    lines += complaints
+    print("\n".join(complaints))
+    minutes = (time.perf_counter() - began) / 60
+    if arguments.write:
+        table = "\n".join(lines)
+        note = f"`python -m benchmarks chaos`, {minutes:.0f} minutes, {date.today()}: {machine_line()}."
+        page = arguments.write.read_text()
+        head, _, rest = page.partition(BEGIN)
+        arguments.write.write_text(f"{head}{BEGIN}\n```text\n{table}\n```\n\n{note}\n{END}{rest.partition(END)[2]}")
+    if complaints:
+        raise SystemExit(1)
+
+
+def _show(lines: list[str], line: str) -> None:
+    if len(lines) == 1:
+        print(lines[0])
+    print(line, flush=True)
+    lines.append(line)
+
+
+if __name__ == "__main__":
+    main()

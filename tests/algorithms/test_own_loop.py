@@ -1,0 +1,224 @@
+"""What a loop of one's own gets wrong most easily: live tensors, empty batches, NaN, and half precision."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.algorithms.surface import CALLS, CASE, Call
+from tether.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    TOKEN_SELECTIONS,
+    Advantages,
+    RunningRewardNormalizer,
+    TokenLoss,
+    aggregate_loss,
+    count_valid,
+    episodic_gae,
+    explained_variance,
+    importance_weights,
+    pf_ppo_indices,
+    value_loss,
+    veto_mask,
+)
+
+TARGETS = [
+    *ADVANTAGE_ESTIMATORS,
+    *(f"select_{name}" for name in TOKEN_SELECTIONS),
+    "episodic_gae",
+    "discounted_sums",
+    "masked_whiten",
+    "normalize_rewards_per_batch",
+    "RunningRewardNormalizer.normalize",
+    "apply_kl_penalty",
+    "importance_weights",
+    "interpolate_proximal",
+    "explained_variance",
+]
+"""Of these nothing may have a gradient: they make constants of the loss."""
+LEARNS = {f"{name} loss": "log_probs" for name in POLICY_LOSSES} | {"value_loss": "values", "kl_penalty": "log_probs"}
+"""Of these only one argument."""
+
+
+def tensors_of(result: object) -> list[Tensor]:
+    """Every tensor in a result, without metrics."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, Advantages):
+        return [result.advantages, result.returns]
+    if isinstance(result, TokenLoss):
+        return [result.loss]
+    return [x for x in result if isinstance(x, Tensor)] if isinstance(result, tuple) else []
+
+
+def live(call: Call) -> dict[str, Tensor]:
+    """The floating-point tensors of a call, each with a gradient."""
+    return {
+        name: tensor.clone().requires_grad_() for name, tensor in call.tensors.items() if tensor.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_have_no_gradient(name: str) -> None:
+    assert not any(tensor.requires_grad for tensor in tensors_of(CALLS[name](**live(CALLS[name]))))
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_a_loss_has_the_gradient_of_what_learns_only(name: str) -> None:
+    """With live values, GAE would train the critic through the policy's loss."""
+    given = live(CALLS[name])
+    tensors_of(CALLS[name](**given))[0].sum().backward()
+    assert [key for key, tensor in given.items() if tensor.grad is not None] == [LEARNS[name]]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_verls_order_of_the_log_probs_is_refused(name: str) -> None:
+    new = CASE.log_probs.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"old_log_probs has a gradient, and log_probs has none. The order is"):
+        POLICY_LOSSES[name](CASE.old_log_probs, new, CASE.advantages, CASE.mask, **CASE.loss_inputs)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_same_live_tensor_twice_is_the_first_update(name: str) -> None:
+    """The ratio is 1 and its gradient A, where a live old_log_probs would have cancelled it."""
+    new = CASE.log_probs.clone().requires_grad_()
+    twice = POLICY_LOSSES[name](new, new, CASE.advantages, CASE.mask, **CASE.loss_inputs)
+    once = POLICY_LOSSES[name](new, new.detach(), CASE.advantages, CASE.mask, **CASE.loss_inputs)
+    (expected,) = torch.autograd.grad(once.loss.sum(), new)
+    (found,) = torch.autograd.grad(twice.loss.sum(), new)
+    assert torch.equal(found, expected)
+    assert found.any()
+
+
+@pytest.mark.parametrize("empty", ["no row", "no position", "no row and no position"])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_empty_batch_gives_an_empty_result(name: str, empty: str) -> None:
+    """Means and sums of nothing are 0, its smallest inf, its largest -inf; nothing raises and nothing is NaN."""
+    call, changed = CALLS[name], {}
+    for key, tensor in call.tensors.items():
+        rows = 0 if empty != "no position" else None
+        columns = 0 if empty != "no row" else None
+        dims = call.shapes[key]
+        index = tuple(slice({"B": rows, "T": columns, "#T": columns}.get(dim)) for dim in dims)
+        changed[key] = tensor[index]
+    if all(changed[key] is tensor or changed[key].numel() for key, tensor in call.tensors.items()):
+        return  # rows have no positions
+    result = call(**changed)
+    for tensor in tensors_of(result):
+        assert tensor.numel() == 0 or tensor.ndim <= 1
+        assert not tensor.isnan().any()
+        assert not tensor.any()
+    numbers = result if isinstance(result, dict) else result.metrics if isinstance(result, TokenLoss) else {}
+    for key, number in numbers.items():
+        extreme = key.endswith(("_max", "_min", "_diff_max", "_deviation"))
+        assert not math.isnan(float(number)), key
+        assert math.isfinite(float(number)) or extreme, key
+
+
+def test_the_loss_of_nothing_has_a_gradient_of_zero() -> None:
+    new = CASE.log_probs.clone().requires_grad_()
+    nothing = torch.zeros_like(CASE.mask)
+    loss = POLICY_LOSSES["vanilla"](new, CASE.old_log_probs, CASE.advantages, nothing).loss
+    aggregate_loss(loss, nothing, "token-mean", **count_valid(nothing)._asdict()).backward()
+    assert new.grad is not None
+    assert not new.grad.any()
+
+
+def test_there_is_no_row_to_draw() -> None:
+    scores, nothing = torch.zeros(3), torch.zeros(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="valid: none of 3 rows may be drawn"):
+        pf_ppo_indices(scores, nothing, reweight_method="pow", generator=torch.Generator())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_a_reward_that_is_no_number_is_not_hidden(name: str, bad: float) -> None:
+    call = CALLS[name]
+    row, at = CASE.mask.nonzero()[-1].tolist()
+    key = "reward_components" if name == "gdpo" else "token_level_rewards"
+    changed = call.tensors[key].clone()
+    changed[row, -1 if name == "gdpo" else at] = bad
+    assert not call(**{key: changed}).advantages[row, at].isfinite()
+    if "norm_adv_by_std_in_grpo" in inspect.signature(ADVANTAGE_ESTIMATORS[name]).parameters:
+        assert not call(**{key: changed}, norm_adv_by_std_in_grpo=False).advantages[row, at].isfinite()
+
+
+@pytest.mark.parametrize("key", ["log_probs", "advantages"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_an_input_that_is_no_number_is_not_hidden(name: str, key: str) -> None:
+    call = CALLS[f"{name} loss"]
+    row, at = CASE.mask.nonzero()[0].tolist()
+    changed = call.tensors[key].clone()
+    changed[row, at] = math.nan
+    given = {"selected": torch.zeros_like(CASE.mask)} if "selected" in call.tensors else {}
+    assert call(**{key: changed}, **given).loss[row, at].isnan()
+
+
+def test_nan_in_a_critic_is_not_hidden() -> None:
+    values, returns, mask = torch.tensor([[1.0, math.nan]]), torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
+    assert explained_variance(values, returns, mask).isnan()
+    assert explained_variance(returns, values, mask).isnan()
+    assert explained_variance(values, torch.ones(1, 2), mask).isnan()
+    assert value_loss(values, returns, returns, mask, cliprange_value=0.5, huber_delta=1.0).loss[0, 1].isnan()
+    assert value_loss(returns, returns, values, mask, cliprange_value=0.5).loss[0, 1].isnan()
+
+
+def test_a_ratio_that_is_no_number_is_vetoed_and_shows_in_the_weights() -> None:
+    """A token that neither policy can sample, -inf and -inf: no ratio."""
+    log_probs = torch.tensor([[-math.inf, -1.0], [-1.0, -1.0], [-1.0, math.nan]])
+    sampler = torch.tensor([[-math.inf, -1.0], [-1.0, -1.0], [-1.0, -1.0]])
+    mask = torch.ones(3, 2)
+    assert veto_mask(log_probs, sampler, mask, 1e-4).tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    by_token = importance_weights(log_probs, sampler, mask, level="token")
+    assert by_token.isnan().tolist() == [[True, False], [False, False], [False, True]]
+    by_row = importance_weights(log_probs, sampler, mask, level="sequence")
+    assert by_row.isnan().tolist() == [[True] * 2, [False] * 2, [True] * 2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", range(6))
+def test_an_episode_keeps_its_nan_to_itself(bad: float, at: int) -> None:
+    """Episodes of steps 0-1, 2-4 and 5: what is wrong in one changes no bit of the others, in any of the inputs."""
+    ends = torch.tensor([[0, 1, 0, 0, 1, 1]])
+    episode = torch.tensor([0, 0, 1, 1, 1, 2])
+    numbers = torch.randn(3, 1, 6, generator=torch.Generator().manual_seed(0))
+    clean = episodic_gae(*numbers, ends, torch.ones(1, 6), gamma=0.9, lam=0.8)
+    for which in range(3):
+        spoilt = numbers.clone()
+        spoilt[which, 0, at] = bad
+        found = episodic_gae(*spoilt, ends, torch.ones(1, 6), gamma=0.9, lam=0.8)
+        others = episode != episode[at]
+        assert torch.equal(found.advantages[:, others], clean.advantages[:, others])
+        assert torch.equal(found.returns[:, others], clean.returns[:, others])
+        assert not found.advantages[0, at].isfinite()
+
+
+def test_statistics_that_stay_are_not_spoilt_by_one_score() -> None:
+    running = RunningRewardNormalizer()
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"scores: {wrong} in a valid row"):
+            running.update(torch.tensor([1.0, wrong]), torch.tensor([True, True]))
+        with pytest.raises(ValueError, match=f"scores: {wrong} in a valid row"):
+            pf_ppo_indices(
+                torch.tensor([1.0, wrong]), torch.tensor([True, True]), reweight_method="max_min",
+                generator=torch.Generator(),
+            )  # fmt: skip
+    running.update(torch.tensor([1.0, math.nan]), torch.tensor([True, False]))
+    assert running.mean == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_half_precision_is_computed_in_float32(name: str) -> None:
+    """The same as with the rounded numbers in float32, to the bit, and of that type."""
+    call = CALLS[name]
+    half = {key: x.bfloat16() for key, x in call.tensors.items() if x.is_floating_point()}
+    generator = {"generator": torch.Generator().manual_seed(0)} if "generator" in call.keywords else {}
+    expected = tensors_of(call(**{key: x.float() for key, x in half.items()}, **generator))
+    if generator:
+        generator["generator"].manual_seed(0)
+    for wanted, found in zip(expected, tensors_of(call(**half, **generator)), strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)

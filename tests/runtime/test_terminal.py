@@ -1,0 +1,77 @@
+"""Text of any origin reaches the terminal as text."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tether.runtime.terminal import Screen, one_line, printable, shortened
+
+NASTY = "\x1b[2J\x1b]0;title\x07red\x9b31m \u202egnp.exe\u2028next \ud83d\r\n\tend"
+
+
+def test_printable_by_hand() -> None:
+    assert printable(NASTY) == " [2J ]0;title red 31m gnp.exe\nnext \ufffd \n\tend"
+    assert one_line(NASTY) == " [2J ]0;title red 31m gnp.exe⏎next \ufffd ⏎ end"
+    assert printable("1 + 1 = 2 \N{FAMILY} e\u0301 \u0645\u0631\u062d\u0628\u0627") == (
+        "1 + 1 = 2 \N{FAMILY} e\u0301 \u0645\u0631\u062d\u0628\u0627"
+    )
+
+
+@given(st.text())
+def test_no_control_character_is_left(text: str) -> None:
+    shown = printable(text)
+    assert not {c for c in shown if (ord(c) < 32 or 127 <= ord(c) < 160) and c not in "\n\t"}
+    assert printable(shown) == shown
+    shown.encode()
+    assert "\n" not in one_line(text)
+
+
+@given(st.text(), st.integers(10, 50))
+def test_shortened_keeps_both_ends(text: str, width: int) -> None:
+    short = shortened(text, width)
+    assert len(short) <= width
+    if len(text) > width:
+        assert short[-4:] == text[-4:]
+        assert short[0] == text[0]
+
+
+def test_nothing_that_a_screen_prints_drives_the_terminal() -> None:
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    plain = Screen(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    table = Table("a", title=NASTY)
+    table.add_row(NASTY)
+    for shown in (NASTY, Text(NASTY, style="red"), table, Panel(NASTY, title=NASTY)):
+        screen.print(shown)
+    plain.print(Text("x", style="red"))
+    written = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[2J" not in written
+    assert "\x1b]" not in written
+    assert "\x07" not in written
+    assert "\u202e" not in written
+    assert "\x1b[31m" in plain.file.getvalue(), "colours of our own stay"  # type: ignore[attr-defined]
+
+
+COMMANDS = {
+    "an error": "import sys; sys.argv[1:] = ['config', 'check', 'trainer.seed=\\x1b[2J\u2026']",
+    "a table": "import sys; sys.argv[1:] = ['doctor']",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_command_on_a_terminal_that_knows_only_ascii(command: str, tmp_path: Path) -> None:
+    code = f"{command}; from tether.commands.cli import main; main()"
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": root, "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, check=False)
+    assert b"Traceback" not in done.stderr
+    assert b"\x1b[2J" not in done.stderr + done.stdout
+    assert done.stderr.strip() or done.stdout.strip()

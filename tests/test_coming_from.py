@@ -1,0 +1,81 @@
+"""The pages for users of TRL and Stable-Baselines3: their arguments and our keys exist, and the command knows both."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from tether.config.keys import keys
+from tether.config.loading.foreign_words import KEYS
+from tether.config.loading.typos import nearest
+
+DOCS = Path(__file__).parent.parent / "docs"
+TRL = {
+    "GRPOTrainer, LoraConfig": "model reward_funcs args train_dataset eval_dataset processing_class peft_config",
+    "GRPOConfig": """
+        learning_rate model_init_kwargs trust_remote_code num_generations num_generations_eval max_completion_length
+        shuffle_dataset generation_batch_size steps_per_generation temperature top_p top_k min_p chat_template_kwargs
+        repetition_penalty use_vllm beta num_iterations epsilon delta epsilon_high sapo_temperature_neg
+        sapo_temperature_pos importance_sampling_level reward_weights multi_objective_aggregation scale_rewards
+        loss_type mask_truncated_completions sync_ref_model top_entropy_quantile entropy_coef
+        vllm_importance_sampling_correction vllm_importance_sampling_clip_max log_completions
+    """,
+    "TrainingArguments": "",
+}
+"""Table of the page -> arguments of TRL 1.16.0, of those classes; its config inherits from TrainingArguments."""
+SB3 = {
+    "PPO, learn": """
+        policy env learning_rate n_steps batch_size n_epochs gamma gae_lambda clip_range clip_range_vf
+        normalize_advantage ent_coef vf_coef max_grad_norm use_sde target_kl tensorboard_log seed device
+        total_timesteps log_interval
+    """,
+    "`policy_kwargs`": "net_arch activation_fn ortho_init log_std_init features_extractor_class lstm_hidden_size",
+    "`make_vec_env`, wrappers": """
+        n_envs seed wrapper_class env_kwargs vec_env_cls n_stack norm_obs norm_reward clip_obs clip_reward
+    """,
+    "callbacks, `evaluate_policy`": "n_eval_episodes eval_freq save_freq save_path",
+}
+"""Table of the page -> arguments of Stable-Baselines3 2.9.2 and sb3-contrib 2.9.2."""
+PAGES = {"coming-from-trl.md": TRL, "coming-from-sb3.md": SB3}
+
+
+def rows(page: str) -> list[tuple[str, str, list[str]]]:
+    """(table, their argument, our keys), in the order of the page."""
+    found, table = [], ""
+    for line in (DOCS / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|") or set(line) <= set("|- "):
+            continue
+        if cells[1] == "tether":
+            table = cells[0]
+        else:
+            found.append((table, cells[0].strip("`"), re.findall(r"`([^`]+)`", cells[1])))
+    return found
+
+
+ROWS = [(page, *row) for page in PAGES for row in rows(page)]
+
+
+def arguments(page: str, table: str) -> set[str]:
+    inherited = {field.name for field in fields(TrainingArguments)} if page == "coming-from-trl.md" else set()
+    return {*PAGES[page][table].split(), *inherited}
+
+
+@pytest.mark.parametrize(("page", "table", "argument", "ours"), ROWS, ids=lambda part: str(part)[:40])
+def test_each_row_leads_from_a_real_argument_to_a_real_key(page: str, table: str, argument: str, ours: list[str]):
+    assert argument in arguments(page, table)
+    assert ours
+    assert [key for key in ours if key not in keys()] == []
+    meant = KEYS.get(argument) or (nearest(argument),)
+    assert set(meant) & set(ours), f"{argument} as a key is answered with {meant}, and the page says {ours}"
+
+
+def test_the_pages_have_all_of_it():
+    assert {table for _, table, _, _ in ROWS} == {*TRL, *SB3}
+    assert len(ROWS) > 80
+    for page, tables in PAGES.items():
+        text = (DOCS / page).read_text()
+        silent = [name for names in tables.values() for name in names.split() if f"`{name}`" not in text]
+        assert set(silent) <= {"args", "ortho_init"}, silent

@@ -1,0 +1,143 @@
+"""Alarms about runs that go on without learning: when each speaks, that it speaks once, and in whole runs."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.loops import Control, Loop, Text
+from tests.trainer.tiny_run import GRPO, measured, train
+from tether.trainer.parts.alarms import (
+    COLLAPSED_STEPS,
+    CRITIC_STEPS,
+    IDENTICAL,
+    MAJORITY_TESTS,
+    SAME_REPLY_STEPS,
+    Alarms,
+)
+
+EXPLAINED = "critic/vf_explained_var"
+
+
+def steps(alarms: Alarms, key: str, values: list[float], *, warming_up: bool = False) -> list[int]:
+    """How many warnings there were after each step."""
+    said: list[str] = []
+    counts = []
+    for value in values:
+        alarms.check_step({key: value}, warming_up=warming_up, warn=said.append)
+        counts.append(len(said))
+    return counts
+
+
+def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_away() -> None:
+    enough = SAME_REPLY_STEPS
+    assert steps(Alarms(), IDENTICAL, [0.95] * enough + [1.0] * 9) == [0] * (enough - 1) + [1] * 10
+    assert steps(Alarms(), IDENTICAL, ([0.95] * (enough - 1) + [0.5]) * 5)[-1] == 0  # never long enough
+    assert steps(Alarms(), IDENTICAL, [0.89] * 50)[-1] == 0
+    flutter = [1.0] * enough + ([0.5] + [1.0] * enough) * 3
+    assert steps(Alarms(), IDENTICAL, flutter)[-1] == 1
+    assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
+
+
+@pytest.mark.parametrize("explained", [0.0, -3.0, 0.01])
+def test_a_critic_that_explains_nothing(explained: float) -> None:
+    assert steps(Alarms(), EXPLAINED, [explained] * CRITIC_STEPS) == [0] * (CRITIC_STEPS - 1) + [1]
+    assert steps(Alarms(), EXPLAINED, [explained] * 2 * CRITIC_STEPS, warming_up=True)[-1] == 0
+    assert steps(Alarms(), EXPLAINED, ([explained] * (CRITIC_STEPS - 1) + [0.2]) * 3)[-1] == 0
+
+
+def collapse(
+    scores: list[float],
+    entropy: float = 0.0,
+    gradient: float = 0.0,
+    key: str = "critic/score/mean",
+    advantage: float = 0.0,
+) -> int:
+    """Warnings of a run whose policy is as given from the second step on."""
+    alarms, said = Alarms(), list[str]()
+    for number, score in enumerate(scores):
+        shut = {"actor/entropy": entropy, "actor/grad_norm": gradient} if number else {}
+        advantages = {"critic/advantages/max": advantage, "critic/advantages/min": -advantage}
+        metrics = {key: score, "actor/entropy": 2.0, "actor/grad_norm": 1.0} | shut | advantages
+        alarms.check_step(metrics, warming_up=False, warn=said.append)
+    return len(said)
+
+
+@pytest.mark.parametrize("key", ["critic/score/mean", "critic/rewards/mean"])
+def test_entropy_and_gradient_of_zero_are_a_collapse_unless_the_score_rose(key: str) -> None:
+    assert collapse([0.2] + [0.2] * COLLAPSED_STEPS, key=key) == 1
+    assert collapse([0.2, 0.6, 0.1, 0.1, 0.1, 0.1], key=key) == 1  # it had learned, and lost it
+    assert collapse([0.2] + [1.0] * 20, key=key) == 0  # it has solved its task
+    assert collapse([0.2] + [0.2] * (COLLAPSED_STEPS - 1), key=key) == 0
+    assert collapse([0.2] * 20, entropy=0.02, key=key) == 0
+    assert collapse([0.2] * 20, entropy=-0.02, key=key) == 0  # of a density: below 0 is nothing special
+    assert collapse([0.2] * 20, gradient=0.01, key=key) == 0
+    assert collapse([0.2] * 20, entropy=5.0, key=key) == 0  # all scores of a group are equal: nothing to learn from
+    assert collapse([0.2] * 20, entropy=5.0, advantage=1.0, key=key) == 1  # a dead network
+
+
+def validations(scores: list[float], majority: float = 0.3, questions: int = 100, said: list[str] | None = None) -> int:
+    """Warnings of validations with these scores."""
+    alarms, spoken = Alarms(said=said or []), list[str]()
+    for score in scores:
+        prefix = "val-aux/count/letters"
+        metrics = {"distinct_mean": score, "majority_answer": majority, "num_distinct": questions}
+        alarms.check_validation({f"{prefix}/{name}": value for name, value in metrics.items()}, spoken.append)
+    assert all("count/letters is" in text for text in spoken)
+    return len(spoken)
+
+
+def test_a_score_that_stays_at_the_majority_answers() -> None:
+    assert validations([0.3] * MAJORITY_TESTS) == 1
+    assert validations([0.3] * (MAJORITY_TESTS - 1)) == 0
+    assert validations([0.3], said=["replies"]) == 1  # the replies are the same, too
+    assert validations([0.1, 0.2, 0.3, 0.4, 0.5] * 3) == 0  # it passes by
+    assert validations([0.3] * 9, questions=10) == 0
+    assert validations([1.0] * 9, majority=1.0) == 0  # one answer is right everywhere
+    assert validations([0.0] * 9, majority=0.01) == 0  # all answers differ: no share to speak of
+
+
+def test_a_resumed_run_says_what_the_uninterrupted_one_says() -> None:
+    collapsed = {"critic/score/mean": 0.1, "actor/entropy": 0.0, "actor/grad_norm": 0.0}
+    script = [collapsed | {IDENTICAL: 1.0, EXPLAINED: 0.0}] * (CRITIC_STEPS + 2)
+    whole: list[tuple[int, str]] = []
+    alarms = Alarms()
+    states: list[dict[str, Any]] = []
+    for number, metrics in enumerate(script):
+        states.append(copy.deepcopy(alarms.state_dict()))
+        alarms.check_step(metrics, warming_up=False, warn=lambda text, at=number: whole.append((at, text)))
+    assert len(whole) == 3
+    for cut, state in enumerate(states):
+        resumed, said = Alarms(), list[str]()
+        resumed.load_state_dict(state)
+        for metrics in script[cut:]:
+            resumed.check_step(metrics, warming_up=False, warn=said.append)
+        assert said == [text for at, text in whole if at >= cut]
+        assert resumed.state_dict() == alarms.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["text", "control"])
+def test_both_kinds_of_runs_save_what_their_alarms_have_seen(kind: str, inputs: Path, tmp_path: Path) -> None:
+    loop: Loop = Text(inputs) if kind == "text" else Control()
+    whole = loop.train(loop.overrides(tmp_path / "whole"))
+    assert whole.trainer.alarms.best_score is not None
+    loop.train(loop.overrides(tmp_path / "cut"), until=3)
+    resumed = loop.train(loop.overrides(tmp_path / "cut"))
+    assert resumed.trainer.alarms.state_dict() == whole.trainer.alarms.state_dict()
+
+
+@pytest.mark.parametrize(("rate", "decay"), [("1e3", "0"), ("1e3", "1e-4"), ("10", "0.01")])
+def test_a_learning_rate_that_kills_the_policy_is_said(
+    rate: str, decay: str, base: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    settings = ["trainer.total_training_steps=5", "actor_rollout_ref.actor.use_kl_loss=False"]
+    train([*base, *GRPO, *settings, f"{optim}.lr={rate}", f"{optim}.weight_decay={decay}"])
+    assert caplog.text.count("the policy has collapsed: actor/entropy is") == 1
+
+
+def test_a_healthy_run_says_nothing(base: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    directory = train([*base, *GRPO, "trainer.total_training_steps=8"])
+    assert all(IDENTICAL in metrics for metrics in measured(directory).values())
+    assert caplog.text == ""

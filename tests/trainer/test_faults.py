@@ -1,0 +1,294 @@
+"""Runs under faults: gradients that are not finite, folders that are taken, another run's checkpoints."""
+
+import importlib.util
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+
+from tests.trainer.resume import assert_same_end
+from tests.trainer.tiny_run import GAE, GRPO, measured, same, train
+from tether.assembly.control import build_control_run
+from tether.assembly.run import build_run
+from tether.checkpoints.store import step_of, verify
+from tether.config import load_config
+from tether.metrics.loggers import Loggers
+from tether.metrics.loggers.jsonl import read_samples
+from tether.metrics.loggers.protocol import LogFailed, Sample
+from tether.rewards.outcome import RewardFailure
+from tether.runtime.run_lock import RunFolderBusy
+from tether.training.engines.incident import replay
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+TOO_LARGE = """
+    return 1e38 * (len(solution_str) % 3)
+"""
+UNSCALED = "algorithm.norm_adv_by_std_in_grpo=False"
+NO_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="LoRA needs peft")
+OVERFLOWS = {
+    "learning rate": [*GAE, f"{ACTOR}.optim.lr=1e30", f"{ACTOR}.optim.lr_scheduler_type=constant"],
+    "reward": [*GAE, "critic.optim.lr_warmup_steps=0"],
+    "bfloat16": [*GRPO, UNSCALED, f"{ACTOR}.fsdp_config.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"],
+    "full KL": [*GRPO, UNSCALED, f"{ACTOR}.kl_loss_type=full"],
+    "adapters": [*GAE, f"{MODEL}.lora_rank=4"],
+}
+
+
+@pytest.mark.parametrize("cause", [pytest.param(n, marks=NO_PEFT if n == "adapters" else ()) for n in OVERFLOWS])
+def test_an_overflow_ends_no_run_and_replays(cause: str, base: list[str], tmp_path: Path) -> None:
+    """With gradient checkpointing, as by default."""
+    overrides = [*base, *OVERFLOWS[cause], "trainer.total_training_steps=2"]
+    if cause != "learning rate":
+        source = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):" + TOO_LARGE
+        (tmp_path / "reward.py").write_text(source)
+        overrides += [f"custom_reward_function.path={tmp_path / 'reward.py'}"]
+    folder = train(overrides)
+    metrics = measured(folder)
+    assert list(metrics) == [1, 2]
+    skipped = [
+        (role, step)
+        for step in metrics
+        for role in ("actor", "critic")
+        if metrics[step].get(f"{role}/skipped_updates", 0) > 0
+    ]
+    assert skipped
+    for role, step in skipped:
+        assert replay(folder / "incidents" / role / f"step_{step}"), (role, step)
+    assert not list(folder.rglob(".writing_*"))
+
+
+CONTROL = [
+    "env.train.id=CartPole-v1",
+    "env.train.total_num_envs=2",
+    "env.train.max_steps_per_rollout_epoch=8",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    "trainer.logger=file",
+    "trainer.total_training_steps=3",
+    "trainer.test_freq=-1",
+    "trainer.log_freq=1",
+]
+Start = Callable[[list[str]], Any]
+
+
+@pytest.fixture(params=["text", "control"])
+def kind(request: pytest.FixtureRequest, base: list[str], tmp_path: Path) -> tuple[Start, list[str]]:
+    """What builds a run of this kind, and its settings; its folder is tmp_path/run."""
+    if request.param == "text":
+        return lambda more: build_run(load_config(None, [*base, *GRPO, *more])), [f"{MODEL}.path=/nowhere"]
+    settings = [*CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}"]
+    return lambda more: build_control_run(load_config(None, [*settings, *more])), ["env.train.id=Nothing-v0"]
+
+
+def finish(run: Any) -> None:
+    try:
+        run.trainer.fit()
+    finally:
+        run.close()
+
+
+def test_two_runs_in_one_folder(kind: tuple[Start, list[str]], tmp_path: Path) -> None:
+    """Refused before anything is loaded: what cannot be loaded is not even missed."""
+    start, unusable = kind
+    run = start([])
+    with pytest.raises(RunFolderBusy, match=f"^trainer.default_local_dir={tmp_path}/run: .* process {os.getpid()} on "):
+        start(unusable)
+    finish(run)
+    with pytest.raises(ValueError, match=r"nowhere|^env\.train\.id"):
+        start(unusable)
+    finish(start([]))  # a start that failed leaves no lock
+
+
+def test_a_folder_that_is_a_file_is_found_first(kind: tuple[Start, list[str]], tmp_path: Path) -> None:
+    start, unusable = kind
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match=f"^trainer.default_local_dir={tmp_path}/run: {tmp_path}/run is a file"):
+        start(unusable)
+
+
+@pytest.mark.parametrize("how", ["disable", "resume_path"])
+def test_the_checkpoints_of_an_earlier_run_stay(
+    how: str, kind: tuple[Start, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, _ = kind
+    folder = tmp_path / "run"
+    finish(start(["trainer.save_freq=1"]))
+    path = f"trainer.resume_from_path={folder / 'global_step_1'}"
+    mode = [f"trainer.resume_mode={how}", *([path] if how == "resume_path" else [])]
+    finish(start([*mode, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1"]))
+    assert f"the checkpoints of an earlier run in {folder} are in {folder / 'earlier_1'} now" in caplog.text
+    earlier = sorted((folder / "earlier_1").iterdir())
+    assert [step_of(path) for path in earlier] == ([1, 2, 3] if how == "disable" else [2, 3])
+    for checkpoint in earlier:
+        verify(checkpoint)
+    assert [path.name for path in folder.glob("global_step_*")] == ["global_step_3"]
+    finish(start(["trainer.save_freq=1"]))  # goes on from there
+
+
+FLAKY = """
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    broken = Path({flag!r})
+    if broken.exists() and data_source in broken.read_text().split():
+        raise OSError("the judge is not there")
+    return sum(c.isalpha() for c in solution_str) / 8
+"""
+
+
+class FailingLogger:
+    """Fails at the log of one step, as one whose server or disk is gone."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.step:
+            raise LogFailed(28, "the tracker cannot be reached")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def fit_and_fail(run: Any, failure: type[Exception], message: str) -> None:
+    try:
+        with pytest.raises(failure, match=message):
+            run.trainer.fit()
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("source", ["tiny/sums", "tiny/other"])
+def test_a_failing_reward_costs_no_step(
+    source: str, base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a training prompt in the third step, or of a validation prompt after the second, and no checkpoint was due."""
+    flag = tmp_path / "flag"
+    (tmp_path / "reward.py").write_text(FLAKY.format(flag=str(flag)))
+    settings = [
+        *GAE,
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "trainer.save_freq=3",
+        "trainer.test_freq=2",
+    ]
+    whole = train([*base, *settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
+    run = build_run(load_config(None, [*base, *settings]))
+    original = run.trainer.step
+
+    def step(prompts: Any) -> dict[str, float]:
+        if run.trainer.step_number == (2 if source == "tiny/sums" else 1):
+            flag.write_text(source)
+        return original(prompts)
+
+    run.trainer.step = step
+    fit_and_fail(run, RewardFailure, "the judge is not there")
+    assert f"stopping (RewardFailure); {tmp_path / 'run' / 'global_step_2'} is saved" in caplog.text
+    flag.unlink()
+    parts = train([*base, *settings])
+    assert same(measured(whole), measured(parts))
+    assert read_samples(whole) == read_samples(parts)
+    assert_same_end(whole / "global_step_3", parts / "global_step_3")
+
+
+def test_a_failing_log_costs_no_step_and_no_metrics(
+    kind: tuple[Start, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, _ = kind
+    finish(start([f"trainer.default_local_dir={tmp_path / 'whole'}", "trainer.save_freq=3"]))
+    run = start(["trainer.save_freq=3"])
+    run.trainer.loggers = Loggers({"first": FailingLogger(2), **run.trainer.loggers._loggers})
+    fit_and_fail(run, LogFailed, "cannot be reached")
+    assert f"stopping (LogFailed); {tmp_path / 'run' / 'global_step_2'} is saved" in caplog.text
+    assert list(measured(tmp_path / "run")) == [1]
+    finish(start(["trainer.save_freq=3"]))
+    assert same(measured(tmp_path / "whole"), measured(tmp_path / "run"))
+
+
+def test_nothing_is_saved_of_a_step_that_failed_while_weights_changed(
+    kind: tuple[Start, list[str]], tmp_path: Path
+) -> None:
+    start, _ = kind
+    run = start(["trainer.save_freq=1"])
+    learner = run.trainer.actor if hasattr(run.trainer, "actor") else run.trainer.learner
+    original, calls = learner.update, []
+
+    def update(*arguments: Any, **options: Any) -> Any:
+        calls.append(original(*arguments, **options))
+        if len(calls) == 2:
+            raise MemoryError("half of the weights")
+        return calls[-1]
+
+    object.__setattr__(learner, "update", update)
+    fit_and_fail(run, MemoryError, "half of the weights")
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_1"]
+
+
+class FlakyEnv(gymnasium.Wrapper):
+    """Fails in a step while a file exists."""
+
+    def __init__(self, env: gymnasium.Env, flag: str) -> None:
+        super().__init__(env)
+        self.flag = Path(flag)
+
+    def step(self, action: Any) -> Any:
+        if self.flag.exists():
+            raise OSError("the simulator is gone")
+        return super().step(action)
+
+
+def test_a_failing_environment_costs_no_step(base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flag = tmp_path / "flag"
+    name = "tests/Flaky-v0"
+    gymnasium.register(name, lambda flag: FlakyEnv(gymnasium.make("CartPole-v1"), flag))
+    settings = [
+        *CONTROL,
+        f"env.train.id={name}",
+        f"env.train.init_params={{flag: {flag}}}",
+        "env.train.vectorization=sync",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.save_freq=3",
+    ]
+    run = build_control_run(load_config(None, settings))
+    original = run.trainer.step
+
+    def step() -> dict[str, float]:
+        if run.trainer.step_number == 2:
+            flag.write_text("")
+        return original()
+
+    run.trainer.step = step
+    fit_and_fail(run, Exception, "the simulator is gone")
+    assert f"{tmp_path / 'run' / 'global_step_2'} is saved" in caplog.text
+    flag.unlink()
+    resumed = build_control_run(load_config(None, settings))
+    assert resumed.trainer.step_number == 2
+    finish(resumed)
+    assert list(measured(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_rollouts_that_cannot_be_written_are_one_clear_error(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("")
+    with pytest.raises(LogFailed, match=r"rollouts/1\.jsonl: cannot be written \(File exists\)"):
+        train([*base, *GRPO, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"])
+
+
+def test_a_configuration_with_secrets_is_for_its_owner_alone(base: list[str], tmp_path: Path) -> None:
+    function = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=None):\n    return 0.5\n"
+    )
+    (tmp_path / "reward.py").write_text(function)
+    settings = [*base, *GRPO, f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.save_freq=3"]
+    folder = train([*settings, "custom_reward_function.reward_kwargs.api_key=sk-123"])
+    file = folder / "global_step_3" / "run.yaml"
+    assert "sk-123" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    others = [path for path in folder.rglob("*") if path.is_file() and path != file]
+    assert not [path for path in others if b"sk-123" in path.read_bytes()]
+    train([*settings, "trainer.resume_mode=disable"])
+    assert stat.S_IMODE(file.stat().st_mode) & 0o044

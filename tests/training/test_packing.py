@@ -1,0 +1,95 @@
+"""From rows to the model's tokens: the module's small example by hand, and the two layouts against each other."""
+
+import pytest
+import torch
+
+from tests.training.batches import make_rollout
+from tether.batch import RolloutBatch, TrainBatch
+from tether.models.layers.attention import Packed, Padded
+from tether.training.text.packing import TokenRows, row_sizes, sequence_lengths, token_rows
+
+
+def example() -> TrainBatch:
+    """Prompt 5 6 7 with answer 8 . 2, whose middle token the policy did not sample; prompt 4 with answer 9."""
+    rollout = RolloutBatch(
+        uid=torch.tensor([0, 1]),
+        prompt_ids=torch.tensor([[5, 6, 7], [4, 0, 0]]),
+        prompt_length=torch.tensor([3, 1]),
+        response_ids=torch.tensor([[8, 1, 2], [9, 0, 0]]),
+        response_length=torch.tensor([3, 1]),
+        response_mask=torch.tensor([[True, False, True], [True, False, False]]),
+        rollout_log_probs=torch.zeros(2, 3),
+        truncated=torch.tensor([False, True]),
+        batch_size=[2],
+    )
+    return TrainBatch.assemble(rollout, torch.ones(2))
+
+
+def test_packed_by_hand() -> None:
+    rows = token_rows(example(), packed=True)
+    assert rows.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 4, 9]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]]
+    assert rows.layout == Packed((3, 3, 1, 1), (None, 0, None, 2))
+    assert rows.predicts.tolist() == [2, 4, 6]
+    assert rows.targets.tolist() == [8, 2, 9]
+    assert rows.slots.tolist() == [0, 2, 3]
+    assert rows.ends.tolist() == [5, 7]
+    assert sequence_lengths(example()).tolist() == [6, 2]
+
+
+def test_a_shared_prompt_stands_once() -> None:
+    """The two answers to prompt 5 6 both begin after its 6; between them stands the row of another prompt."""
+    rollout = RolloutBatch(
+        uid=torch.tensor([0, 1, 0]),
+        prompt_ids=torch.tensor([[5, 6, 0], [5, 6, 7], [5, 6, 9]]),
+        prompt_length=torch.tensor([2, 3, 2]),
+        response_ids=torch.tensor([[8, 2], [9, 0], [3, 4]]),
+        response_length=torch.tensor([2, 1, 2]),
+        response_mask=torch.tensor([[True, True], [True, False], [True, True]]),
+        rollout_log_probs=torch.zeros(3, 2),
+        truncated=torch.zeros(3, dtype=torch.bool),
+        batch_size=[3],
+    )
+    batch = TrainBatch.assemble(rollout, torch.ones(3))
+    rows = token_rows(batch, packed=True)
+    assert row_sizes(batch) == [(0, 2, 2), (1, 3, 1), (0, 2, 2)]
+    assert rows.input_ids.tolist() == [[5, 6, 8, 2, 3, 4, 5, 6, 7, 9]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 0, 1, 2, 3]]
+    assert rows.layout == Packed((2, 2, 2, 3, 1), (None, 0, 0, None, 3))
+    assert rows.targets.tolist() == [8, 2, 9, 3, 4]
+    assert rows.predicts.tolist() == [1, 2, 8, 1, 4]
+    assert rows.ends.tolist() == [3, 9, 5]
+
+
+def test_padded_by_hand() -> None:
+    rows = token_rows(example(), packed=False)
+    assert rows.input_ids.tolist() == [[5, 6, 7, 8, 1, 2], [4, 9, 0, 0, 0, 0]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 0, 0, 0]]
+    assert rows.layout == Padded()
+    assert rows.predicts.tolist() == [2, 4, 6]
+    assert (rows.targets.tolist(), rows.slots.tolist()) == ([8, 2, 9], [0, 2, 3])
+    assert rows.ends.tolist() == [5, 7]
+
+
+def test_scatter_puts_each_value_in_its_slot_and_carries_gradients() -> None:
+    rows = token_rows(example(), packed=True)
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    placed = rows.scatter(values)
+    assert placed.tolist() == [[1, 0, 2], [3, 0, 0]]
+    (placed * torch.tensor([[10.0, 20, 30], [40, 50, 60]])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [10, 30, 40]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_target_follows_its_predicting_position(packed: bool) -> None:
+    batch = TrainBatch.assemble(make_rollout(), torch.tensor([1.0] * 8 + [torch.nan]))
+    rows: TokenRows = token_rows(batch, packed=packed)
+    ids, positions = rows.input_ids.flatten(), rows.position_ids.flatten()
+    assert rows.targets.equal(batch.response_ids[batch.response_mask])
+    row, column = batch.response_mask.nonzero(as_tuple=True)
+    assert positions[rows.predicts].equal(batch.prompt_length[row] + column - 1)
+    before = torch.where(
+        column == 0, batch.prompt_ids[row, batch.prompt_length[row] - 1], batch.response_ids[row, column - 1]
+    )
+    assert ids[rows.predicts].equal(before)

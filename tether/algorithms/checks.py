@@ -1,0 +1,234 @@
+"""Arguments of public functions held against their annotations: types, shapes, devices, and ranges of numbers.
+
+Broadcasting turns a wrong shape into a plausible result: scores of shape [B, 1] under a mask [B, T] count T times. Only
+shapes, types, devices and Python numbers are looked at, so that nothing ever waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that are allowed, all of them finite; the lower end is not among them if it is ``open``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    open: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        return math.isfinite(number) and self.low <= number <= self.high and not (self.open and number == self.low)
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"a number from {self.low:g} to {self.high:g}"
+        if self.low == -math.inf:
+            return "a finite number"
+        return f"a number above {self.low:g}" if self.open else f"a number, {self.low:g} or above"
+
+
+Fraction = Annotated[float, Range(0, 1)]
+NonNegative = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, open=True)]
+AboveOne = Annotated[float, Range(1, open=True)]
+PositiveInt = Annotated[int, Range(1)]
+
+
+def checked(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Let a function refuse arguments that do not fit its annotations.
+
+    Every call may then raise ValueError: for a tensor whose type, shape or device is not what the annotations and the
+    other arguments demand, or a number outside of its `Range`. The message names the argument and what is expected.
+    """
+    check = checker(function.__qualname__.removesuffix(".__init__"), function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> Result:
+        check(args, keywords)
+        return function(*args, **keywords)
+
+    return call
+
+
+def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+    """Return the check of `checked` alone, for the positional arguments and the keywords of a call.
+
+    Unknown and missing arguments are left to the call itself.
+
+    Args:
+        name: of the function, in messages.
+        function: whose annotations count.
+    """
+    annotations = get_type_hints(inspect.unwrap(function), include_extras=True)
+    names = tuple(inspect.signature(function).parameters)
+    rules = {key: _Rule.of(annotations[key]) for key in names if key in annotations}
+
+    def check(args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        given = [*zip(names, args, strict=False), *keywords.items()]
+        sizes: dict[str, int | Shape] = {}
+        device: torch.device | None = None
+        for key, value in given:
+            rule = rules.get(key)
+            if rule is None or (value is None and rule.optional):
+                continue
+            dims = rule.dims_of(value)
+            if dims is None:
+                if not rule.admits(value):
+                    raise ValueError(f"{name}: {key} {_describe(value)}; expected {rule.expected}")
+                continue
+            if not _fits(dims, _shape(value), sizes):
+                raise ValueError(f"{name}: {_misfit([(k, v, rules[k]) for k, v in given if k in rules])}")
+            if isinstance(value, Tensor) and value.ndim:
+                device = device or value.device
+                if value.device != device:
+                    raise ValueError(f"{name}: {key} is on {value.device}; expected {device}, as the other tensors")
+
+    return check
+
+
+@dataclass(frozen=True)
+class _Array:
+    kind: type
+    dtypes: frozenset[torch.dtype] | None
+    """None: any, as for arrays of other kinds than tensors."""
+    dims: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def of(cls, annotation: Any) -> _Array:
+        """Read a type of jaxtyping."""
+        dims = tuple(annotation.dim_str.split())
+        if annotation.array_type is not Tensor:
+            return cls(annotation.array_type, None, dims, f"an array [{', '.join(dims)}]")
+        dtypes = None
+        if isinstance(annotation.dtypes, tuple):
+            dtypes = frozenset(getattr(torch, name) for name in annotation.dtypes if hasattr(torch, name))
+        what = {"Float": "a floating-point tensor", "Int": "a tensor of integers", "Bool": "a tensor of booleans"}
+        return cls(Tensor, dtypes, dims, f"{what.get(annotation.dtype.__name__, 'a tensor')} [{', '.join(dims)}]")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The values that an annotation allows."""
+
+    arrays: tuple[_Array, ...]
+    numbers: tuple[tuple[type, Range], ...]
+    classes: tuple[type, ...]
+    """Of other values, of which nothing else is checked. A sequence stands for an array of its length."""
+    optional: bool
+    expected: str
+
+    @classmethod
+    def of(cls, annotation: Any) -> _Rule:
+        """Read an annotation: a union of arrays, numbers (with a `Range`) and classes."""
+        arrays, numbers, classes, texts = [], [], [], []
+        options = list(_options(annotation))
+        for option in options:
+            base = get_args(option)[0] if get_origin(option) is Annotated else option
+            if hasattr(base, "dim_str"):
+                arrays.append(_Array.of(base))
+                texts.append(arrays[-1].text)
+            elif base in (float, int):
+                limits = next((extra for extra in get_args(option)[1:] if isinstance(extra, Range)), Range())
+                numbers.append((Integral if base is int else Real, limits))
+                texts.append(str(limits).replace("number", "whole number") if base is int else str(limits))
+            elif base is not type(None):
+                classes.append(get_origin(base) or base)
+                texts.append({str: "a string", bool: "True or False"}.get(base, f"a {classes[-1].__name__}"))
+        return cls(tuple(arrays), tuple(numbers), tuple(classes), type(None) in options, " or ".join(texts))
+
+    def dims_of(self, value: Any) -> tuple[str, ...] | None:
+        """Return the dimensions that an array, or a sequence in its place, must have; None for every other value."""
+        for array in self.arrays:
+            if isinstance(value, array.kind) and (
+                array.dtypes is None or getattr(value, "dtype", None) in array.dtypes
+            ):
+                return array.dims
+        is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        return self.arrays[0].dims if is_sequence and Sequence in self.classes else None
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value that is no array is allowed."""
+        if self.numbers and isinstance(value, Real) and not isinstance(value, bool):
+            return any(isinstance(value, kind) and float(value) in limits for kind, limits in self.numbers)
+        return any(kind is not Sequence and isinstance(value, kind) for kind in self.classes)
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    """List the members of a union, or the only one."""
+    if get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation
+
+
+def _shape(value: Any) -> Shape:
+    return tuple(value.shape) if hasattr(value, "shape") else (len(value),)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"is a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"is {value!r}" if isinstance(value, Real | str | None) else f"is of type {type(value).__name__}"
+
+
+def _fits(dims: tuple[str, ...], shape: Shape, sizes: dict[str, int | Shape]) -> bool:
+    """Whether a shape has these dimensions; takes in the sizes of those that are met first.
+
+    ``*name`` stands for any number of dimensions, ``#name`` may also be 1.
+    """
+    if dims and dims[0].startswith("*"):
+        split = len(shape) - len(dims) + 1
+        if split < 0 or sizes.setdefault(dims[0], shape[:split]) != shape[:split]:
+            return False
+        dims, shape = dims[1:], shape[split:]
+    if len(dims) != len(shape):
+        return False
+    for dim, size in zip(dims, shape, strict=True):
+        if not (dim.startswith("#") and size == 1) and sizes.setdefault(dim.removeprefix("#"), size) != size:
+            return False
+    return True
+
+
+def _misfit(given: Sequence[tuple[str, Any, _Rule]]) -> str:
+    """Say which argument has another shape than most of those that it shares a dimension with."""
+    arrays = [(key, _shape(value), dims) for key, value, rule in given if (dims := rule.dims_of(value)) is not None]
+    bound: dict[str, dict[str, int | Shape]] = {}
+    for key, shape, dims in arrays:
+        sizes: dict[str, int | Shape] = {}
+        if not _fits(dims, shape, sizes):
+            return f"{key} has shape {list(shape)}; expected [{', '.join(dims)}]"
+        bound[key] = sizes
+
+    def against(key: str) -> list[str]:
+        mine = bound[key].items()
+        return [other for other, its in bound.items() if any(its.get(dim, size) != size for dim, size in mine)]
+
+    reference = min((key for key in bound if against(key)), key=lambda key: (len(against(key)), "mask" not in key))
+    wrong = against(reference)[0]
+    shape, like = (next(shape for key, shape, _ in arrays if key == name) for name in (wrong, reference))
+    dims = next(dims for key, _, dims in arrays if key == wrong)
+    sizes = bound[wrong] | bound[reference]
+    expected = [str(size) for dim in dims for size in _listed(sizes.get(dim.removeprefix("#"), 1))]
+    symbols = "" if dims[0].startswith("*") else f"[{', '.join(dims)}] = "
+    return f"{wrong} has shape {list(shape)}; expected {symbols}[{', '.join(expected)}], as in {reference} {list(like)}"
+
+
+def _listed(size: int | Shape) -> Shape:
+    return size if isinstance(size, tuple) else (size,)

@@ -1,0 +1,173 @@
+"""From a configuration to what precedes training in a simulator: recorded episodes, and a policy that imitates them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tether.assembly.control import env_options, make_env, view_of
+from tether.assembly.policies import Bounds, bounds_of, new_policy, saved_policy
+from tether.config import LoadedConfig, RunConfig
+from tether.config.schema.env import VLA_TYPES
+from tether.data.demonstrations import Demonstration
+from tether.data.lerobot import read_dataset
+from tether.envs.protocol import DiscreteActions, Floats, VectorEnv
+from tether.models.control.mlp_policy import Policy
+from tether.models.control.spec import numbers_of
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import set_threads
+from tether.runtime.user_files import import_python_file
+from tether.training.control.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
+
+SOURCE = "--from"
+SCRIPTED = "scripted"
+"""The source that is the simulator's own policy."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Episodes as they are played, and what a file says of them."""
+
+    episodes: Iterator[Demonstration]
+    fps: int
+    env_id: str
+
+
+def build_recording(
+    loaded: LoadedConfig, source: str, episodes: int, seed: int | None, *, only_successful: bool
+) -> Recording:
+    """Play episodes in one of the environments of ``env.train``.
+
+    Args:
+        loaded: the configuration.
+        source: a checkpoint, whose policy plays without noise; ``file.py:function``; or ``scripted``, the policy that
+            the simulator brings along.
+        episodes: how many.
+        seed: of the start states; None: ``env.train.seed``.
+        only_successful: leave the others out.
+
+    Raises:
+        ValueError: the environment cannot be made alone, there is no such source, or its actions do not fit.
+    """
+    config = loaded.config
+    set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
+    section = config.env.train
+    if section.env_type == "envpool":
+        raise ValueError("env.train.env_type: envpool makes no single environment to record. Use gymnasium.")
+    options = env_options(section, "env.train", {}, view_of(config))  # first: it says what is missing without Gymnasium
+    record = importlib.import_module("tether.rollout.env.demonstration_recorder")
+    make = importlib.import_module("tether.envs.make")
+    env = make.make_one(options)
+    name, _, function = source.rpartition(":")
+    if source == SCRIPTED or name.endswith(".py"):
+        codec = importlib.import_module("tether.envs.spaces.spaces").ActionCodec.of(env.action_space, options.id)
+        act = make.scripted(options) if source == SCRIPTED else _function(name, function)
+        decide = record.scripted(act, codec)
+    else:
+        policy = saved_policy(Path(source), SOURCE)
+        bounds = bounds_of(policy)
+        decode = _bins(bounds).decode if bounds else _unchanged
+        decide = record.of_policy(policy.acting(), policy.spec.num_action_chunks, policy.state_width, decode)
+    first = section.seed if seed is None else seed
+    fps = round(env.metadata.get("render_fps") or 30)
+
+    def play() -> Iterator[Demonstration]:
+        with closing(env):
+            yield from record.record(env, options.id, decide, episodes, first, only_successful=only_successful)
+
+    return Recording(play(), fps, options.id)
+
+
+def build_cloning(
+    config: RunConfig, folder: Path, options: CloningOptions, held_out: float, quantiles: tuple[float, float]
+) -> tuple[Cloning, Policy]:
+    """Build a new policy for ``env.train``, and what it learns from recorded episodes by.
+
+    Args:
+        config: the configuration.
+        folder: the dataset.
+        options: of the learning.
+        held_out: share of the episodes that it is measured on.
+        quantiles: of the recorded actions, which become the bounds of action tokens.
+
+    Raises:
+        ValueError: the dataset is not usable, or is not of these environments; or the policy has a memory.
+    """
+    set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
+    if config.policy.lstm_dim is not None:
+        raise ValueError("policy.lstm_dim: imitation trains no memory so far. Leave it out.")
+    episodes = read_dataset(folder)
+    with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
+        obs = _observations(episodes, env, folder)
+        actions = [_actions(episode, env, folder) for episode in episodes]
+        bounds = _bounds(actions, quantiles) if config.policy.model_type in VLA_TYPES else None
+        policy = new_policy(config, env, bounds)
+    if bounds:
+        actions = [_bins(bounds).encode(columns) for columns in actions]
+    learned, apart = split_episodes(len(episodes), held_out, config.trainer.seed)
+
+    see = policy.pictures or torch.from_numpy
+
+    def data(which: list[int]) -> CloningData:
+        return windows([obs[i] for i in which], [actions[i] for i in which], policy.spec.num_action_chunks, see)
+
+    learn_from = data(learned)
+    if policy.normalizer:
+        policy.normalizer.update(numbers_of(learn_from.obs))
+    # The noise of a Gaussian stays policy.init_logstd: imitation would shrink it to nothing.
+    trained = [value for name, value in policy.named_parameters() if not name.endswith("logstd")]
+    return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
+
+
+def _bounds(actions: list[NDArray[Any]], quantiles: tuple[float, float]) -> Bounds:
+    bins = importlib.import_module("tether.envs.spaces.action_bins").ActionBins.of_data(
+        np.concatenate(actions), quantiles
+    )
+    return bins.low, bins.high
+
+
+def _bins(bounds: Bounds) -> Any:
+    return importlib.import_module("tether.envs.spaces.action_bins").ActionBins(*bounds)
+
+
+def _unchanged(actions: NDArray[Any]) -> NDArray[Any]:
+    return actions
+
+
+def _function(file: str, name: str) -> Callable[[Any, Any], Any]:
+    found = vars(import_python_file(file, SOURCE)).get(name)
+    if not callable(found):
+        raise ValueError(f"{SOURCE}={file}:{name}: the file defines no function {name}(env, obs)")
+    return found
+
+
+def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -> list[Floats]:
+    layout = importlib.import_module("tether.envs.spaces.observation_layout")
+    try:
+        return [layout.join(env.layout, episode.observations) for episode in episodes]
+    except ValueError as error:
+        raise ValueError(f"{folder}: not recorded in {env.id}: {error}") from error
+
+
+def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> NDArray[Any]:
+    """Actions as the policy decides on them.
+
+    Raises:
+        ValueError: they are of another action space.
+    """
+    whole = isinstance(env.actions, DiscreteActions)
+    kind, wanted = episode.actions.dtype.kind, "choices" if whole else "numbers"
+    if episode.actions.shape[1] != env.actions.width or (kind in "iu") != whole:
+        found = f"{episode.actions.shape[1]} columns of {episode.actions.dtype}"
+        raise ValueError(f"{folder}: not recorded in {env.id}: actions of {found}, not {env.actions.width} {wanted}")
+    return episode.actions.astype(np.int64 if whole else np.float32)

@@ -1,0 +1,341 @@
+"""From the configuration of an embodied run to its parts."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.algorithms import REQUIRED_AGGREGATION
+from tether.assembly.learners import build_optimizer, policy_loss_options, token_selection
+from tether.assembly.off_policy import build_critic_warmup
+from tether.assembly.policies import acted_in, start_policy
+from tether.assembly.run import begin_run, find_start
+from tether.config import LoadedConfig, RunConfig
+from tether.config.schema.actor import ActorConfig
+from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
+from tether.envs.protocol import DiscreteActions, VectorEnv
+from tether.envs.vectorization.stages import StagedEnv
+from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy
+from tether.models.control.spec import PolicySpec
+from tether.models.vla.spec import VlaSpec
+from tether.rollout.env.collector import EnvCollector
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import set_threads, usable_cores
+from tether.runtime.run_lock import RunLock
+from tether.trainer.checkpoint import Persistence, check_identity, restore
+from tether.trainer.control.loop import POLICY, ControlEvaluation, ControlTrainer, OpenVideo
+from tether.trainer.control.rewards import RewardScaler, RewardShaping
+from tether.trainer.control.samples import SampleOptions
+from tether.trainer.loop import Schedule
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.samples import EPISODES_ALIKE
+
+
+@dataclass(frozen=True)
+class ControlRun:
+    """A trainer, and what has to be closed after it."""
+
+    trainer: ControlTrainer
+    envs: ExitStack
+    directory: Path
+    """Checkpoints and logs."""
+    resumed_from: Path | None
+    lock: RunLock
+
+    def close(self) -> None:
+        """End the environments, write what the loggers hold back, and let other runs into the folder."""
+        self.envs.close()
+        self.trainer.loggers.close()
+        self.lock.close()
+
+
+def build_control_run(loaded: LoadedConfig) -> ControlRun:
+    """Build everything that an embodied run needs, and go on from a checkpoint where there is one.
+
+    Raises:
+        ValueError: the environments cannot be made, no policy fits them, or a checkpoint is of other ones.
+    """
+    config = loaded.config
+    trainer_config = config.trainer
+    set_threads(trainer_config.num_threads)
+    seed_rng(trainer_config.seed)
+    directory = Path(trainer_config.default_local_dir)
+    with ExitStack() as envs, ExitStack() as undo:
+        lock = undo.enter_context(RunLock(directory))
+        store, checkpoint = find_start(config)
+        identity = identity_of(config)
+        if checkpoint:
+            check_identity(checkpoint, identity)
+        env = make_training_env(config)
+        envs.callback(env.close)
+        policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+        if not isinstance(policy, ControlPolicy):
+            policy.micro_batch = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+        schedule = _schedule(config)
+        trainer = ControlTrainer(
+            policy=policy,
+            collector=_collector(config, acted_in(env, policy), policy),
+            learner=_learner(config, policy, schedule.total_steps),
+            rewards=_rewards(config),
+            options=_sample_options(config),
+            critic_warmup=build_critic_warmup(trainer_config),
+            evaluation=build_evaluation(config, policy, envs) if trainer_config.test_freq > 0 else None,
+            schedule=schedule,
+            persistence=Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets),
+            loggers=begin_run(loaded, store, schedule, checkpoint),
+            seed=trainer_config.seed,
+            env_seed=config.env.train.seed,
+            auto_reset=config.env.train.auto_reset,
+        )
+        if checkpoint:
+            trainer.load_environments(checkpoint)
+            trainer.load_state(restore(checkpoint, {"learner": trainer.learner.load_state_dict}))
+        undo.pop_all()
+        return ControlRun(trainer, envs.pop_all(), directory, checkpoint, lock)
+
+
+def identity_of(config: RunConfig) -> dict[str, str]:
+    """What must not change between the runs of a checkpoint."""
+    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+
+
+def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
+    """The test of a policy in the environments of ``env.eval``, which `envs` closes.
+
+    Raises:
+        ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
+    """
+    test, video = config.env.eval, config.env.eval.video_cfg
+    pacing = {"chunk": config.policy.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
+    envs.callback(env.close)
+    acted = acted_in(env, policy)
+    _check_fit(acted, policy.spec)
+    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
+    return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def _check_fit(env: VectorEnv | StagedEnv, spec: PolicySpec | VlaSpec) -> None:
+    """Refuse to test a policy where it cannot act."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {env.obs_dim} numbers and takes {env.actions}; the policy reads {spec.obs_dim} "
+        f"and {acts}. Name an environment like the one that it was trained in."
+    )
+
+
+def video_folder(config: RunConfig) -> Path:
+    """Where the videos of tests are."""
+    folder = config.env.eval.video_cfg.video_base_dir
+    return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
+
+
+def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
+    try:
+        videos = importlib.import_module("tether.rollout.env.video")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: pip install 'tether[video]'"
+        ) from error
+    return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
+
+
+def make_env(
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
+) -> VectorEnv:
+    """The environments of a section.
+
+    Args:
+        section: of the configuration.
+        role: its name, for messages.
+        pacing: fields of `tether.envs.make.Pacing`.
+        view: fields of `tether.envs.make.View`.
+        render: the environments can show themselves.
+
+    Raises:
+        ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
+    """
+    options = env_options(section, role, pacing, view, render=render)
+    made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
+    return made
+
+
+def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
+    """The environments of ``env.train``.
+
+    Raises:
+        ValueError: see `make_env`.
+    """
+    train, role = config.env.train, "env.train"
+    if train.pipeline_stage_num == 1:
+        return make_env(train, role, _pacing(config), view_of(config))
+    options = env_options(train, role, _pacing(config), view_of(config))
+    made: StagedEnv = importlib.import_module("tether.envs.make").make_stages(options, train.pipeline_stage_num)
+    return made
+
+
+def env_options(
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, Any],
+    view: Mapping[str, Any],
+    *,
+    render: bool = False,
+) -> Any:
+    """The `tether.envs.make.EnvOptions` of a section; for the arguments see `make_env`.
+
+    Raises:
+        ValueError: Gymnasium is not installed.
+    """
+    try:
+        envs = importlib.import_module("tether.envs.make")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{role}.id: environments need the package {error.name}, which is not installed. "
+            "Run: pip install 'tether[gymnasium]'"
+        ) from error
+    return envs.EnvOptions(
+        id=section.id,
+        num_envs=section.total_num_envs,
+        env_type=section.env_type,
+        vectorization="sync" if render and section.vectorization == "auto" else section.vectorization,
+        num_workers=section.num_workers or usable_cores(),
+        timeout=section.timeout,
+        max_episode_steps=section.max_episode_steps,
+        ignore_terminations=section.ignore_terminations,
+        init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
+        wrappers=section.wrappers,
+        view=envs.View(**view),
+        pacing=envs.Pacing(**pacing),
+        role=role,
+    )
+
+
+def _pacing(config: RunConfig) -> dict[str, Any]:
+    train = config.env.train
+    return {
+        "chunk": config.policy.num_action_chunks,
+        "auto_reset": train.auto_reset,
+        "group_size": train.group_size,
+        "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
+    }
+
+
+def view_of(config: RunConfig) -> dict[str, Any]:
+    """Fields of `tether.envs.make.View`."""
+    return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
+
+
+def _rewards(config: RunConfig) -> RewardShaping:
+    train, policy = config.env.train, config.policy
+    scaler = None
+    if policy.normalize_rewards:
+        scaler = RewardScaler(train.total_num_envs, config.algorithm.gamma, policy.clip_rewards)
+    return RewardShaping(
+        train.total_num_envs,
+        coef=train.reward_coef,
+        relative=train.use_rel_reward,
+        scaler=scaler,
+        fresh=not train.auto_reset,
+    )
+
+
+def _sample_options(config: RunConfig) -> SampleOptions:
+    algorithm, actor, train = config.algorithm, config.actor_rollout_ref.actor, config.env.train
+    episode_length = None
+    if _aggregation(config) == EPISODES_ALIKE:
+        limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
+        episode_length = _given_scale(actor) or limit
+    return SampleOptions(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        estimator=algorithm.adv_estimator,
+        estimator_options={"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo},
+        normalize_advantages=algorithm.normalize_advantages,
+        group_size=train.group_size,
+        reward_bounds=(
+            (algorithm.rewards_lower_bound, algorithm.rewards_upper_bound) if algorithm.filter_rewards else None
+        ),
+        reward_level=algorithm.reward_type,
+        logprob_level=algorithm.logprob_type,
+        episode_length=episode_length,
+    )
+
+
+def _aggregation(config: RunConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    usual = "token-mean" if config.env.train.auto_reset else EPISODES_ALIKE
+    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
+
+
+def _given_scale(actor: ActorConfig) -> float | None:
+    """``loss_scale_factor``, where the aggregation that reads it was asked for."""
+    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
+
+
+def _collector(config: RunConfig, env: VectorEnv | StagedEnv, policy: Policy) -> EnvCollector:
+    return EnvCollector(
+        env,
+        config.env.train.max_steps_per_rollout_epoch,
+        chunk=config.policy.num_action_chunks,
+        epochs=config.env.train.rollout_epoch,
+        bootstrap_terminations=config.algorithm.bootstrap_type == "always",
+        pictures=policy.pictures,
+        state_width=policy.state_width,
+    )
+
+
+def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLearner:
+    actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
+    selection = token_selection(actor)
+    loss = ControlLoss(
+        name=actor.policy_loss.loss_mode,
+        options=policy_loss_options(actor),
+        selection={} if selection is None else selection.options,
+        aggregation=_aggregation(config),
+        max_length=_given_scale(actor),
+        entropy_coeff=actor.entropy_coeff,
+        value_coeff=critic.loss_coef,
+        cliprange_value=critic.cliprange_value,
+        huber_delta=critic.huber_delta,
+        logprob_level=algorithm.logprob_type,
+        entropy_level=algorithm.entropy_type,
+    )
+    plan = ControlPlan(
+        actor.ppo_mini_batch_size,
+        actor.ppo_epochs,
+        actor.shuffle,
+        actor.optim.clip_grad,
+        actor.target_kl,
+        lead_rate=actor.target_kl_control == "lr",
+    )
+    return ControlLearner(policy, loss, plan, build_optimizer(actor.optim, total_steps), critic.optim.lr)
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    trainer, train = config.trainer, config.env.train
+    steps = trainer.total_training_steps
+    if steps is None:
+        assert trainer.total_env_steps is not None
+        rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
+        steps = math.ceil(trainer.total_env_steps / rollout)
+    return Schedule(
+        steps,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+        log_freq=trainer.log_freq,
+    )

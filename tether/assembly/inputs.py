@@ -1,0 +1,124 @@
+"""What stands before the weights: model paths, tokenizer, prompts and rewards, all checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config import RunConfig
+from tether.data.custom import load_custom_dataset
+from tether.data.prompts import PromptDataset, PromptOptions
+from tether.data.sources import load_rows
+from tether.models.language.load import is_gguf, load_config, load_tokenizer
+from tether.models.language.model_path import resolve_model_path
+from tether.rewards.custom import CustomReward
+from tether.rewards.router import check_sources
+from tether.rewards.service.pool import RewardPool
+from tether.runtime.cache import cache_dir
+from tether.runtime.machine import usable_cores
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of a run."""
+
+    model_path: Path | str
+    critic_path: Path | str
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    validation: PromptDataset | None
+
+
+def build_inputs(config: RunConfig) -> Inputs:
+    """Find the models, load the tokenizer, read and tokenize the prompts.
+
+    Raises:
+        ValueError: whatever is wrong with paths, files, rows, chat template or data sources.
+    """
+    model, data = config.actor_rollout_ref.model, config.data
+    model_path = resolve_model_path(model.path, cache_dir())
+    critic_path = resolve_model_path(config.critic.model.path, cache_dir()) if config.critic.enable else model_path
+    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
+    train = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle)
+    validation = None
+    if data.val_files:
+        validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False)
+        validation = validation.held_out_from(train)
+    if config.custom_reward_function.path is None:
+        check_sources(train.data_sources() | (validation.data_sources() if validation else set()))
+    for path in dict.fromkeys((model_path, critic_path)):
+        if is_gguf(path):  # its tokens and its embeddings are of one file
+            continue
+        for prompts in filter(None, (train, validation)):
+            _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
+    return Inputs(model_path, critic_path, tokenizer, train, validation)
+
+
+def _check_vocabulary(path: Path | str, prompts: PromptDataset, *, trust_remote_code: bool) -> None:
+    vocabulary = load_config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
+    if found := prompts.first_beyond(vocabulary):
+        raise ValueError(
+            f"{path}: its vocabulary has {vocabulary} tokens, but the prompt of {found}. The tokenizer knows "
+            "more tokens than the model: use its own (actor_rollout_ref.model.tokenizer_path), or one whose embeddings "
+            "were resized after tokens were added."
+        )
+
+
+def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; its repository's own code may run where the data or the model is trusted with that."""
+    trusted = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
+    return load_tokenizer(path, trust_remote_code=trusted)
+
+
+def build_dataset(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: Sequence[str], max_samples: int, *, shuffle: bool
+) -> PromptDataset:
+    """Read `files` and make prompts of their rows."""
+    data = config.data
+    if data.custom_cls.path:
+        rows = load_custom_dataset(
+            data.custom_cls.path,
+            data.custom_cls.name or "",
+            files=files,
+            tokenizer=tokenizer,
+            config=data.model_dump(),
+            prompt_key=data.prompt_key,
+            reward_fn_key=data.reward_fn_key,
+        )
+    else:
+        rows = load_rows(
+            files,
+            prompt_key=data.prompt_key,
+            reward_fn_key=data.reward_fn_key,
+            answer_key=data.answer_key,
+            data_source=data.data_source,
+        )
+    options = PromptOptions(
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        max_samples=max_samples,
+        shuffle=shuffle,
+        seed=data.seed,
+        chat_template=data.chat_template,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
+        control_tokens_as_text=data.control_tokens_as_text,
+    )
+    return PromptDataset(rows, tokenizer, options)
+
+
+def build_rewards(config: RunConfig) -> RewardPool:
+    """Start the reward processes; a user's function is loaded and checked in them.
+
+    Raises:
+        ValueError: the user's function cannot be loaded.
+    """
+    custom = config.custom_reward_function
+    return RewardPool(
+        CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None,
+        num_workers=config.reward_model.num_workers or usable_cores(),
+        timeout=config.reward_model.timeout,
+    )

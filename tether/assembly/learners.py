@@ -1,0 +1,322 @@
+"""The policy, the reference and the critic, each with its engine, loss and plan."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from transformers import PreTrainedModel
+
+from tether.algorithms import TOKEN_SELECTIONS
+from tether.assembly.advantages import asks_for
+from tether.assembly.inputs import Inputs
+from tether.assembly.loading import DTYPES, on_device
+from tether.assembly.off_policy import bypass_options, old_log_probs_from
+from tether.batch import TrainBatch
+from tether.config import RunConfig
+from tether.config.schema.actor import ActorConfig
+from tether.config.schema.algorithm import RolloutCorrectionConfig
+from tether.config.schema.critic import CriticConfig
+from tether.config.schema.model import ModelConfig
+from tether.config.schema.optim import OptimConfig
+from tether.loss_requirements import REQUIRED_AGGREGATION
+from tether.models.language.critic import load_critic
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.models.language.load import load_causal_lm
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.learner import Learner
+from tether.training.protocol import UpdatePlan
+from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel, ValueOutputs
+from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.training.text.micro_batches import MicroBatching
+
+Reference = Callable[[TrainBatch], PolicyOutputs]
+
+
+def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
+    """Optimizer and schedule of one model."""
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    return OptimizerOptions(
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        grad_clip=optim.clip_grad,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str) -> MicroBatching:
+    """Rows of a micro-batch, or tokens under ``use_dynamic_bsz``; keys begin with `section` and `kind`."""
+    if dynamic:
+        return MicroBatching(max_tokens=tokens, packed=packed, key=f"{section}.{kind}_max_token_len_per_gpu")
+    return MicroBatching(max_rows=rows, packed=packed, key=f"{section}.{kind}_micro_batch_size_per_gpu")
+
+
+def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:
+    """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it."""
+    model_config = config.actor_rollout_ref.model
+    dtype = DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else inputs.model_path
+    model = load_causal_lm(
+        source,
+        dtype=dtype,
+        trust_remote_code=model_config.trust_remote_code,
+        override_config=model_config.override_config,
+    )
+    on_device(model, device)
+    if model_config.lora_rank:
+        adapter = checkpoint / "adapter" if checkpoint else model_config.lora_adapter_path
+        if adapter:
+            _lora().load_lora(model, Path(adapter))
+        else:
+            torch.manual_seed(config.trainer.seed)  # peft draws the adapter's start from the global generator
+            _add_lora(model, model_config)
+    if model_config.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def _lora() -> ModuleType:
+    """`tether.models.language.lora`; imported where it is used, since peft is an extra."""
+    try:
+        return importlib.import_module("tether.models.language.lora")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"actor_rollout_ref.model.lora_rank: LoRA needs the package {error.name}, which is not installed. "
+            "Run: pip install 'tether[lora]', or leave lora_rank out."
+        ) from error
+
+
+def _add_lora(model: PreTrainedModel, config: ModelConfig) -> None:
+    lora, named = _lora(), config.target_modules
+    options = lora.LoraOptions(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules="all-linear" if named == ("all-linear",) else named,
+        exclude_modules=config.exclude_modules,
+    )
+    lora.add_lora(model, options)
+
+
+def _save_with_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """The merged model, which loads anywhere, and the adapter itself, from which training goes on."""
+    lora = _lora()
+    lora.save_merged(model, folder)
+    lora.save_adapter(model, folder.parent / "adapter")
+
+
+def _save_model(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def build_actor(
+    config: RunConfig, model: PreTrainedModel, reference: ReferenceModel | None, total_steps: int, incidents: Path
+) -> Learner[PolicyOutputs]:
+    """The policy's learner."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    temperature, correction = rollout.temperature, config.algorithm.rollout_correction
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(
+        model,
+        _update_micro(actor, packed),
+        build_optimizer(actor.optim, total_steps),
+        compute_dtype=DTYPES[actor.fsdp_config.dtype],
+        save=_save_with_adapter if config.actor_rollout_ref.model.lora_rank else _save_model,
+        incident_dir=incidents / "actor",
+    )
+    return Learner(
+        engine=engine,
+        forward=PolicyModel(
+            model,
+            temperature,
+            packed,
+            with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
+            reference=reference if _needs_full_kl(actor) else None,
+        ),
+        loss=_policy_loss(actor, correction, config.data.max_response_length),
+        plan=replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
+        infer_forward=PolicyModel(
+            model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
+        ),
+        infer_micro=micro_batching(
+            dynamic=rollout.log_prob_use_dynamic_bsz,
+            rows=rollout.log_prob_micro_batch_size_per_gpu,
+            tokens=rollout.log_prob_max_token_len_per_gpu,
+            packed=packed,
+            section="actor_rollout_ref.rollout",
+            kind="log_prob",
+        ),
+        prepare=token_selection(actor),
+    )
+
+
+def load_reference(
+    config: RunConfig, inputs: Inputs, policy: PreTrainedModel, device: torch.device
+) -> ReferenceModel | None:
+    """The policy that training started from; None where no KL asks for it.
+
+    With LoRA it is the policy with its adapter off, else a frozen model of its own.
+    """
+    settings = config.actor_rollout_ref
+    if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
+        return None
+    if settings.model.lora_rank:
+        return ReferenceModel(policy, during=_lora().adapter_off)
+    model = load_causal_lm(
+        inputs.model_path,
+        dtype=DTYPES[settings.ref.fsdp_config.dtype],
+        trust_remote_code=settings.model.trust_remote_code,
+        override_config=settings.model.override_config,
+    )
+    return ReferenceModel(on_device(model, device))
+
+
+def build_reference(config: RunConfig, reference: ReferenceModel | None) -> Reference | None:
+    """Log-probabilities of the sampled tokens under the reference; None where no KL is estimated from them."""
+    settings = config.actor_rollout_ref
+    is_asked = config.algorithm.use_kl_in_reward or not _needs_full_kl(settings.actor)
+    if reference is None or not is_asked:
+        return None
+    packed = settings.model.use_remove_padding
+    micro = micro_batching(
+        dynamic=settings.ref.log_prob_use_dynamic_bsz,
+        rows=settings.ref.log_prob_micro_batch_size_per_gpu,
+        tokens=settings.ref.log_prob_max_token_len_per_gpu,
+        packed=packed,
+        section="actor_rollout_ref.ref",
+        kind="log_prob",
+    )
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(reference.model, micro)
+    forward = PolicyModel(reference.model, settings.rollout.temperature, packed)
+
+    def infer(batch: TrainBatch) -> PolicyOutputs:
+        with reference.during(reference.model):
+            return engine.infer(batch, forward)
+
+    return infer
+
+
+def build_critic(
+    config: RunConfig, path: Path | str, device: torch.device, total_steps: int, incidents: Path | None
+) -> Learner[ValueOutputs] | None:
+    """The learner of the critic at `path`; None where the advantage estimator needs no values."""
+    critic = config.critic
+    if not critic.enable:
+        return None
+    fsdp, packed = critic.model.fsdp_config, critic.model.use_remove_padding
+    model = load_critic(
+        path,
+        dtype=DTYPES[fsdp.model_dtype],
+        trust_remote_code=critic.model.trust_remote_code,
+        override_config=critic.model.override_config,
+    )
+    on_device(model, device)
+    if critic.model.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    engine: LocalEngine[ValueOutputs] = LocalEngine(
+        model,
+        _update_micro(critic, packed),
+        build_optimizer(critic.optim, total_steps),
+        compute_dtype=DTYPES[fsdp.dtype],
+        save=_save_model,
+        incident_dir=incidents / "critic" if incidents else None,
+    )
+    bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
+    return Learner(
+        engine=engine,
+        forward=ValueModel(model, packed),
+        loss=CriticLoss(
+            critic.cliprange_value,
+            critic.huber_delta,
+            Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length),
+        ),
+        plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
+        infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
+        infer_micro=micro_batching(
+            dynamic=critic.use_dynamic_bsz,
+            rows=critic.forward_micro_batch_size_per_gpu,
+            tokens=critic.forward_max_token_len_per_gpu,
+            packed=packed,
+            section="critic",
+            kind="forward",
+        ),
+    )
+
+
+def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
+    """Keywords of every policy loss."""
+    return {
+        "tau_pos": actor.tau_pos,
+        "tau_neg": actor.tau_neg,
+        "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+        "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+    }
+
+
+def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
+    name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
+    return PolicyLoss(
+        name=name,
+        options={**policy_loss_options(actor), **(bypass_options(correction) if correction.bypass_mode else {})},
+        aggregation=Aggregation(
+            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor, width
+        ),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_kind=actor.kl_loss_type,
+    )
+
+
+def token_selection(actor: ActorConfig) -> TokenSelection | None:
+    """The choice of the tokens that the loss treats apart; None where it makes none."""
+    loss = actor.policy_loss
+    if loss.loss_mode not in TOKEN_SELECTIONS:
+        return None
+    options = {
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_cov_ratio": loss.clip_cov_ratio,
+        "clip_cov_lb": loss.clip_cov_lb,
+        "clip_cov_ub": loss.clip_cov_ub,
+        "kl_cov_ratio": loss.kl_cov_ratio,
+    }
+    return TokenSelection(loss.loss_mode, options)
+
+
+def _needs_full_kl(actor: ActorConfig) -> bool:
+    """Whether the loss compares whole distributions, for which the reference runs beside the policy."""
+    return actor.use_kl_loss and actor.kl_loss_type == "full"
+
+
+def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:
+    return micro_batching(
+        dynamic=role.use_dynamic_bsz,
+        rows=role.ppo_micro_batch_size_per_gpu,
+        tokens=role.ppo_max_token_len_per_gpu,
+        packed=packed,
+        section="critic" if isinstance(role, CriticConfig) else "actor_rollout_ref.actor",
+        kind="ppo",
+    )
+
+
+def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+    """Epochs and mini-batches of a role; `responses` a prompt."""
+    return UpdatePlan(
+        mini_batch_rows=role.ppo_mini_batch_size * responses,
+        epochs=role.ppo_epochs,
+        shuffle=role.shuffle,
+        seed=seed,
+    )

@@ -1,0 +1,26 @@
+"""Models and engines, where a configuration names formats and devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tether.models.language.load import load_causal_lm
+from tether.rollout.native.engine import NativeEngine, eos_token_ids
+
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model; transformers' own `to` is typed for a decorator that hides its argument."""
+    nn.Module.to(model, device)
+    return model
+
+
+def load_engine(model: Path | str, device: torch.device, dtype: str) -> NativeEngine:
+    """An engine that samples from a model as it lies on the disk."""
+    loaded = on_device(load_causal_lm(model, dtype=DTYPES[dtype]), device)
+    return NativeEngine(loaded, eos_token_ids=eos_token_ids(loaded))

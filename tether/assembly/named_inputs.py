@@ -1,0 +1,113 @@
+"""Looks for the files, models and functions that a configuration names, before anything is loaded; imports no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tether.config import Problem, RunConfig
+from tether.config.support.switches import is_own_function
+from tether.data.location import locate
+from tether.models.language.model_path import resolve_model_path
+from tether.runtime.cache import cache_dir
+from tether.runtime.user_files import missing_file
+from tether.spelling import did_you_mean
+
+
+def missing_inputs(config: RunConfig) -> list[Problem]:
+    """Everything that the configuration names and that is not there. A user's file is parsed, and not run."""
+    named = _of_control(config) if config.env.train.id is not None else _of_text(config)
+    problems: dict[str, Problem] = {}
+    for key, value, look in named:
+        try:
+            look(value)
+        except ValueError as error:
+            # The same path under several keys is one problem, of the first of them.
+            problems.setdefault(value, Problem(key, str(error).removeprefix(f"{key}="), ""))
+    return list(problems.values())
+
+
+Named = Iterator[tuple[str, str, Callable[[str], object]]]
+"""(key, what it names, a function that raises ValueError where that is not there)"""
+
+
+def _of_text(config: RunConfig) -> Named:
+    model, data, custom = config.actor_rollout_ref.model, config.data, config.custom_reward_function
+    yield "actor_rollout_ref.model.path", model.path, _model
+    yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, _model
+    if config.critic.enable:
+        yield "critic.model.path", config.critic.model.path, _model
+    if model.lora_adapter_path:
+        yield "actor_rollout_ref.model.lora_adapter_path", model.lora_adapter_path, _path
+    if data.custom_cls.path:
+        yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
+    else:
+        yield from (("data.train_files", name, locate) for name in data.train_files)
+        yield from (("data.val_files", name, locate) for name in data.val_files)
+    if custom.path:
+        yield "custom_reward_function.path", f"{custom.path}:{custom.name}", _definition
+    yield from _of_both(config)
+
+
+def _of_control(config: RunConfig) -> Named:
+    if config.actor_rollout_ref.model.path:
+        yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, _path
+    for role, env in (("env.train", config.env.train), ("env.eval", config.env.eval)):
+        file = (env.id or "").rpartition(":")[0]
+        if file.endswith(".py"):
+            yield f"{role}.id", file, _parsed
+    yield from _of_both(config)
+
+
+def _of_both(config: RunConfig) -> Named:
+    functions = {
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    }
+    yield from ((key, name, _definition) for key, name in functions.items() if is_own_function(name))
+    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
+        yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
+
+
+def _model(path: str) -> object:
+    return resolve_model_path(path, cache_dir())
+
+
+def _path(name: str) -> None:
+    if not Path(name).expanduser().exists():
+        raise ValueError(missing_file(Path(name).expanduser()))
+
+
+def _definition(named: str) -> None:
+    """Look for ``file.py:name`` among what the file defines or imports."""
+    file, _, name = named.rpartition(":")
+    names = list(_top_level(_parsed(file)))
+    if name not in names and "*" not in names:
+        raise ValueError(f"{file}: defines no {name}.{did_you_mean(name, names)}")
+
+
+def _parsed(file: str) -> ast.Module:
+    _path(file)
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or path.is_dir():
+        raise ValueError(f"{file}: is not a Python file; its name must end in .py")
+    try:
+        return ast.parse(path.read_bytes(), filename=file)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{file}: is not Python ({error})") from error
+
+
+def _top_level(tree: ast.Module) -> Iterator[str]:
+    """Names that a module has once it is imported; also those in an `if` or a `try`."""
+    open_nodes: list[ast.AST] = [tree]
+    while open_nodes:
+        for node in ast.iter_child_nodes(open_nodes.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.alias):
+                yield node.asname or node.name.split(".")[0]
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            else:
+                open_nodes.append(node)

@@ -1,0 +1,62 @@
+"""What a control policy sees of an environment's observations."""
+
+from __future__ import annotations
+
+from tether.envs.protocol import VectorEnv
+from tether.envs.vectorization.stages import StagedEnv
+from tether.models.control.cnn import SMALLEST
+
+Parts = tuple[tuple[int, int, int, int], ...]
+
+
+def find_pictures(env: VectorEnv | StagedEnv, model_type: str) -> Parts:
+    """``PolicySpec.pictures``: those among the parts of an observation.
+
+    Raises:
+        ValueError: there are none, or of different sizes.
+    """
+    pictures = [part for part in env.layout if part.kind == "image"]
+    if len({part.shape[:2] for part in pictures}) != 1:
+        found = ", ".join(f"{part.name} {part.shape}" for part in env.layout)
+        what = "pictures of different sizes" if pictures else "no picture of bytes"
+        raise ValueError(
+            f"policy.model_type={model_type}: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out "
+            "with env.train.drop_observations."
+        )
+    parts = []
+    for part in pictures:
+        height, width, channels = part.shape
+        parts.append((part.start, height, width, channels))
+    return tuple(parts)
+
+
+def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
+    """The ``PolicySpec.cnn_type`` for some pictures: what is asked for, or for ``auto`` what fits their size.
+
+    Raises:
+        ValueError: the pictures are too small for it.
+    """
+    if not pictures:
+        return "small"
+    _, height, width, _ = pictures[0]
+    fits = min(height, width) >= SMALLEST["nature"]
+    if asked == "nature" and not fits:
+        raise ValueError(
+            f"policy.cnn_type=nature: it needs pictures of {SMALLEST['nature']} x {SMALLEST['nature']}, and those of "
+            f"{env_id} have {height} x {width}. Use small, or auto."
+        )
+    return asked if asked != "auto" else "nature" if fits else "small"
+
+
+def refuse_texts(env: VectorEnv | StagedEnv, model_type: str) -> None:
+    """No policy of numbers and pictures reads a text.
+
+    Raises:
+        ValueError: the environment shows one.
+    """
+    texts = [part.name for part in env.layout if part.kind == "text"]
+    if texts:
+        raise ValueError(
+            f"{env.id}: policy.model_type={model_type} reads no text, such as {texts[0]}. Use openvla, or leave it "
+            f"out with env.train.drop_observations=[{texts[0]}]."
+        )

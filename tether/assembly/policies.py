@@ -1,0 +1,200 @@
+"""From a configuration to the policy that a run begins with, and to the environments as it acts in them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
+from tether.checkpoints.store import find_checkpoint
+from tether.config import RunConfig
+from tether.config.schema.env import VLA_TYPES
+from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.envs.vectorization.stages import StagedEnv
+from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
+from tether.models.control.network_policy import NetworkPolicy
+from tether.models.control.spec import PolicySpec
+from tether.trainer.control.loop import POLICY
+from tether.trainer.control.samples import CRITIC
+
+START = "actor_rollout_ref.model.path"
+Bounds = tuple[tuple[float, ...], tuple[float, ...]]
+"""Lowest and highest of each column of an action."""
+OF_THE_START = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
+"""Fields of a policy's shape in which the one that a run starts from may be another."""
+
+Envs = VectorEnv | StagedEnv
+_OTHERS = (ControlPolicy, NetworkPolicy)
+"""Policies that choose no action tokens."""
+
+
+def start_policy(config: RunConfig, env: Envs) -> Policy:
+    """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
+
+    The former keeps its statistics of observations: those of demonstrations hardly vary in some entries, and the first
+    rollouts would change what it sees there altogether.
+
+    Raises:
+        ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
+    """
+    path = config.actor_rollout_ref.model.path
+    if not path:
+        return new_policy(config, env)
+    start = saved_policy(Path(path), START)
+    policy = new_policy(config, env, bounds_of(start))
+    _take_over(policy, start, path)
+    if policy.normalizer:
+        policy.normalizer.fixed = True
+    return policy
+
+
+def new_policy(config: RunConfig, env: Envs, bounds: Bounds | None = None) -> Policy:
+    """A policy for the environment, with the weights of the seed.
+
+    Args:
+        config: the configuration.
+        env: the environment.
+        bounds: of the action tokens of a vision-language-action policy; None: those of the environment's actions.
+
+    Raises:
+        ValueError: what the environment shows, or its actions, are not for this kind of policy.
+    """
+    if config.policy.model_type in VLA_TYPES:
+        return _new_vla(config, env, bounds)
+    policy, actions = config.policy, env.actions
+    refuse_texts(env, policy.model_type)
+    pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
+    spec = PolicySpec(
+        obs_dim=env.obs_dim,
+        choices=actions.choices if isinstance(actions, DiscreteActions) else None,
+        action_width=actions.width,
+        num_action_chunks=policy.num_action_chunks,
+        value_width=_value_width(config),
+        share_critic=policy.share_critic,
+        hidden_dim=policy.hidden_dim,
+        num_layers=policy.num_layers,
+        activation=policy.activation,
+        init_logstd=policy.init_logstd,
+        normalize_observations=policy.normalize_observations,
+        clip_observations=policy.clip_observations,
+        pictures=pictures,
+        cnn_type=fitting_cnn(policy.cnn_type, pictures, env.id),
+        pixel_scale=policy.pixel_scale,
+        lstm_dim=policy.lstm_dim,
+    )
+    return make_policy(spec, config.trainer.seed)
+
+
+def saved_policy(path: Path, key: str) -> Policy:
+    """The policy of a checkpoint: a ``global_step_N`` folder, or the folder of a run (its last one).
+
+    Args:
+        path: the folder.
+        key: that names it, for messages.
+
+    Raises:
+        ValueError: there is no checkpoint of a control policy.
+        CheckpointDamaged: a file of it is not what was saved.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        raise ValueError(f"{key}={path}: no checkpoint here. Give a global_step_N folder or the folder of a run.")
+    return load_policy(checkpoint / POLICY)
+
+
+@overload
+def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv: ...
+@overload
+def acted_in(env: StagedEnv, policy: Policy) -> StagedEnv: ...
+def acted_in(env: Envs, policy: Policy) -> Envs:
+    """The environments as the policy acts in them: with bins for actions, where it chooses action tokens."""
+    bounds = bounds_of(policy)
+    if bounds is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != len(bounds[0]):
+        return env
+    module = importlib.import_module("tether.envs.spaces.action_bins")
+    wrap = partial(module.BinnedEnv, bins=module.ActionBins(*bounds))
+    if isinstance(env, StagedEnv):
+        env.wrap(wrap)
+        return env
+    wrapped: VectorEnv = wrap(env)
+    return wrapped
+
+
+def bounds_of(policy: Policy) -> Bounds | None:
+    """The bounds of the action tokens of a policy; None: it has none."""
+    if isinstance(policy, _OTHERS):
+        return None
+    return policy.spec.low, policy.spec.high
+
+
+def _new_vla(config: RunConfig, env: Envs, bounds: Bounds | None) -> Policy:
+    if not isinstance(env.actions, ContinuousActions):
+        raise ValueError(
+            f"policy.model_type={config.policy.model_type}: its action tokens stand for numbers, and the actions of "
+            f"{env.id} are choices. Use mlp_policy or cnn_policy."
+        )
+    if bounds is None:
+        checked = importlib.import_module("tether.envs.spaces.action_bins").check_bounds(
+            env.id, env.actions.low, env.actions.high
+        )
+        bounds = checked.low, checked.high
+    policy, model = config.policy, config.actor_rollout_ref.model
+    shows_pictures = any(part.kind == "image" for part in env.layout)
+    texts = [part.entries for part in env.layout if part.kind == "text"]
+    fields: Mapping[str, Any] = {
+        "model_type": policy.model_type,
+        "obs_dim": env.obs_dim,
+        "action_width": env.actions.width,
+        "low": bounds[0],
+        "high": bounds[1],
+        "num_action_chunks": policy.num_action_chunks,
+        "value_width": _value_width(config),
+        "text": (texts[0].start, texts[0].stop) if texts else None,
+        "pictures": find_pictures(env, policy.model_type) if shows_pictures else (),
+        "hidden_dim": policy.hidden_dim,
+        "num_layers": policy.num_layers,
+        "num_heads": policy.num_heads,
+        "temperature": policy.temperature,
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "target_modules": model.target_modules,
+    }
+    # Imported where it is asked for: transformers takes seconds to load, and peft is an extra.
+    spec = importlib.import_module("tether.models.vla.spec").VlaSpec(**fields)
+    made: Policy = importlib.import_module("tether.models.vla.policy").VlaPolicy(spec, config.trainer.seed)
+    return made
+
+
+def _take_over(policy: Policy, start: Policy, path: str) -> None:
+    """Put the weights and statistics of one policy into another; a critic of another width starts anew.
+
+    Raises:
+        ValueError: the policies are of different shapes; names the field.
+    """
+    for field, wanted in vars(policy.spec).items():
+        found = getattr(start.spec, field, None)
+        if field not in OF_THE_START and found != wanted:
+            raise ValueError(
+                f"{START}={path}: its policy has {field}={found}, this run {wanted}. Give the policy.* keys, and the "
+                "environment, that it was made with."
+            )
+    same_critic = start.spec.value_width == policy.spec.value_width
+    weights = start.state_dict() if isinstance(start, _OTHERS) else start.plain_state()
+    weights = {name: value for name, value in weights.items() if same_critic or not _of_critic(name)}
+    if isinstance(policy, _OTHERS):
+        policy.load_state_dict(weights, strict=same_critic)
+    else:
+        policy.load_plain(weights)
+
+
+def _of_critic(name: str) -> bool:
+    return name.startswith("critic")
+
+
+def _value_width(config: RunConfig) -> int:
+    if config.algorithm.adv_estimator != CRITIC:
+        return 0
+    return 1 if config.algorithm.reward_type == "chunk_level" else config.policy.num_action_chunks

@@ -1,0 +1,257 @@
+"""All parts of a run, put together."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from tether.algorithms import AdaptiveKLController, FixedKLController
+from tether.assembly.advantages import (
+    build_advantage_estimator,
+    build_greedy_baseline,
+    build_reward_components,
+    build_reward_shaping,
+    check_own_functions,
+)
+from tether.assembly.inputs import Inputs, build_inputs, build_rewards
+from tether.assembly.learners import (
+    build_actor,
+    build_critic,
+    build_reference,
+    load_policy,
+    load_reference,
+)
+from tether.assembly.loading import DTYPES
+from tether.assembly.off_policy import (
+    build_critic_warmup,
+    build_dynamic_sampling,
+    build_policy_filtration,
+    build_rollout_correction,
+    build_rollout_files,
+    old_log_probs_from,
+)
+from tether.checkpoints.store import CheckpointStore, step_of
+from tether.config import LoadedConfig, RunConfig
+from tether.config.schema.algorithm import AlgorithmConfig
+from tether.data.sampler import PromptSampler
+from tether.metrics.loggers import Loggers, build_loggers
+from tether.metrics.loggers.protocol import RunInfo
+from tether.rewards.service.pool import RewardPool
+from tether.rollout.native.engine import NativeEngine, eos_token_ids
+from tether.rollout.protocol import SamplingParams
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import resolve_device, set_threads
+from tether.runtime.run_lock import RunLock
+from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, restore
+from tether.trainer.loop import Schedule
+from tether.trainer.parts.collector import Collector
+from tether.trainer.parts.kl_reward import KLReward
+from tether.trainer.parts.mismatch import MismatchAlarm, mismatch_tolerance
+from tether.trainer.text.evaluation import Evaluation
+from tether.trainer.text.loop import Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer, and what must be closed after it."""
+
+    trainer: Trainer
+    rewards: RewardPool
+    directory: Path
+    """Checkpoints, logs and samples."""
+    resumed_from: Path | None
+    lock: RunLock
+
+    def close(self) -> None:
+        """End the reward processes, write what the loggers hold back, and let other runs into the folder."""
+        self.rewards.close()
+        self.trainer.loggers.close()
+        self.lock.close()
+
+
+def build_run(loaded: LoadedConfig) -> Run:
+    """Build everything that a run needs, and go on from a checkpoint where ``trainer.resume_mode`` says so.
+
+    Raises:
+        ValueError: the inputs are not usable; see the message.
+    """
+    config = loaded.config
+    check_own_functions(config)
+    set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
+    device = resolve_device(config.trainer.device)
+    directory = Path(config.trainer.default_local_dir)
+    with ExitStack() as undo:  # of what is closed if something below fails
+        lock = undo.enter_context(RunLock(directory))
+        store, checkpoint = find_start(config)
+        inputs = build_inputs(config)
+        identity = _identity(inputs)
+        if checkpoint:
+            check_identity(checkpoint, identity)
+        persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
+        rewards = undo.enter_context(build_rewards(config))
+        sampler = _sampler(config, len(inputs.train))
+        schedule = _schedule(config, len(inputs.train))
+        policy = load_policy(config, inputs, device, checkpoint)
+        reference = load_reference(config, inputs, policy, device)
+        incidents = directory / "incidents"
+        # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
+        actor = build_actor(config, policy, reference, schedule.total_steps, incidents)
+        collector = Collector(
+            _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
+        )
+        critic_path = checkpoint / "critic" if checkpoint else inputs.critic_path
+        critic = build_critic(config, critic_path, device, schedule.total_steps, incidents)
+        loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
+        trainer = Trainer(
+            dataset=inputs.train,
+            sampler=sampler,
+            collector=collector,
+            sampling=_sampling(config),
+            actor=actor,
+            critic=critic,
+            reference=build_reference(config, reference),
+            greedy_baseline=build_greedy_baseline(config),
+            reward_components=build_reward_components(config),
+            reward_shaping=build_reward_shaping(config),
+            kl_reward=_kl_reward(config.algorithm),
+            estimate_advantages=build_advantage_estimator(config.algorithm),
+            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
+            rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
+            policy_filtration=build_policy_filtration(config),
+            critic_warmup=build_critic_warmup(config.trainer),
+            rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
+            evaluation=_evaluation(config, inputs),
+            schedule=schedule,
+            persistence=persistence,
+            mismatch=_mismatch_alarm(config),
+            loggers=loggers,
+            seed=config.trainer.seed,
+            old_log_probs=old_log_probs_from(config),
+        )
+        if checkpoint:
+            load = {"actor": actor.engine.load_state_dict}
+            if critic:
+                load["critic"] = critic.engine.load_state_dict
+            trainer.load_state(restore(checkpoint, load))
+        undo.pop_all()
+        return Run(trainer, rewards, directory, checkpoint, lock)
+
+
+def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
+    """The checkpoints of a run, and the one that it resumes from, verified; None: it begins from scratch.
+
+    Raises:
+        ValueError: see `CheckpointStore.resolve`.
+    """
+    trainer = config.trainer
+    store = CheckpointStore(Path(trainer.default_local_dir), keep=trainer.max_actor_ckpt_to_keep)
+    given = Path(trainer.resume_from_path) if trainer.resume_from_path else None
+    return store, store.resolve(trainer.resume_mode, given)
+
+
+def _identity(inputs: Inputs) -> dict[str, str]:
+    identity = {"data.train_files": inputs.train.fingerprint()}
+    if isinstance(inputs.model_path, Path):
+        identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
+    if isinstance(inputs.critic_path, Path):
+        identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
+    return identity
+
+
+def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
+    data = config.data
+    size = data.gen_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
+    return PromptSampler(num_prompts, size, shuffle=data.shuffle, seed=data.seed)
+
+
+def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
+    trainer = config.trainer
+    batches_per_epoch = math.ceil(num_prompts / config.data.train_batch_size)  # whatever dynamic sampling drops
+    return Schedule(
+        total_steps=trainer.total_training_steps or trainer.total_epochs * batches_per_epoch,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+    )
+
+
+def _rollout_engine(config: RunConfig, policy: PreTrainedModel) -> NativeEngine:
+    rollout = config.actor_rollout_ref.rollout
+    return NativeEngine(
+        policy,
+        eos_token_ids=eos_token_ids(policy),
+        max_num_seqs=rollout.max_num_seqs,
+        dtype=DTYPES[rollout.dtype],
+    )
+
+
+def _sampling(config: RunConfig) -> SamplingParams:
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        n=rollout.n,
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def _evaluation(config: RunConfig, inputs: Inputs) -> Evaluation | None:
+    if inputs.validation is None:
+        return None
+    return Evaluation(inputs.validation, validation_sampling(config), config.data.val_batch_size)
+
+
+def validation_sampling(config: RunConfig) -> SamplingParams:
+    """How responses to held-out prompts are drawn."""
+    rollout = config.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        n=val.n,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_k=val.top_k,
+        top_p=val.top_p,
+        record_kept=False,
+    )
+
+
+def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
+    formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))
+
+
+def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
+    if not algorithm.use_kl_in_reward:
+        return None
+    control = algorithm.kl_ctrl
+    if control.type == "adaptive":
+        return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
+    return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
+
+
+def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+    """Open the loggers of a run in its folder, and set aside the checkpoints that do not lead to its start."""
+    trainer = loaded.config.trainer
+    info = RunInfo(
+        directory=store.root,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        config=loaded.shown(),
+        total_steps=schedule.total_steps,
+        resumed_step=step_of(checkpoint) if checkpoint else None,
+    )
+    loggers = build_loggers(trainer.logger, info)
+    aside = None if trainer.resume_mode == "auto" or trainer.val_only else store.set_aside(checkpoint)
+    if aside:
+        loggers.warn(
+            f"trainer.resume_mode={trainer.resume_mode}: the checkpoints of an earlier run in {store.root} are in "
+            f"{aside} now. Delete that folder if nobody needs them."
+        )
+    return loggers

@@ -1,0 +1,87 @@
+"""Parts of a run on their own: to score a checkpoint, to train a critic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer
+from tether.assembly.learners import build_critic, update_plan
+from tether.assembly.loading import load_engine
+from tether.assembly.run import validation_sampling
+from tether.config import LoadedConfig, RunConfig
+from tether.models.language.load import load_tokenizer
+from tether.models.language.model_path import resolve_model_path
+from tether.rewards.router import check_sources
+from tether.runtime.cache import cache_dir
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import resolve_device, set_threads
+from tether.trainer.parts.collector import Collector
+from tether.trainer.text.critic_pretraining import CriticPretraining, split_by_prompt, value_batch
+from tether.trainer.text.evaluation import Evaluation
+from tether.trainer.text.rollout_files import read_rollouts
+from tether.training.text.losses import CriticLoss
+
+
+@contextmanager
+def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[Evaluation, Collector]]:
+    """The validation of a configuration for a model: a directory, a GGUF file or a hub id.
+
+    Raises:
+        ValueError: no ``data.val_files``, or unusable inputs.
+    """
+    config = loaded.config
+    if not config.data.val_files:
+        raise ValueError(
+            "data.val_files: nothing to evaluate on. Give held-out prompts, for example data.val_files=FILE"
+        )
+    set_threads(config.trainer.num_threads)
+    tokenizer = build_tokenizer(config, model)
+    dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)
+    if config.custom_reward_function.path is None:
+        check_sources(dataset.data_sources())
+    engine = load_engine(model, resolve_device(config.trainer.device), config.actor_rollout_ref.rollout.dtype)
+    evaluation = Evaluation(dataset, validation_sampling(config), config.data.val_batch_size)
+    with build_rewards(config) as rewards:
+        yield evaluation, Collector(engine, rewards, tokenizer, config.reward_model.max_error_rate)
+
+
+def build_critic_pretraining(
+    config: RunConfig, rollouts: Path, *, epochs: int, held_out: float
+) -> tuple[CriticPretraining, PreTrainedTokenizerBase]:
+    """The critic of a configuration, to be trained on stored rollouts; and the tokenizer of their tokens.
+
+    Args:
+        config: its ``critic`` section, ``algorithm.gamma`` and seed.
+        rollouts: folder that ``trainer.rollout_data_dir`` named.
+        epochs: passes over the rollouts.
+        held_out: share of the prompts that the critic is measured on, and does not learn from.
+
+    Raises:
+        ValueError: no critic for text in this configuration, or unusable rollouts.
+    """
+    if config.env.train.id is not None:
+        raise ValueError("env.train.id: embodied runs store no rollouts, so no critic can be trained on them")
+    if not config.critic.enable:
+        raise ValueError("critic.enable: there is no critic to train; use algorithm.adv_estimator=gae")
+    responses = read_rollouts(rollouts)  # before any model is loaded
+    learned, kept_apart = split_by_prompt(responses, held_out, config.trainer.seed)
+    set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
+    device, gamma = resolve_device(config.trainer.device), config.algorithm.gamma
+    plan = replace(update_plan(config.critic, config.actor_rollout_ref.rollout.n, config.trainer.seed), epochs=epochs)
+    steps = epochs * math.ceil(len(learned) / plan.mini_batch_rows)
+    path = resolve_model_path(config.critic.model.path, cache_dir())
+    learner = build_critic(config, path, device, steps, incidents=None)
+    assert learner
+    assert isinstance(learner.loss, CriticLoss)
+    learner = replace(learner, loss=replace(learner.loss, cliprange_value=None))
+    tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    learned_batch, held_out_batch = (value_batch(part, gamma, device) for part in (learned, kept_apart))
+    return CriticPretraining(learner, learned_batch, held_out_batch, plan), tokenizer

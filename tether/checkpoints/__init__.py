@@ -1,0 +1,1 @@
+"""The checkpoint store: whole or not at all, hashed, found again by step."""

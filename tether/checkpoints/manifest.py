@@ -1,0 +1,123 @@
+"""The manifest of a folder: size and sha256 of every file in it, so that one changed byte is noticed.
+
+Written last, after every other file is on the disk: a folder with a manifest is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PARTIAL = ".writing_"
+"""Prefix of what is still being written; a killed process may leave it behind."""
+FORMAT = 1
+MAX_HASH_THREADS = 8
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Bring every file of a folder to the disk, record its hash, then write the manifest.
+
+    Args:
+        folder: what the manifest is of.
+        step: the training step that the folder belongs to.
+    """
+    names = sorted(_names(folder))
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        entries = dict(zip(names, pool.map(lambda name: _entry(folder / name, durable=True), names), strict=True))
+    body = {"format": FORMAT, "step": step, "saved_at_ns": time.time_ns(), "files": entries}
+    write_durably(folder / MANIFEST, json.dumps(body | {"checksum": _checksum(body)}, indent=1))
+    for directory in folder.rglob("*"):
+        if directory.is_dir():
+            sync_folder(directory)
+
+
+def find_damage(folder: Path, step: int) -> str | None:
+    """Say which file of a folder is not what the manifest says, and how; None if all are."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        gone = f" (a link to {folder.readlink()})" if folder.is_symlink() and not folder.exists() else ""
+        return f"{folder}: not whole{gone}, its {MANIFEST} is missing"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = manifest["format"]
+        body = {key: value for key, value in manifest.items() if key != "checksum"}
+        intact = manifest["checksum"] == _checksum(body) and manifest["step"] == step
+    except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, or JSON of another shape
+        return f"{path}: damaged, it is not what was saved"
+    if found != FORMAT:
+        return (
+            f"{path}: has format {found!r}, and this version of tether reads {FORMAT}; take the version that saved it"
+        )
+    if not intact:
+        return f"{path}: damaged, it is not what was saved"
+    unlisted = sorted(_names(folder) - manifest["files"].keys() - {MANIFEST})
+    if unlisted:
+        return f"{folder / unlisted[0]}: not part of the checkpoint, its {MANIFEST} does not list it; move it away"
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        problems = pool.map(lambda item: _file_damage(folder / item[0], item[1]), manifest["files"].items())
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def sha256_of(paths: Sequence[Path]) -> list[str]:
+    """Hash the content of files, several at a time."""
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        return [entry["sha256"] for entry in pool.map(lambda path: _entry(path, durable=False), paths)]
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file so that, whenever the process or the machine dies, it holds the old text or the new one."""
+    new = path.with_name(f"{PARTIAL}{path.name}")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk: a rename lasts only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _names(folder: Path) -> set[str]:
+    """Every file below a folder, and every link to one or to a folder; not what NFS keeps of a deleted open file."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {str(path.relative_to(folder)) for path in paths if not path.name.startswith(".nfs")}
+
+
+def _file_damage(path: Path, expected: Mapping[str, Any]) -> str | None:
+    if not path.is_file():
+        return f"{path}: missing, though the manifest lists it"
+    if path.stat().st_size != expected["size"]:
+        return f"{path}: damaged, {path.stat().st_size} bytes instead of {expected['size']}"
+    if _entry(path, durable=False) != expected:
+        return f"{path}: damaged, its sha256 is not that of the file that was saved"
+    return None
+
+
+def _entry(path: Path, *, durable: bool) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if durable:
+            os.fsync(file.fileno())
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest}
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _num_threads() -> int:
+    return min(MAX_HASH_THREADS, os.cpu_count() or 1)

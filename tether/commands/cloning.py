@@ -1,0 +1,104 @@
+"""What the command line does before training in a simulator: collect episodes, imitate them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.progress import track
+
+from tether.assembly.cloning import build_cloning, build_recording
+from tether.assembly.control import identity_of
+from tether.checkpoints.store import CheckpointStore
+from tether.config import LoadedConfig
+from tether.data.lerobot import write_dataset
+from tether.metrics.loggers import build_loggers
+from tether.metrics.loggers.protocol import RunInfo
+from tether.models.control.mlp_policy import save_policy
+from tether.runtime.run_lock import RunLock
+from tether.runtime.terminal import Screen
+from tether.trainer.checkpoint import write_run_yaml
+from tether.trainer.control.loop import POLICY
+from tether.training.control.behaviour_cloning import CloningOptions
+
+
+def collect(
+    loaded: LoadedConfig, source: str, out: Path, episodes: int, seed: int | None, *, only_successful: bool
+) -> None:
+    """Record episodes; see `tether.assembly.cloning.build_recording`.
+
+    Args:
+        loaded: the configuration.
+        source: who plays.
+        out: folder of the dataset.
+        episodes: how many.
+        seed: of the start states.
+        only_successful: leave the others out.
+
+    Raises:
+        ValueError: see there; or the folder is not empty.
+    """
+    console = Screen()
+    recording = build_recording(loaded, source, episodes, seed, only_successful=only_successful)
+    shown = track(recording.episodes, "collecting", total=episodes, console=console, transient=True)
+    count = write_dataset(out, shown, fps=recording.fps, robot=recording.env_id)
+    console.print(f"{count} episodes of {recording.env_id} in {out}", soft_wrap=True)
+    console.print(f"imitate them  tether bc ... --data {out}", soft_wrap=True)
+
+
+def clone(
+    loaded: LoadedConfig,
+    data: Path,
+    out: Path | None,
+    options: CloningOptions,
+    *,
+    held_out: float,
+    bounds: tuple[float, float],
+) -> None:
+    """Let a new policy imitate recorded episodes; writes a checkpoint that a run can start from.
+
+    Args:
+        loaded: the configuration of that run.
+        data: folder of the dataset.
+        out: folder of the checkpoint; None: ``cloned`` in the folder of the run.
+        options: how long, and in which steps.
+        held_out: share of the episodes to measure on.
+        bounds: quantiles of the recorded actions between which action tokens lie.
+
+    Raises:
+        ValueError: see `tether.assembly.cloning.build_cloning`.
+    """
+    trainer = loaded.config.trainer
+    out = out or Path(trainer.default_local_dir) / "cloned"
+    console = Screen()
+    with RunLock(out, key="--out"):
+        cloning, policy = build_cloning(loaded.config, data, options, held_out, bounds)
+        console.print(
+            f"{len(cloning.learned)} decisions to learn from, {len(cloning.held_out)} held out", soft_wrap=True
+        )
+        info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.shown(), total_steps=options.epochs)
+        loggers, losses = build_loggers(trainer.logger, info), []
+        try:
+            for epoch, metrics in enumerate(cloning.run()):
+                loggers.log(epoch, metrics)
+                losses.append(metrics["bc/held_out_loss"])
+        finally:
+            loggers.close()
+
+        def write(folder: Path) -> None:
+            save_policy(policy, folder / POLICY)
+            (folder / "identity.json").write_text(json.dumps(identity_of(loaded.config), indent=2))
+            write_run_yaml(folder, loaded.to_yaml(), private=loaded.has_secrets)
+
+        store = CheckpointStore(out)
+        if aside := store.set_aside(None):
+            console.print(f"the checkpoint that was there is in {aside} now", soft_wrap=True)
+        checkpoint = store.save(len(losses) - 1, write)
+    best = min(range(len(losses)), key=losses.__getitem__)
+    console.print(
+        f"held-out loss: {losses[0]:.3f} before, {losses[best]:.3f} after epoch {best} of {len(losses) - 1}, whose "
+        "weights are kept",
+        soft_wrap=True,
+    )
+    console.print(f"test it       tether eval {checkpoint}", soft_wrap=True)
+    console.print(f"start from it tether train ... actor_rollout_ref.model.path={checkpoint}", soft_wrap=True)

@@ -1,0 +1,90 @@
+"""`tether doctor`: what is installed, what a run would use, what each extra would add."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+import time
+
+import torch
+from rich.table import Table
+
+from tether.runtime.cache import cache_dir
+from tether.runtime.machine import resolve_device, usable_cores
+from tether.runtime.terminal import Screen
+
+CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
+EXTRAS = {
+    "gymnasium": ("gymnasium", "environments: tether train env.train.id=CartPole-v1"),
+    "mujoco": ("mujoco", "MuJoCo environments such as HalfCheetah-v5"),
+    "envpool": ("envpool", "environments in C++ (env.train.env_type=envpool)"),
+    "metaworld": ("metaworld", "MetaWorld v3 (env.train.env_type=metaworld)"),
+    "mani-skill": ("maniskill", "ManiSkill3 (env.train.env_type=maniskill)"),
+    "hf-libero": ("libero", "LIBERO (env.train.env_type=libero)"),
+    "reasoning-gym": ("quickstart", "procedural tasks with verifiers: data.train_files=reasoning_gym:TASK"),
+    "gguf": ("quickstart", "models from GGUF files, among them tether model pull smollm2-135m"),
+    "matplotlib": ("quickstart", "tether plot"),
+    "peft": ("lora", "LoRA: actor_rollout_ref.model.lora_rank"),
+    "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
+    "wandb": ("wandb", "trainer.logger=wandb"),
+    "mlflow-skinny": ("mlflow", "trainer.logger=mlflow"),
+}
+
+
+def show_doctor() -> None:
+    """Print the report."""
+    console = Screen()
+    device = resolve_device("auto")
+    console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
+    console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process")
+    console.print(f"dtype: {_dtype_advice(device)}")
+    free = shutil.disk_usage(".").free / 2**30
+    console.print(f"disk: {free:.0f} GiB free here; models are cached in {cache_dir()}")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("package", "version", "what it adds", "install"):
+        table.add_column(column)
+    for name in CORE:
+        table.add_row(name, _version(name) or "MISSING", "core", "" if _version(name) else "pip install tether")
+    for name, (extra, adds) in EXTRAS.items():
+        version = _version(name)
+        table.add_row(name, version or "-", adds, "" if version else f"pip install 'tether[{extra}]'")
+    console.print(table)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"cuda ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
+    return device.type
+
+
+def _dtype_advice(device: torch.device) -> str:
+    """Measure a matrix product in both dtypes: on CPUs without bf16 units the default is the slower one."""
+    single, half = (_matmul_gflops(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    speeds = f"matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32"
+    if half >= single:
+        return f"bfloat16 over float32 master weights ({speeds})"
+    return (
+        f"bfloat16 over float32 master weights, but float32 is faster here ({speeds}); set "
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32 critic.model.fsdp_config.dtype=float32 "
+        "actor_rollout_ref.rollout.dtype=float32"
+    )
+
+
+def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    float((a @ b)[0, 0])  # warm up, and wait for the device
+    start = time.perf_counter()
+    for _ in range(repeats):
+        c = a @ b
+    float(c[0, 0])
+    return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,28 @@
+"""Which settings differ between two configurations, for example of a run and of the checkpoint that it resumes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tether.config.keys import show, values_of
+from tether.config.loading.load import LoadedConfig, load_config
+from tether.config.problems import ConfigError
+
+RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
+"""Say how a run is resumed, not what it does."""
+
+
+def changes_since(saved: Path, now: LoadedConfig) -> list[str]:
+    """List ``key: value then -> value now`` for every setting that is not what the file says.
+
+    Args:
+        saved: the ``run.yaml`` of a checkpoint.
+        now: the configuration of the run that resumes.
+    """
+    try:
+        then = values_of(load_config(saved, []).config)
+    except ConfigError:
+        return [f"{saved} was written by a version with other keys, so its settings cannot be compared"]
+    values = values_of(now.config)
+    different = [key for key in values if values[key] != then.get(key) and key not in RESUMING]
+    return [f"{key}: {show(then.get(key))} -> {show(values[key])}" for key in different]

@@ -1,0 +1,143 @@
+"""Embodied runs (`env.train.id` is set): their defaults, and the keys that they read.
+
+Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
+default than verl's for a language model, it stands here, by task, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from tether.config.loading.given import Given, Setting
+from tether.config.schema.env import VLA_TYPES
+
+SWITCH = "env.train.id"
+SOURCE = "default of embodied runs"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+COMMON: Mapping[str, Any] = {
+    # An embodied run has no prompts and no language model; the schema asks every run to name them.
+    "data.train_files": (),
+    "actor_rollout_ref.model.path": "",
+    "algorithm.gamma": 0.99,
+    "algorithm.lam": 0.95,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": f"${{{ACTOR}.ppo_mini_batch_size}}",
+    f"{ACTOR}.ppo_epochs": 4,
+    f"{ACTOR}.shuffle": True,
+    f"{ACTOR}.clip_ratio_c": None,
+    f"{ACTOR}.optim.weight_decay": 0.0,
+    f"{ACTOR}.optim.eps": 1e-5,
+    f"{ACTOR}.optim.clip_grad": 0.5,
+    f"{ACTOR}.optim.lr_scheduler_type": "linear",
+    "critic.optim.lr": f"${{{ACTOR}.optim.lr}}",
+    "critic.cliprange_value": None,
+    "critic.loss_coef": 0.5,
+    "policy.hidden_dim": 64,
+    "policy.num_layers": 2,
+    # Networks this small are slower on several threads.
+    "trainer.num_threads": 1,
+    "trainer.project_name": "control",
+    "trainer.experiment_name": f"${{{SWITCH}}}",
+    "trainer.log_freq": 10,
+    "trainer.save_freq": 100,
+    "trainer.test_freq": 50,
+}
+DISCRETE: Mapping[str, Any] = {
+    "env.train.total_num_envs": 8,
+    "env.train.max_steps_per_rollout_epoch": 128,
+    f"{ACTOR}.optim.lr": 2.5e-4,
+    f"{ACTOR}.entropy_coeff": 0.01,
+    "trainer.total_env_steps": 500_000,
+}
+CONTINUOUS: Mapping[str, Any] = {
+    "env.train.total_num_envs": 1,
+    "env.train.max_steps_per_rollout_epoch": 2048,
+    f"{ACTOR}.ppo_mini_batch_size": 64,
+    f"{ACTOR}.ppo_epochs": 10,
+    f"{ACTOR}.optim.lr": 3e-4,
+    "policy.init_logstd": 0.0,
+    "policy.normalize_observations": True,
+    "policy.normalize_rewards": True,
+    "trainer.total_env_steps": 1_000_000,
+}
+MINIGRID: Mapping[str, Any] = {
+    **DISCRETE,
+    "env.train.total_num_envs": 16,
+    # A text that is the same in all episodes of most tasks.
+    "env.train.drop_observations": ("mission",),
+    "policy.model_type": "cnn_policy",
+    "policy.hidden_dim": 128,
+    # The bytes are numbers of objects, up to 10, of colours and of states.
+    "policy.pixel_scale": 10.0,
+    f"{ACTOR}.optim.lr": 1e-3,
+}
+VLA: Mapping[str, Any] = {
+    "policy.hidden_dim": 128,
+    "policy.num_layers": 4,
+    f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    f"{ACTOR}.optim.clip_grad": 1.0,
+    "critic.optim.lr": 1e-3,
+}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "cnn_policy": {
+        "policy.hidden_dim": 512,
+        "policy.num_layers": 1,
+        "policy.activation": "relu",
+        "policy.share_critic": True,
+    },
+    **dict.fromkeys(VLA_TYPES, VLA),
+}
+"""``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "Ant-*", "HalfCheetah-*", "Hopper-*", "Humanoid*", "InvertedDoublePendulum-*", "InvertedPendulum-*",
+            "Pusher-*", "Reacher-*", "Swimmer-*", "Walker2d-*", "Pendulum-*", "BipedalWalker*", "*Continuous*",
+        ),
+        CONTINUOUS,
+    ),
+    "*MiniGrid-*": MINIGRID,
+    "*": DISCRETE,
+}  # fmt: skip
+"""Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
+
+READS = (
+    "env.*", "policy.*", f"{MODEL}.path", f"{MODEL}.lora_*", f"{MODEL}.target_modules",
+    "algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.normalize_advantages",
+    "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_rewards", "algorithm.rewards_*", "algorithm.bootstrap_type",
+    "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",
+    f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size*", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle",
+    f"{ACTOR}.clip_ratio*",
+    f"{ACTOR}.entropy_coeff", f"{ACTOR}.target_kl*", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.*",
+    f"{ACTOR}.policy_loss.*", f"{ACTOR}.tau_*", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor",
+    "critic.cliprange_value", "critic.huber_delta", "critic.loss_coef", "critic.optim.lr",
+    "trainer.total_training_steps", "trainer.total_env_steps", "trainer.seed", "trainer.project_name",
+    "trainer.experiment_name", "trainer.logger", "trainer.log_freq", "trainer.default_local_dir", "trainer.save_freq",
+    "trainer.max_*_ckpt_to_keep", "trainer.resume_*", "trainer.test_freq",
+    "trainer.val_before_train", "trainer.device", "trainer.num_threads", "trainer.critic_warmup*",
+)  # fmt: skip
+"""Keys, or patterns of keys, that an embodied run reads."""
+
+
+def is_embodied(given: Given) -> bool:
+    """Whether what the user gave describes an embodied run."""
+    return SWITCH in given and given[SWITCH].value is not None
+
+
+def with_defaults(given: Given) -> Given:
+    """What the user gave, over the defaults of embodied runs where it is one."""
+    if not is_embodied(given):
+        return given
+    name = str(given[SWITCH].value)
+    preset = next(values for pattern, values in PRESETS.items() if fnmatchcase(name, pattern))
+    model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
+    defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
+    return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | given
+
+
+def reads(path: str) -> bool:
+    """Whether an embodied run reads this key."""
+    return any(fnmatchcase(path, pattern) for pattern in READS)

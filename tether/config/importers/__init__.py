@@ -1,0 +1,1 @@
+"""Other frameworks' configuration files, rewritten in the keys of tether."""

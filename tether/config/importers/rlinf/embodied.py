@@ -1,0 +1,349 @@
+"""Rows of embodied runs (`runner.task_type: embodied`): control policies in simulators, with a critic of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tether.config.importers.rlinf.rows import (
+    LOSSES,
+    NO_PRECISION,
+    PRECISIONS,
+    UNSET,
+    Convert,
+    Mapped,
+    NoEffect,
+    Refuses,
+    Table,
+    Unsupported,
+    Values,
+    betas,
+    min_lr_ratio,
+    only,
+    path,
+    to,
+    whole,
+)
+from tether.config.importers.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
+from tether.config.schema.env import VLA_TYPES
+
+OPTIM = "actor.optim"
+NATIVE_OPTIM = f"{ACTOR}.optim"
+FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
+ITS_OWN = NoEffect("the environment's spaces say so")
+SIMULATOR = NoEffect("read by the simulator of that name only")
+TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
+SPEED = NoEffect("changes speed, and no result")
+VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
+RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
+START = "actor_rollout_ref.model.path"
+MANISKILL = "maniskill"
+ROBOT = "actor.model.policy_setup"
+CONTROL_MODES = {
+    "panda-qpos": "pd_joint_delta_pos",
+    "panda-ee-dpos": "pd_ee_delta_pos",
+    "panda-ee-target-dpos": "pd_ee_target_delta_pose",
+    "widowx": "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos",
+}
+"""Robot that `actor.model.policy_setup` names -> control_mode of ManiSkill's environments, whatever the file says."""
+NO_SIMULATOR = (
+    "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
+)
+
+
+def training_steps(value: Any, values: Values) -> Any:
+    """An epoch of an embodied run is one training step; `max_steps` caps their number unless it is negative."""
+    limits = []
+    for key in ("runner.max_epochs", "runner.max_steps"):
+        steps = values.get(key, -1)
+        if type(steps) is not int:
+            raise Unsupported("it is not a whole number", key)
+        limits += [steps] if steps >= 0 else []
+    return min(limits, default=UNSET)
+
+
+def env_id(role: str) -> Convert:
+    """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
+
+    def convert(value: Any, values: Values) -> Any:
+        params = values.get(f"env.{role}.init_params") or {}
+        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), params.get("id"))
+        return next((name for name in named if name is not None), UNSET)
+
+    return convert
+
+
+def env_arguments(role: str) -> Convert:
+    """The constructor's arguments without the task, which is not one of them, and without what tether gives itself."""
+
+    def convert(value: Any, values: Values) -> Any:
+        own = values.get(f"env.{role}.init_params")
+        arguments = dict((values.get("env.train.init_params") if own is None else own) or {})
+        arguments.pop("id", None)
+        if values.get(f"env.{role}.env_type") == MANISKILL:
+            for name in ("num_envs", "render_mode"):
+                arguments.pop(name, None)
+            mode = _control_mode(values.get(ROBOT)) or arguments.pop("control_mode", None)
+            arguments |= {} if mode in (None, "None") else {"control_mode": mode}
+        return arguments
+
+    return convert
+
+
+def _control_mode(robot: Any) -> str | None:
+    if robot in CONTROL_MODES:
+        return CONTROL_MODES[robot]
+    return CONTROL_MODES["widowx"] if "widowx" in str(robot) else None
+
+
+def robot_arguments(role: str) -> Convert:
+    """The arguments that follow from the robot, in the one simulator that reads it."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if values.get(f"env.{role}.env_type") != MANISKILL or value in (None, ""):
+            return UNSET
+        if _control_mode(value) is None:
+            raise Unsupported(f"ManiSkill has no such robot (supported: {', '.join(CONTROL_MODES)})")
+        return env_arguments(role)(value, values)
+
+    return convert
+
+
+def env_type(role: str) -> Convert:
+    """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
+
+    def convert(value: Any, values: Values) -> Any:
+        observed = (values.get(f"env.{role}.init_params") or {}).get("obs_mode", "state")
+        fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
+        if value not in fine:
+            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})")
+        return value
+
+    return convert
+
+
+def episodes(value: Any, values: Values) -> Any:
+    """Episodes a test: those that fit into the steps that RLinf gives each environment, at least one."""
+    envs = whole(values, "env.eval.total_num_envs", None)
+    if envs is None:
+        return UNSET
+    rounds = whole(values, "env.eval.rollout_epoch", whole(values, "algorithm.eval_rollout_epoch", 1))
+    steps = whole(values, "env.eval.max_steps_per_rollout_epoch", None)
+    length = whole(values, "env.eval.max_episode_steps", None)
+    return envs * rounds * max(1, (steps // length) if steps and length else 1)
+
+
+def critic_warmup(value: Any, values: Values) -> Any:
+    """RLinf counts optimizer steps, tether training steps."""
+    if value:
+        raise Unsupported("it counts optimizer steps; set trainer.critic_warmup, which counts training steps")
+    return 0
+
+
+def loss(value: Any, values: Values) -> Any:
+    """The policy's loss; whether there is a critic, too, follows from the estimator."""
+    with_critic = values.get("algorithm.adv_type", "gae") == "gae"
+    if value not in LOSSES or with_critic == (value == "actor"):
+        fitting = [name for name in LOSSES if with_critic != (name == "actor")]
+        raise Unsupported(f"with this algorithm.adv_type use one of {', '.join(fitting)}")
+    return LOSSES[value]
+
+
+def aggregation(value: Any, values: Values) -> Any:
+    """RLinf gives up its aggregation where it weighs episodes alike, which the native default does there, too."""
+    if value not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        raise Unsupported("no such aggregation")
+    return UNSET if values.get("env.train.auto_reset") is False else value
+
+
+def start(value: Any, values: Values) -> Any:
+    """The checkpoint that a run starts from; in RLinf one of its own models, here one of tether's."""
+    return path(value, values) or UNSET
+
+
+def adapter_rank(value: Any, values: Values) -> Any:
+    """RLinf says apart whether there are adapters, and of which rank."""
+    return whole(values, "actor.model.lora_rank", 32) if value else 0
+
+
+def older_name(key: str) -> Convert:
+    """A key that gives way to the one that replaced it."""
+    return lambda value, values: UNSET if key in values else value
+
+
+def temperature(value: Any, values: Values) -> Any:
+    """Only policies of action tokens have one."""
+    return value if values.get("actor.model.model_type") in VLA_TYPES else UNSET
+
+
+def where_recorded(value: Any, values: Values) -> Any:
+    """RLinf's presets describe videos that nobody asked for."""
+    return value if values.get("env.eval.video_cfg.save_video") else UNSET
+
+
+def _env(role: str) -> Table:
+    """Rows of `env.train` or `env.eval`."""
+    section = f"env.{role}"
+    names = to(f"{section}.id", by=env_id(role))
+    return {
+        f"{section}.id": names,
+        f"{section}.gym_id": names,
+        f"{section}.init_params": Mapped(
+            {f"{section}.id": env_id(role), f"{section}.init_params": env_arguments(role)}
+        ),
+        f"{section}.env_type": to(f"{section}.env_type", by=env_type(role)),
+        f"{section}.max_episode_steps": to(f"{section}.max_episode_steps"),
+        f"{section}.ignore_terminations": to(f"{section}.ignore_terminations"),
+        f"{section}.seed": to(f"{section}.seed"),
+        f"{section}.is_eval": NoEffect("the section says so"),
+        f"{section}.enable_offload": MEMORY,
+        f"{section}.reward_mode": Refuses(
+            "rewards are taken as the simulator gives them", fine=("raw", "default", None)
+        ),
+        f"{section}.reward_render_mode": SIMULATOR,
+        **_VIDEOS[role],
+        f"{section}.data_collection.enabled": Refuses("episodes are not written to files yet", fine=(False, None)),
+        f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),
+        **{f"{section}.{name}": SIMULATOR for name in SIMULATOR_KEYS},
+    }
+
+
+_VIDEOS: Mapping[str, Table] = {
+    "train": {
+        "env.train.video_cfg.save_video": VIDEO,
+        "env.train.video_cfg.*": NoEffect("acts with save_video only"),
+    },
+    "eval": {
+        "env.eval.video_cfg.save_video": to("env.eval.video_cfg.save_video"),
+        "env.eval.video_cfg.video_base_dir": to("env.eval.video_cfg.video_base_dir", by=where_recorded),
+        "env.eval.video_cfg.fps": to("env.eval.video_cfg.fps", by=where_recorded),
+        "env.eval.video_cfg.*": NoEffect("videos show what the simulator draws"),
+    },
+}
+SIMULATOR_KEYS = (
+    "wrap_obs_mode", "use_full_state", "use_3rd_view_as_extra", "obs_mode", "obs_format", "state_key", "state_keys",
+    "render", "headless", "enable_rt", "sim_device", "gym_config_path",
+)  # fmt: skip
+
+EMBODIED: Table = {
+    **SHARED,
+    **_env("train"),
+    **_env("eval"),
+    "env.group_name": NAME,
+    "env.enable_offload": MEMORY,
+    "env.train.total_num_envs": to("env.train.total_num_envs"),
+    "env.train.max_steps_per_rollout_epoch": to("env.train.max_steps_per_rollout_epoch"),
+    "env.train.rollout_epoch": to("env.train.rollout_epoch"),
+    "env.train.auto_reset": to("env.train.auto_reset"),
+    "env.train.group_size": to("env.train.group_size"),
+    "env.train.use_fixed_reset_state_ids": to("env.train.use_fixed_reset_state_ids"),
+    "env.train.use_rel_reward": to("env.train.use_rel_reward"),
+    "env.train.reward_coef": to("env.train.reward_coef"),
+    "env.eval.total_num_envs": Mapped(
+        {"env.eval.total_num_envs": lambda value, values: value, "env.eval.num_episodes": episodes}
+    ),
+    "env.eval.max_steps_per_rollout_epoch": to("env.eval.num_episodes", by=episodes),
+    "env.eval.rollout_epoch": to("env.eval.num_episodes", by=episodes),
+    "env.eval.auto_reset": NoEffect("a test counts whole episodes"),
+    "env.eval.group_size": Refuses("a test begins each episode in a state of its own", fine=(1, None)),
+    "env.eval.use_fixed_reset_state_ids": NoEffect("every test begins in the same states, those of env.eval.seed"),
+    "env.eval.use_rel_reward": RELATIVE,
+    "env.eval.reward_coef": Refuses("a test reports rewards as they are", fine=(1, None)),
+    "runner.max_epochs": to("trainer.total_training_steps", by=training_steps),
+    "runner.max_steps": to("trainer.total_training_steps", by=training_steps),
+    "runner.only_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
+    "runner.seq_length": TEXT_ONLY,
+    "runner.max_prompt_length": TEXT_ONLY,
+    "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
+    "algorithm.group_size": to("env.train.group_size", default=1),
+    "algorithm.adv_type": to(
+        "algorithm.adv_estimator", by=only(("gae", "grpo", "raw"), "this estimator is not for embodied runs")
+    ),
+    "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
+    "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
+    "algorithm.filter_rewards": to("algorithm.filter_rewards", default=False),
+    "algorithm.rewards_lower_bound": to("algorithm.rewards_lower_bound"),
+    "algorithm.rewards_upper_bound": to("algorithm.rewards_upper_bound"),
+    "algorithm.rollout_micro_batch_size": NoEffect("all environments are one forward pass, with the same result"),
+    "algorithm.logprob_forward_micro_batch_size": NoEffect("the policy's log-probs are kept while it acts"),
+    "algorithm.entropy_bonus": to(f"{ACTOR}.entropy_coeff", default=0.0),
+    "algorithm.value_clip": to("critic.cliprange_value", default=None),
+    "algorithm.huber_delta": to("critic.huber_delta", default=None),
+    "algorithm.reward_type": to("algorithm.reward_type"),
+    "algorithm.logprob_type": to("algorithm.logprob_type"),
+    "algorithm.entropy_type": to("algorithm.entropy_type"),
+    "algorithm.bootstrap_type": to("algorithm.bootstrap_type", default="standard"),
+    "algorithm.rollout_epoch": to("env.train.rollout_epoch", by=older_name("env.train.rollout_epoch")),
+    "algorithm.eval_rollout_epoch": to("env.eval.num_episodes", by=episodes),
+    "algorithm.reward_coef": NoEffect("environments read their own, env.train.reward_coef"),
+    "algorithm.kl_beta": Refuses("embodied runs have no reference policy", fine=(0, None)),
+    "algorithm.kl_penalty": NoEffect("acts with kl_beta only"),
+    "algorithm.sampling_params.*": TEXT_ONLY,
+    "algorithm.length_params.*": TEXT_ONLY,
+    "actor.training_backend": SHARDS,
+    "actor.micro_batch_size": MEMORY,
+    "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size"),
+    "actor.enable_sft_co_train": Refuses("mixing in supervised examples is not supported yet", fine=(False, None)),
+    "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
+    "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
+    "actor.fsdp_config.*": SHARDS,
+    "actor.model.model_type": to(
+        "policy.model_type", by=only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")
+    ),
+    "actor.model.model_path": to(START, by=start),
+    "actor.model.hidden_dim": to("policy.hidden_dim", default=256),
+    "actor.model.num_action_chunks": to("policy.num_action_chunks"),
+    "actor.model.obs_dim": ITS_OWN,
+    "actor.model.action_dim": ITS_OWN,
+    ROBOT: Mapped({f"env.{role}.init_params": robot_arguments(role) for role in ("train", "eval")}),
+    "actor.model.precision": Refuses("control policies compute in fp32", fine=FP32),
+    "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
+    "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank),
+    "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
+    f"{OPTIM}.value_lr": to("critic.optim.lr"),
+    f"{OPTIM}.adam_beta1": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),
+    f"{OPTIM}.adam_beta2": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),
+    f"{OPTIM}.adam_eps": to(f"{NATIVE_OPTIM}.eps", default=1e-8),
+    f"{OPTIM}.weight_decay": to(f"{NATIVE_OPTIM}.weight_decay", default=0.01),
+    f"{OPTIM}.critic_warmup_steps": to("trainer.critic_warmup", by=critic_warmup),
+    f"{OPTIM}.lr_scheduler": to(
+        f"{NATIVE_OPTIM}.lr_scheduler_type",
+        by=only(("constant", "cosine", "linear"), "schedules are constant, linear and cosine"),
+        default="constant",
+    ),
+    f"{OPTIM}.lr_warmup_steps": to(f"{NATIVE_OPTIM}.lr_warmup_steps"),
+    f"{OPTIM}.lr_warmup_steps_ratio": to(f"{NATIVE_OPTIM}.lr_warmup_steps_ratio"),
+    f"{OPTIM}.min_lr": to(f"{NATIVE_OPTIM}.min_lr_ratio", by=min_lr_ratio(OPTIM)),
+    f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
+    "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
+    "rollout.backend": NoEffect("the policy acts in this process"),
+    "rollout.pipeline_stage_num": to("env.train.pipeline_stage_num"),
+    "rollout.enable_torch_compile": SPEED,
+    "rollout.torch_compile_mode": SPEED,
+    "rollout.enable_cuda_graph": SPEED,
+    "rollout.collect_prev_infos": Refuses("log-probs and values are always kept", fine=(True,)),
+    "rollout.collect_final_values": Refuses("the unfinished tail of a rollout is always bootstrapped", fine=(True,)),
+    "rollout.collect_transitions": Refuses("embodied runs learn from whole rollouts", fine=(False, None)),
+    "rollout.recompute_logprobs": Refuses("the policy's log-probs are kept while it acts", fine=(False, None)),
+    "rollout.model.model_path": to(START, by=start),
+    "rollout.model.precision": Refuses("control policies compute in fp32", fine=FP32),
+    "rollout.sampling_params.temperature_train": to("policy.temperature", by=temperature),
+    "rollout.sampling_params.do_sample": Refuses("actions are sampled in training", fine=(True, None)),
+    "rollout.sampling_params.temperature_eval": Refuses("tests take the likeliest actions", fine=(0, 0.0, None)),
+    "rollout.sampling_params.*": TEXT_ONLY,
+    "data.*": NoEffect("embodied runs have no prompts"),
+    "reward.use_reward_model": Refuses("learned reward models are not supported yet", fine=(False,)),
+    "reward.*": NoEffect("acts with reward.use_reward_model only, which is not supported yet"),
+}  # fmt: skip
+"""Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""
+
+FIXED: Mapping[str, Any] = {
+    "critic.loss_coef": 1.0,
+    "policy.num_layers": 3,
+    "policy.activation": "tanh",
+    "policy.init_logstd": -0.5,
+    "policy.share_critic": False,
+    "policy.normalize_observations": False,
+    "policy.normalize_rewards": False,
+}
+"""Native key -> what RLinf does without a key for it, where tether's default depends on the task."""

@@ -1,0 +1,272 @@
+"""From an RLinf file to native keys: the tables applied, and a line for every key on what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
+from tether.config.importers.rlinf.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
+from tether.config.importers.rlinf.rows import UNSET, Checked, Mapped, NoEffect, Refuses, Table, Unsupported, Values
+from tether.config.importers.rlinf.text import TEXT
+from tether.config.importers.rlinf.values import values_of
+from tether.config.keys import sections, show
+from tether.config.loading.compose import compose
+from tether.config.loading.overrides import Override
+from tether.config.loading.typos import nearest
+from tether.config.loading.yaml_file import MISSING, read_yaml
+from tether.config.problems import Problem
+from tether.config.support.patterns import look_up
+
+Task = Literal["embodied", "reasoning"]
+Status = Literal["mapped", "defaulted", "no effect", "not supported"]
+TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
+TASK_KEY = "runner.task_type"
+ENV_KEY = "env.train.id"
+NOT_SUPPORTED = "not_supported"
+"""Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
+OWNERS = {
+    "env.train": "env.train.env_type",
+    "env.eval": "env.eval.env_type",
+    "actor.model": "actor.model.model_type",
+}
+"""Section -> the key that says which simulator or policy its other keys belong to."""
+MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
+"""Sections that only RLinf's files have."""
+ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")
+SHARED_SECTIONS = ("algorithm", "critic", "data", "env")
+"""Sections that RLinf's files and native ones both have."""
+
+
+HARMLESS = ("hybrid_engines", "training_backend", "weight_syncer")
+"""Groups whose presets set up sharding and weight transfer, which one process does without: they may be missing."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    status: Status
+    native: Mapping[str, Any] = field(default_factory=dict)
+    """The native keys that it sets."""
+    why: str = ""
+    fix: str = "leave it out"
+    """What to do where the value is not supported."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An RLinf file in native keys."""
+
+    native: Mapping[str, Any]
+    """Native key -> value."""
+    origins: Mapping[str, str]
+    """Native key -> the key of RLinf that it follows from."""
+    lines: tuple[Line, ...]
+    """One for each key of the file, then one for each that RLinf has a default for."""
+    problems: tuple[Problem, ...]
+    """What is wrong with the file: unknown keys, contradictions, what cannot be read."""
+    rest: tuple[Override, ...] = ()
+    """Overrides that are not in RLinf's keys."""
+
+    def refusals(self) -> list[Problem]:
+        """Return a problem for each key that is not supported."""
+        refused = [line for line in self.lines if line.status == "not supported"]
+        return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", line.fix) for line in refused]
+
+
+def is_rlinf(tree: Mapping[Any, Any]) -> bool:
+    """Whether a YAML file is one of RLinf's, by its sections."""
+    algorithm = tree.get("algorithm")
+    marked = any(name in tree for name in MARKS) or (
+        isinstance(algorithm, Mapping) and any(name in algorithm for name in ALGORITHM_MARKS)
+    )
+    native = {path.split(".")[0] for path in sections()} - set(SHARED_SECTIONS)
+    return marked and not native & set(map(str, tree))
+
+
+def _is_without_effect(preset: str) -> bool:
+    return preset.split("/")[0] in HARMLESS
+
+
+def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
+    """Import a file.
+
+    Args:
+        path: the file; its presets are looked up from there.
+        overrides: those in RLinf's keys go over the file before interpolations are resolved, the others are left over.
+
+    Raises:
+        ConfigError: the file or a preset of it cannot be read at all.
+    """
+    tree, problems = compose(path, read_yaml(path), _is_without_effect)
+    tree = _override(tree, [override for override in overrides if _section(override) in MARKS])
+    task = _task(tree)
+    if isinstance(task, Problem):
+        return Imported({}, {}, (), (*problems, task))
+    shared = [override for override in overrides if _section(override) not in MARKS]
+    own = [override for override in shared if look_up(TABLES[task], override.path) is not None]
+    values, unresolved = values_of(_override(tree, own), TABLES[task])
+    imported = apply(TABLES[task], values, FIXED if task == "embodied" else {}, _other(task))
+    found = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
+    imported = replace(imported, problems=found, rest=tuple(override for override in shared if override not in own))
+    return imported if task == "reasoning" or ENV_KEY in imported.native else _without_env(imported)
+
+
+def apply(table: Table, values: Values, fixed: Mapping[str, Any], other: Table) -> Imported:
+    """Translate values by a table.
+
+    Args:
+        table: of the kind of run.
+        values: RLinf's keys.
+        fixed: native key -> what RLinf does without a key for it.
+        other: the table of the other kind of run, to tell its keys from unknown ones.
+    """
+    native: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    lines: list[Line] = []
+    problems: list[Problem] = []
+    unknown: list[str] = []
+    for key, value in values.items():
+        line = _line(key, value, table, values)
+        if line is None:
+            unknown.append(key)
+            continue
+        lines.append(line)
+        for name, new in line.native.items():
+            if name in native and native[name] != new:
+                what = f"{show(value)} asks for {name}={show(new)}, but {origins[name]} for {show(native[name])}"
+                problems.append(Problem(key, what, "keep one of the two"))
+            elif name not in native:
+                native[name], origins[name] = new, key
+    refused = {line.key for line in lines if line.status == "not supported"}
+    for key in unknown:
+        owner = next((owner for section, owner in OWNERS.items() if key.startswith(f"{section}.")), None)
+        if owner in refused:
+            why = f"belongs to {owner}={show(values[owner])}, which is not supported"
+            lines.append(Line(key, values[key], "no effect", why=why))
+        else:
+            problems.append(_unknown(key, table, other))
+    for line in (*_defaults(table, values), *_fixed(fixed)):
+        added = {name: value for name, value in line.native.items() if name not in native}
+        if added:
+            lines.append(Line(line.key, line.value, "defaulted", added, line.why))
+            native |= added
+            origins |= dict.fromkeys(added, line.key)
+    return Imported(native, origins, tuple(lines), tuple(problems))
+
+
+def _line(key: str, value: Any, table: Table, values: Values) -> Line | None:
+    """What becomes of a given key; None: there is no such key."""
+    row = look_up(table, key)
+    if row is None:
+        return None
+    if isinstance(row, NoEffect):
+        return Line(key, value, "no effect", why=row.why)
+    if isinstance(row, Checked):
+        return Line(key, value, "mapped", why=row.why)
+    if isinstance(row, Refuses):
+        fine = " or ".join(show(other) for other in row.fine if other not in (None, ""))
+        fix = f"leave it out, or set {fine}" if fine else "leave it out"
+        return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
+    try:
+        return Line(key, value, "mapped", _converted(row, value, values))
+    except Unsupported as error:
+        if error.key not in (None, key):  # which has a row, and so a refusal, of its own
+            return Line(key, value, "mapped")
+        return Line(key, value, "not supported", why=str(error))
+    except (TypeError, ValueError, AttributeError):  # a conversion met a value of another type than it is for
+        return Line(key, value, "not supported", why=f"{show(value)} is of the wrong type")
+
+
+def _converted(row: Mapped, value: Any, values: Values) -> dict[str, Any]:
+    converted = {name: convert(value, values) for name, convert in row.to.items()}
+    return {name: new for name, new in converted.items() if new is not UNSET}
+
+
+def _defaults(table: Table, values: Values) -> Iterator[Line]:
+    for key, row in table.items():
+        if isinstance(row, Mapped) and row.default is not UNSET and key not in values:
+            yield Line(key, row.default, "defaulted", _converted(row, row.default, values))
+
+
+def _fixed(fixed: Mapping[str, Any]) -> Iterator[Line]:
+    for name, value in fixed.items():
+        yield Line(name, value, "defaulted", {name: value}, "what RLinf does without a key for it")
+
+
+def _section(override: Override) -> str:
+    return override.path.split(".")[0]
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+    changed = OmegaConf.create(tree)
+    for override in overrides:
+        section, _, name = override.path.rpartition(".")
+        if override.delete:
+            parent = OmegaConf.select(changed, section) if section else changed
+            if parent is not None:
+                parent.pop(name, None)
+        else:
+            OmegaConf.update(changed, override.path, override.value, force_add=True)
+    plain = OmegaConf.to_container(changed, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def _task(tree: Mapping[str, Any]) -> Task | Problem:
+    runner, algorithm = tree.get("runner") or {}, tree.get("algorithm") or {}
+    named = runner.get("task_type")
+    if named is None:
+        embodied = "env" in tree or algorithm.get("loss_type") in ("actor_critic", "decoupled_actor_critic")
+        return "embodied" if embodied else "reasoning"
+    if named in ("embodied", "reasoning"):
+        return "embodied" if named == "embodied" else "reasoning"
+    fix = "test a checkpoint with `tether eval`" if str(named).endswith("_eval") else "use embodied or reasoning"
+    return Problem(TASK_KEY, f"{named} is refused: there is no such kind of run", fix)
+
+
+def _other(task: Task) -> Table:
+    return TABLES["reasoning" if task == "embodied" else "embodied"]
+
+
+def _unknown(key: str, table: Table, other: Table) -> Problem:
+    if _speaks_of(other, key, table):
+        what = "is a key of text runs only" if table is EMBODIED else "is a key of embodied runs only"
+        return Problem(key, what, f"leave it out, or set {TASK_KEY}")
+    meant = nearest(key, [name for name in table if "*" not in name])
+    fix = f"did you mean {meant}?" if meant else "leave it out"
+    return Problem(key, "unknown key of RLinf", fix)
+
+
+def _speaks_of(other: Table, key: str, table: Table) -> bool:
+    """Whether a key belongs to the other kind of run; not if both have keys in the section of which `other` speaks."""
+    name = key if key in other else next((row for row in other if look_up({row: other[row]}, key)), None)
+    if name is None or not name.endswith(".*"):
+        return name is not None
+    return not any(row.startswith(name.removesuffix("*")) for row in table)
+
+
+def _placement_problems(values: Values, task: Task) -> list[Problem]:
+    nodes = values.get("cluster.num_nodes", 1)
+    sizes, problems = parse_node_groups(values.get("cluster.node_groups"), nodes if type(nodes) is int else 1)
+    if "cluster.component_placement" not in values:
+        return problems
+    placements, unreadable = parse_placements(values["cluster.component_placement"], sizes)
+    problems += unreadable
+    if problems:
+        return problems
+    critic = bool(values.get("critic.use_critic_model"))
+    return check_embodied(placements) if task == "embodied" else check_reasoning(placements, critic)
+
+
+def _without_env(imported: Imported) -> Imported:
+    """An embodied run that names no task: one to be given, without which the keys would be those of a text run."""
+    native = {**imported.native, ENV_KEY: MISSING}
+    return replace(imported, native=native, origins={**imported.origins, ENV_KEY: ENV_KEY})

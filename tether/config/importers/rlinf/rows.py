@@ -1,0 +1,160 @@
+"""What a row of the tables says about a key of RLinf, and the conversions that rows name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+
+Values = Mapping[str, Any]
+"""Every key of the file -> its value, interpolations resolved."""
+Convert = Callable[[Any, Values], Any]
+"""(value of the key, all values) -> value of the native keys, or UNSET; raises `Unsupported`."""
+
+Default = TypeVar("Default", int, None)
+
+UNSET: Final[Any] = object()
+"""Nothing is written: the native key keeps its own default."""
+
+
+class Unsupported(Exception):
+    """A value that tether has no counterpart for; its text says why.
+
+    Attributes:
+        key: the key to blame, where it is not the one that is being converted.
+    """
+
+    def __init__(self, why: str, key: str | None = None) -> None:
+        super().__init__(why)
+        self.key = key
+
+
+def same(value: Any, values: Values) -> Any:
+    """Return the value as it is."""
+    return value
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The key has native counterparts."""
+
+    to: Mapping[str, Convert]
+    """Native key -> how its value follows."""
+    default: Any = UNSET
+    """What RLinf takes where the key is left out; UNSET: the native default stands."""
+
+
+def to(*keys: str, by: Convert = same, default: Any = UNSET) -> Mapped:
+    """Return the row of a key whose native counterparts all get one value."""
+    return Mapped(dict.fromkeys(keys, by), default)
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """The key may have any value: what it changes does not exist here, or never changes what is learnt."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refuses:
+    """The key is not supported; values in `fine` ask for nothing."""
+
+    why: str
+    fine: tuple[Any, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The importer itself reads the key."""
+
+    why: str
+
+
+Row: TypeAlias = Mapped | NoEffect | Refuses | Checked
+Table = Mapping[str, Row]
+"""Key, or pattern of keys -> its row. A key's own row goes before patterns, and earlier patterns first.
+
+A row `a.b.*` whose table has no other row below `a.b` speaks of the whole section at once.
+"""
+
+
+def choice(names: Mapping[str, Any], why: str) -> Convert:
+    """Translate a name, or refuse one that is not in the table."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if value not in names:
+            raise Unsupported(f"{why} (supported: {', '.join(names)})")
+        return names[value]
+
+    return convert
+
+
+def only(fine: tuple[Any, ...], why: str) -> Convert:
+    """Keep one of a few values, or refuse."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if value not in fine:
+            raise Unsupported(why)
+        return value
+
+    return convert
+
+
+def whole(values: Values, key: str, default: Default) -> int | Default:
+    """A whole number above 0 out of the file, or the default where the key is missing or null.
+
+    Raises:
+        Unsupported: it is something else.
+    """
+    value = values.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1:
+        raise Unsupported("it is not a whole number above 0", key)
+    return value
+
+
+PRECISIONS: Mapping[Any, str] = {
+    "bf16": "bfloat16", "bf16-mixed": "bfloat16", "bfloat16": "bfloat16",
+    32: "float32", "32": "float32", "fp32": "float32", "32-true": "float32", "float32": "float32",
+}  # fmt: skip
+NO_PRECISION = (None, "null")
+"""RLinf's spelling of "no number format is chosen"."""
+
+
+def precision(value: Any, values: Values) -> Any:
+    """A number format; null: the native default."""
+    if value in NO_PRECISION:
+        return UNSET
+    if value not in PRECISIONS:
+        raise Unsupported("number formats are bf16 and fp32")
+    return PRECISIONS[value]
+
+
+def path(value: Any, values: Values) -> Any:
+    """A folder or a file, which is the same one with a slash at its end."""
+    return value.rstrip("/") or value if isinstance(value, str) else value
+
+
+def betas(section: str) -> Convert:
+    """AdamW's two decay rates, which RLinf writes as two keys of `section`."""
+    return lambda value, values: [values.get(f"{section}.adam_beta1", 0.9), values.get(f"{section}.adam_beta2", 0.999)]
+
+
+def min_lr_ratio(optim: str) -> Convert:
+    """The lowest learning rate as a share of the highest one, which stands in the section `optim`."""
+
+    def convert(value: Any, values: Values) -> Any:
+        peak = values.get(f"{optim}.lr")
+        return float(value) / float(peak) if value and peak else UNSET
+
+    return convert
+
+
+def steps_or_off(value: Any, values: Values) -> Any:
+    """An interval in steps; RLinf switches off with any negative number."""
+    return -1 if isinstance(value, int) and value < 0 else value
+
+
+LOSSES = {"actor": "vanilla", "actor_critic": "vanilla", "decoupled_actor_critic": "decoupled"}

@@ -1,0 +1,108 @@
+"""Rows that text and embodied runs share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tether.config.importers.rlinf.rows import (
+    UNSET,
+    Checked,
+    Mapped,
+    NoEffect,
+    Refuses,
+    Table,
+    Values,
+    path,
+    steps_or_off,
+    to,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+ONE_PROCESS = NoEffect("everything runs in one process so far")
+NAME = NoEffect("names a group of Ray workers")
+SHARDS = NoEffect("on one device there are no shards to place")
+MEMORY = NoEffect("saves memory, and changes no result")
+FORMATS = Refuses("mixed precision is chosen with actor.model.precision", fine=(None, False))
+
+
+def folder(value: Any, values: Values) -> Any:
+    """The folder of a run: where logs go, and below it the name of the run."""
+    root = path(values.get("runner.output_dir") or values.get("runner.logger.log_path"), values)
+    name = values.get("runner.logger.experiment_name") or values.get("runner.experiment_name")
+    return UNSET if root is None else f"{root}/{name}" if name else str(root)
+
+
+def loggers(value: Any, values: Values) -> Any:
+    """RLinf always prints, too."""
+    return ["console", *([value] if isinstance(value, str) else value)]
+
+
+def resume_path(value: Any, values: Values) -> Any:
+    """Null and auto both go on where the run stopped, if it has begun."""
+    return None if value in (None, "auto") else value
+
+
+def resume_mode(value: Any, values: Values) -> Any:
+    """The mode that goes with `resume_path`."""
+    return "auto" if value in (None, "auto") else "resume_path"
+
+
+SHARED: Table = {
+    "cluster.num_nodes": to("trainer.nnodes"),
+    "cluster.component_placement": Checked("checked; everything runs in one process so far, to the same result"),
+    "cluster.node_groups": Checked("checked; everything runs in one process so far, to the same result"),
+    "cluster.auto_scheduler": Refuses("moving processes between components is not supported", fine=(False, None)),
+    "cluster.profiling.*": ONE_PROCESS,
+    "cluster.tracer.*": ONE_PROCESS,
+    "runner.task_type": Checked("decides how the file is read"),
+    "runner.logger.log_path": to("trainer.default_local_dir", by=folder),
+    "runner.output_dir": to("trainer.default_local_dir", by=folder),
+    "runner.logger.project_name": to("trainer.project_name"),
+    "runner.logger.experiment_name": to("trainer.experiment_name"),
+    "runner.experiment_name": to("trainer.experiment_name"),
+    "runner.logger.logger_backends": to("trainer.logger", by=loggers),
+    "runner.val_check_interval": to("trainer.test_freq", by=steps_or_off, default=-1),
+    "runner.save_interval": to("trainer.save_freq", by=steps_or_off, default=-1),
+    "runner.resume_dir": Mapped({"trainer.resume_mode": resume_mode, "trainer.resume_from_path": resume_path}),
+    "runner.ckpt_path": Refuses("weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"),
+    "runner.eval_policy_path": Refuses("a checkpoint is tested with `tether eval`"),
+    "runner.weight_sync_interval": Refuses("samples always come from the newest weights", fine=(1,)),
+    "runner.overlap_env_bootstrap": ONE_PROCESS,
+    "runner.use_training_pipeline": ONE_PROCESS,
+    "runner.enable_decoupled_mode": Refuses("sampling and training take turns so far", fine=(False,)),
+    "runner.per_worker_log": ONE_PROCESS,
+    "runner.per_worker_log_path": ONE_PROCESS,
+    "algorithm.clip_ratio_low": to(f"{ACTOR}.clip_ratio_low"),
+    "algorithm.clip_ratio_high": to(f"{ACTOR}.clip_ratio_high"),
+    "algorithm.clip_ratio_c": to(f"{ACTOR}.clip_ratio_c", default=None),
+    "algorithm.clip_log_ratio_min": Refuses("log-ratios are always kept within 20 of 0"),
+    "algorithm.clip_log_ratio_max": Refuses("log-ratios are always kept within 20 of 0"),
+    "algorithm.value_clip": to("critic.cliprange_value"),
+    "algorithm.huber_delta": to("critic.huber_delta"),
+    "algorithm.gamma": to("algorithm.gamma", default=1.0),
+    "algorithm.gae_lambda": to("algorithm.lam", default=1.0),
+    "algorithm.update_epoch": to(f"{ACTOR}.ppo_epochs", default=1),
+    "algorithm.shuffle_rollout": to(f"{ACTOR}.shuffle", default=True),
+    "algorithm.filter_rewards": Refuses("leaving out groups by their reward is not supported yet", fine=(False, None)),
+    "algorithm.rewards_lower_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
+    "algorithm.rewards_upper_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
+    "algorithm.behave_weight_threshold": to(f"{ACTOR}.policy_loss.behave_weight_threshold"),
+    "algorithm.staleness_threshold": Refuses("samples are never stale: sampling and training take turns"),
+    "algorithm.rollout_store_size_per_rank": Refuses("samples are not stored beyond their step", fine=(1, None)),
+    "algorithm.on_policy_min_ratio": Refuses("samples are not stored beyond their step", fine=(0, None)),
+    "actor.seed": to("trainer.seed"),
+    "actor.group_name": NAME,
+    "actor.enable_offload": MEMORY,
+    "actor.fsdp_config.mixed_precision.reduce_dtype": SHARDS,
+    "actor.fsdp_config.mixed_precision.buffer_dtype": SHARDS,
+    "actor.fsdp_config.amp_autocast.enabled": FORMATS,
+    "actor.fsdp_config.amp_autocast.precision": NoEffect("acts with amp_autocast.enabled only, which is not supported"),
+    "actor.fsdp_config.amp.*": NoEffect("RLinf itself has removed it"),
+    "actor.fsdp_config.grad_scaler.*": NoEffect("number formats here need no gradient scaling"),
+    "actor.optim.lr": to(f"{ACTOR}.optim.lr"),
+    "actor.optim.clip_grad": to(f"{ACTOR}.optim.clip_grad"),
+    "rollout.group_name": NAME,
+    "rollout.enable_offload": MEMORY,
+    "reward.group_name": NAME,
+    "weight_syncer.*": ONE_PROCESS,
+}

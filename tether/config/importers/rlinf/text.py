@@ -1,0 +1,374 @@
+"""Rows of text runs (`runner.task_type: reasoning`): language models with a critic of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tether.config.importers.rlinf.rows import (
+    LOSSES,
+    NO_PRECISION,
+    UNSET,
+    Checked,
+    Convert,
+    Mapped,
+    NoEffect,
+    Refuses,
+    Table,
+    Unsupported,
+    Values,
+    betas,
+    min_lr_ratio,
+    only,
+    path,
+    precision,
+    same,
+    to,
+    whole,
+)
+from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, ONE_PROCESS, SHARDS, SHARED
+
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+CORRECTION = "algorithm.rollout_correction"
+FILTER_GROUPS = "algorithm.filter_groups"
+UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
+ITS_OWN = NoEffect("the model's own config.json says so")
+MEGATRON = NoEffect("acts inside Megatron, and the native engine trains here")
+ONE_DEVICE = Refuses("tether trains on one device so far", fine=(1, None))
+ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
+TOKENS = "a text run scores responses and clips tokens"
+
+
+def prompts_per_step(value: Any, values: Values) -> Any:
+    """`rollout_epoch` rollouts of `rollout_batch_size` prompts make one training batch."""
+    prompts = whole(values, "data.rollout_batch_size", None)
+    return UNSET if prompts is None else prompts * whole(values, "algorithm.rollout_epoch", 1)
+
+
+def mini_batch(value: Any, values: Values) -> Any:
+    """Prompts an optimizer step: given in responses by `global_batch_size`, or as parts of a rollout."""
+    group = whole(values, "algorithm.group_size", 1)
+    rows = whole(values, "actor.global_batch_size", None)
+    if rows is None:
+        prompts = whole(values, "data.rollout_batch_size", None)
+        if prompts is None:
+            return UNSET
+        rows = prompts * group // whole(values, "algorithm.n_minibatches", 1)
+    if rows % group:
+        raise Unsupported(f"{rows} responses an optimizer step are no whole number of groups of {group}")
+    return rows // group
+
+
+def response_length(value: Any, values: Values) -> Any:
+    """What RLinf leaves to the response: the sequence without the longest prompt, or the limit that is given."""
+    limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
+    total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
+    if limit is not None or total is None or prompt is None:
+        return UNSET if limit is None else limit
+    if total <= prompt:
+        raise Unsupported(f"it leaves no token to the response beside data.max_prompt_length={prompt}")
+    return total - prompt
+
+
+def estimator(value: Any, values: Values) -> Any:
+    """The advantage estimator; REINFORCE++ has a flag for its variant."""
+    if value not in ESTIMATORS:
+        raise Unsupported(f"this estimator has no counterpart (supported: {', '.join(ESTIMATORS)})")
+    baseline = value == "reinpp" and values.get("algorithm.use_reinpp_baseline")
+    return "reinforce_plus_plus_baseline" if baseline else ESTIMATORS[value]
+
+
+def bootstrap(value: Any, values: Values) -> Any:
+    """A response that is cut by the length limit is a truncated episode."""
+    if value != "standard":
+        raise Unsupported("there is no state after the end of a response")
+    return True
+
+
+def loss(value: Any, values: Values) -> Any:
+    """Actor and critic are two models, whose joint loss has the gradients of both apart."""
+    if value not in LOSSES:
+        raise Unsupported(f"there is no such loss (supported: {', '.join(LOSSES)})")
+    if value != "actor" and not values.get("critic.use_critic_model"):
+        raise Unsupported("a value head on the policy is not supported; set critic.use_critic_model=True")
+    return LOSSES[value]
+
+
+def entropy(value: Any, values: Values) -> Any:
+    """The weight, unless the other key says that the entropy is not to be computed."""
+    if value and values.get("algorithm.calculate_entropy") is False:
+        raise Unsupported("it contradicts algorithm.calculate_entropy=False")
+    return float(value)
+
+
+def critic(value: Any, values: Values) -> Any:
+    """A critic of its own, or none."""
+    if not value and values.get("algorithm.adv_type", "gae") == "gae":
+        raise Unsupported("algorithm.adv_type=gae needs values, and a value head on the policy is not supported")
+    return value
+
+
+def whitening(value: Any, values: Values) -> Any:
+    """Only gae has a choice."""
+    return value if values.get("algorithm.adv_type", "gae") == "gae" else UNSET
+
+
+def several(value: Any, values: Values) -> Any:
+    """Batches that are sampled for one step at most; 1 is the step's own."""
+    return value if value > 1 else UNSET
+
+
+def answer_key(value: Any, values: Values) -> Any:
+    """The column of answers; unset where it is that of verl's layout."""
+    return UNSET if value in (None, "reward_model.ground_truth") else value
+
+
+def no_limit(value: Any, values: Values) -> Any:
+    """RLinf switches top-k off with 0, a negative number, or more than any vocabulary holds."""
+    return -1 if value <= 0 or value >= 1_000_000 else value
+
+
+def first_policy_step(value: Any, values: Values) -> Any:
+    """RLinf counts the steps that the policy waits, `trainer.critic_warmup` names the first in which it learns."""
+    return value + 1 if isinstance(value, int) and value > 0 else value
+
+
+def as_it_is(value: Any, values: Values) -> Any:
+    """Without a chat template, prompts reach the tokenizer unchanged."""
+    return UNSET if value else UNCHANGED_TEMPLATE
+
+
+def model_format(section: str) -> Convert:
+    """The model's format, where FSDP does not compute in one of its own."""
+
+    def convert(value: Any, values: Values) -> Any:
+        mixed = values.get(f"{section}.fsdp_config.mixed_precision.param_dtype")
+        return precision(value, values) if mixed in NO_PRECISION else UNSET
+
+    return convert
+
+
+def above_zero(value: Any, values: Values) -> Any:
+    """0 is off."""
+    return value or UNSET
+
+
+def recomputes(section: str) -> Convert:
+    """Whether activations are recomputed: Megatron and FSDP have a key each, and one that is on is enough."""
+
+    def convert(value: Any, values: Values) -> Any:
+        granularity = values.get(f"{section}.model.recompute_granularity")
+        return bool(granularity or values.get(f"{section}.fsdp_config.gradient_checkpointing"))
+
+    return convert
+
+
+def decay_length(section: str) -> Convert:
+    """The rate decays over the whole run, if it decays at all."""
+
+    def convert(value: Any, values: Values) -> Any:
+        decays = values.get(f"{section}.lr_sched.lr_decay_style", "constant") != "constant"
+        if decays and value not in (None, values.get("runner.max_steps")):
+            raise Unsupported("the rate decays over the whole run, whose length is runner.max_steps")
+        return UNSET
+
+    return convert
+
+
+def recomputed(value: Any, values: Values) -> Any:
+    """RLinf recomputes log-probs wherever it is to correct for the sampler's."""
+    return not (values.get("algorithm.recompute_logprobs", True) or values.get("algorithm.importance_sampling_fix"))
+
+
+def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
+    """Rows of a model that is trained: `actor` or `critic`."""
+    optim, schedule = f"{section}.optim", f"{section}.lr_sched"
+    return {
+        f"{section}.group_name": NAME,
+        f"{section}.training_backend": NoEffect("one device trains with the native engine, to the same result"),
+        f"{section}.strategy": SHARDS,
+        f"{section}.mcore_gpt": MEGATRON,
+        f"{section}.spec_name": MEGATRON,
+        f"{section}.megatron.*": MEGATRON,
+        f"{section}.offload_*": MEMORY,
+        f"{section}.enable_dp_load_balance": SHARDS,
+        f"{section}.calculate_flops": NoEffect("throughput is always logged"),
+        f"{section}.micro_batch_size": to(f"{native}.ppo_micro_batch_size_per_gpu"),
+        f"{section}.model.precision": to(f"{fsdp}.dtype", by=model_format(section)),
+        f"{section}.model.model_path": to(f"{model}.path", by=path),
+        f"{section}.model.model_type": ITS_OWN,
+        f"{section}.model.tensor_model_parallel_size": ONE_DEVICE,
+        f"{section}.model.pipeline_model_parallel_size": ONE_DEVICE,
+        f"{section}.model.context_parallel_size": ONE_DEVICE,
+        f"{section}.model.expert_model_parallel_size": ONE_DEVICE,
+        f"{section}.model.expert_tensor_parallel_size": ONE_DEVICE,
+        f"{section}.model.recompute_granularity": to(f"{model}.enable_gradient_checkpointing", by=recomputes(section)),
+        f"{section}.model.recompute_*": MEGATRON,
+        f"{section}.model.seq_length": NoEffect("lengths follow from runner.seq_length"),
+        f"{section}.model.encoder_seq_length": NoEffect("lengths follow from runner.seq_length"),
+        f"{section}.model.activation": ITS_OWN,
+        f"{section}.model.add_bias_linear": ITS_OWN,
+        f"{section}.model.normalization": ITS_OWN,
+        f"{section}.model.position_embedding_type": ITS_OWN,
+        f"{section}.model.sequence_parallel": MEGATRON,
+        f"{section}.model.apply_rope_fusion": MEGATRON,
+        f"{section}.model.bias_dropout_fusion": MEGATRON,
+        f"{section}.model.bias_activation_fusion": MEGATRON,
+        f"{section}.model.persist_layer_norm": MEGATRON,
+        f"{section}.model.batch_p2p_comm": MEGATRON,
+        f"{section}.model.variable_seq_lengths": MEGATRON,
+        f"{section}.model.gradient_accumulation_fusion": MEGATRON,
+        f"{section}.model.moe_token_dispatcher_type": MEGATRON,
+        f"{section}.model.use_cpu_initialization": MEGATRON,
+        f"{optim}.optimizer": Refuses("the optimizer is AdamW", fine=("adam", "adamw")),
+        f"{optim}.lr": to(f"{native}.optim.lr"),
+        f"{optim}.clip_grad": to(f"{native}.optim.clip_grad"),
+        f"{optim}.adam_beta1": to(f"{native}.optim.betas", by=betas(optim)),
+        f"{optim}.adam_beta2": to(f"{native}.optim.betas", by=betas(optim)),
+        f"{optim}.adam_eps": to(f"{native}.optim.eps"),
+        f"{optim}.weight_decay": to(f"{native}.optim.weight_decay"),
+        f"{optim}.min_lr": NoEffect("the schedule ends at lr_sched.min_lr"),
+        f"{optim}.bf16": NoEffect("weights and optimizer state stay fp32"),
+        f"{optim}.fp16": Refuses("number formats are bf16 and fp32", fine=(False, None)),
+        f"{optim}.use_distributed_optimizer": MEGATRON,
+        f"{optim}.overlap_*": MEGATRON,
+        f"{optim}.optimizer_enable_pin": MEMORY,
+        f"{schedule}.max_lr": to(f"{native}.optim.lr"),
+        f"{schedule}.min_lr": to(f"{native}.optim.min_lr_ratio", by=min_lr_ratio(optim)),
+        f"{schedule}.lr_decay_style": to(
+            f"{native}.optim.lr_scheduler_type",
+            by=only(("constant", "linear", "cosine"), "schedules are constant, linear and cosine"),
+        ),
+        f"{schedule}.lr_decay_iters": to(f"{native}.optim.lr_scheduler_type", by=decay_length(section)),
+        f"{schedule}.lr_warmup_fraction": to(f"{native}.optim.lr_warmup_steps_ratio"),
+        f"{schedule}.lr_warmup_iters": to(f"{native}.optim.lr_warmup_steps", by=above_zero),
+        f"{schedule}.lr_warmup_init": Refuses("the warm-up begins at 0", fine=(0, None)),
+        f"{schedule}.start_weight_decay": to(f"{native}.optim.weight_decay"),
+        f"{schedule}.end_weight_decay": to(f"{native}.optim.weight_decay"),
+        f"{section}.tokenizer.use_fast": NoEffect("tokenizers are always the fast ones"),
+        f"{section}.tokenizer.padding_side": NoEffect("follows from the use of the tokens"),
+        f"{section}.fsdp_config.mixed_precision.param_dtype": to(f"{fsdp}.dtype", by=precision),
+        f"{section}.fsdp_config.mixed_precision.*": SHARDS,
+        f"{section}.fsdp_config.gradient_checkpointing": to(
+            f"{model}.enable_gradient_checkpointing", by=recomputes(section)
+        ),
+        f"{section}.fsdp_config.amp_autocast.enabled": FORMATS,
+        f"{section}.fsdp_config.*": SHARDS,
+    }
+
+
+TEXT: Table = {
+    **SHARED,
+    **_learner("actor", ACTOR, MODEL, f"{ACTOR}.fsdp_config"),
+    **_learner("critic", "critic", "critic.model", "critic.model.fsdp_config"),
+    "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch),
+    "actor.tokenizer.tokenizer_model": to(f"{MODEL}.tokenizer_path", by=path),
+    "actor.tokenizer.trust_remote_code": to(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
+    "critic.use_critic_model": to("critic.enable", by=critic),
+    "critic.seed": NoEffect("one seed serves everything: actor.seed"),
+    "critic.tokenizer.tokenizer_model": NoEffect("the critic reads the policy's tokens"),
+    "critic.tokenizer.trust_remote_code": to("critic.model.trust_remote_code"),
+    "runner.max_epochs": to("trainer.total_epochs"),
+    "runner.max_steps": to("trainer.total_training_steps", by=lambda value, values: UNSET if value < 0 else value),
+    "runner.only_eval": to("trainer.val_only"),
+    "runner.seq_length": to("data.max_response_length", by=response_length),
+    "runner.enable_dynamic_batch_size": to(f"{ACTOR}.use_dynamic_bsz"),
+    "runner.max_tokens_per_mbs": to(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    "algorithm.normalize_advantages": to("algorithm.normalize_advantages", by=whitening),
+    "algorithm.group_size": to(f"{ROLLOUT}.n"),
+    "algorithm.adv_type": to("algorithm.adv_estimator", by=estimator),
+    "algorithm.use_reinpp_baseline": Checked("chooses the variant of algorithm.adv_type=reinpp"),
+    "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
+    "algorithm.loss_agg_func": to(
+        f"{ACTOR}.loss_agg_mode",
+        by=only(("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"), "no such aggregation"),
+    ),
+    "algorithm.rollout_micro_batch_size": to(f"{ROLLOUT}.max_num_seqs"),
+    "algorithm.logprob_forward_micro_batch_size": to(
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_micro_batch_size_per_gpu",
+        "critic.forward_micro_batch_size_per_gpu",
+    ),
+    "algorithm.entropy_bonus": to(f"{ACTOR}.entropy_coeff", by=entropy),
+    "algorithm.calculate_entropy": NoEffect("the entropy is always logged"),
+    "algorithm.ratio_clip_eps": to(f"{ACTOR}.clip_ratio"),
+    "algorithm.value_cliprange": to("critic.cliprange_value"),
+    "algorithm.reward_type": Refuses(TOKENS, fine=("action_level",)),
+    "algorithm.logprob_type": Refuses(TOKENS, fine=("action_level", "token_level")),
+    "algorithm.entropy_type": Refuses(TOKENS, fine=("action_level", "token_level")),
+    "algorithm.bootstrap_type": to("algorithm.bootstrap_truncated", by=bootstrap),
+    "algorithm.rollout_epoch": to("data.train_batch_size", by=prompts_per_step),
+    "algorithm.n_minibatches": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch, default=1),
+    "algorithm.training_batch_size_per_gpu": to(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    "algorithm.rollout_batch_size_per_gpu": SERVER,
+    "algorithm.val_rollout_batch_size_per_gpu": SERVER,
+    "algorithm.recompute_logprobs": to(f"{CORRECTION}.bypass_mode", by=recomputed),
+    "algorithm.importance_sampling_fix": to(
+        f"{CORRECTION}.rollout_is", by=lambda value, values: "token" if value else None
+    ),
+    "algorithm.importance_sampling_clip": to(f"{CORRECTION}.rollout_is_threshold", by=above_zero),
+    "algorithm.critic_warmup_steps": to("trainer.critic_warmup", by=first_policy_step),
+    "algorithm.kl_beta": Mapped(
+        {f"{ACTOR}.use_kl_loss": lambda value, values: value > 0, f"{ACTOR}.kl_loss_coef": same}
+    ),
+    "algorithm.kl_penalty_type": to(f"{ACTOR}.kl_loss_type"),
+    "algorithm.early_stop_imp_ratio": to(f"{ACTOR}.early_stop_imp_ratio"),
+    "algorithm.use_valid_token_scale": Refuses("micro-batches never change the gradient", fine=(False, None)),
+    "algorithm.max_num_gen_batches": Mapped(
+        {f"{FILTER_GROUPS}.enable": lambda value, values: value > 1, f"{FILTER_GROUPS}.max_num_gen_batches": several}
+    ),
+    "algorithm.sampling_params.do_sample": Refuses("training needs samples, not greedy answers", fine=(True,)),
+    "algorithm.sampling_params.temperature": to(f"{ROLLOUT}.temperature"),
+    "algorithm.sampling_params.top_k": to(f"{ROLLOUT}.top_k", by=no_limit),
+    "algorithm.sampling_params.top_p": to(f"{ROLLOUT}.top_p"),
+    "algorithm.sampling_params.repetition_penalty": to(f"{ROLLOUT}.repetition_penalty"),
+    "algorithm.sampling_params.max_new_tokens": to("data.max_response_length", by=response_length),
+    "algorithm.sampling_params.min_new_tokens": Refuses("responses may be as short as one token", fine=(0, 1, None)),
+    "rollout.rollout_backend": to(f"{ROLLOUT}.name"),
+    "rollout.gpu_memory_utilization": to(f"{ROLLOUT}.gpu_memory_utilization"),
+    "rollout.enforce_eager": to(f"{ROLLOUT}.enforce_eager"),
+    "rollout.tensor_parallel_size": to(f"{ROLLOUT}.tensor_model_parallel_size"),
+    "rollout.pipeline_parallel_size": to(f"{ROLLOUT}.pipeline_model_parallel_size"),
+    "rollout.max_running_requests": to(f"{ROLLOUT}.max_num_seqs"),
+    "rollout.model.model_path": to(f"{MODEL}.path", by=path),
+    "rollout.model.model_type": ITS_OWN,
+    "rollout.model.precision": to(f"{ROLLOUT}.dtype", by=precision),
+    "rollout.return_logprobs": NoEffect("the sampler's log-probs are always kept"),
+    "rollout.padding": Refuses("the tokenizer says which token pads"),
+    "rollout.eos": Refuses("the model's generation_config.json says which tokens end a response"),
+    "rollout.print_outputs": NoEffect("held-out responses are written to samples.jsonl in the folder of the run"),
+    "rollout.validate_weight": ONE_PROCESS,
+    "rollout.validate_save_dir": ONE_PROCESS,
+    "rollout.distributed_executor_backend": SERVER,
+    "rollout.disable_log_stats": SERVER,
+    "rollout.detokenize": SERVER,
+    "rollout.cuda_graph_max_bs": SERVER,
+    "rollout.sglang.*": SERVER,
+    "rollout.vllm.*": SERVER,
+    "data.type": Refuses("text runs take text prompts", fine=("math",)),
+    "data.dataset_name": NoEffect("files are read by their layout, whatever their name"),
+    "data.train_data_paths": to("data.train_files"),
+    "data.val_data_paths": to("data.val_files"),
+    "data.rollout_batch_size": Mapped(
+        {"data.train_batch_size": prompts_per_step, f"{ACTOR}.ppo_mini_batch_size": mini_batch}
+    ),
+    "data.val_rollout_batch_size": to("data.val_batch_size"),
+    "data.max_prompt_length": Mapped({"data.max_prompt_length": same, "data.max_response_length": response_length}),
+    "data.filter_prompt_by_length": to("data.filter_overlong_prompts"),
+    "data.num_workers": to("data.dataloader_num_workers"),
+    "data.shuffle": to("data.shuffle"),
+    "data.validation_shuffle": to("data.validation_shuffle"),
+    "data.seed": to("data.seed"),
+    "data.prompt_key": to("data.prompt_key"),
+    "data.answer_key": to("data.answer_key", by=answer_key),
+    "data.apply_chat_template": to("data.chat_template", by=as_it_is),
+    "env.*": NoEffect("text runs have no simulator"),
+    "reward.use_reward_model": Refuses("learned reward models are not supported yet", fine=(False,)),
+    "reward.reward_type": to(
+        "data.data_source", by=only(("math",), "the data_source of a row chooses its rule; without one it is math")
+    ),
+    "reward.reward_scale": to("reward_model.reward_scale", by=lambda value, values: UNSET if value is None else value),
+    "reward.tokenizer.*": NoEffect("rules read text, not tokens"),
+}  # fmt: skip
+"""Every key of a text run that RLinf's PPO page and its PPO recipe name."""

@@ -1,0 +1,81 @@
+"""Every key of an RLinf file with its value: interpolations and RLinf's resolvers resolved, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from tether.config.importers.rlinf.rows import NoEffect, Table
+from tether.config.loading.yaml_file import MISSING
+from tether.config.problems import Problem
+
+RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    "multiply": lambda left, right: left * right,
+    "int_div": lambda left, right: left // right,
+    "subtract": lambda left, right: left - right,
+    "not": lambda value: not value,
+    "torch.dtype": str,
+}
+"""The resolvers that RLinf registers; a dtype stays its name, since a config imports no torch."""
+
+
+@contextmanager
+def resolvers() -> Iterator[None]:
+    """Register RLinf's resolvers for the duration of a block; those of the same name that exist already stay."""
+    added = [name for name in RESOLVERS if not OmegaConf.has_resolver(name)]
+    for name in added:
+        OmegaConf.register_new_resolver(name, RESOLVERS[name])
+    try:
+        yield
+    finally:
+        for name in added:
+            OmegaConf.clear_resolver(name)
+
+
+def values_of(tree: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], list[Problem]]:
+    """Every key by its dotted path; a mapping with a row of its own is one value, and a section, too: `section.*`.
+
+    Keys whose value does not matter are not resolved. A value that does not resolve is a problem.
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    with resolvers():
+        for item in _walk(OmegaConf.create(dict(tree)), "", table):
+            if isinstance(item, Problem):
+                problems.append(item)
+            else:
+                values[item[0]] = item[1]
+    return values, problems
+
+
+def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str, Any] | Problem]:
+    written = OmegaConf.to_container(section, resolve=False)
+    assert isinstance(written, dict)
+    for name in section:
+        path = prefix + str(name)
+        if _is_one(path, table):
+            yield f"{path}.*", written[name]
+            continue
+        if isinstance(table.get(path), NoEffect):
+            yield path, written[name]
+            continue
+        try:
+            value = section[name]
+            if isinstance(value, DictConfig) and value and path not in table:
+                yield from _walk(value, f"{path}.", table)
+            else:
+                yield path, OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+        except MissingMandatoryValue:
+            yield Problem(path, f"{MISSING} stands for a value still to be given", f"give it, for example {path}=...")
+        except OmegaConfBaseException as error:
+            what = f"does not resolve ({str(error).splitlines()[0]})"
+            yield Problem(path, what, "name an existing key, or set the environment variable")
+
+
+def _is_one(path: str, table: Table) -> bool:
+    """Whether the table speaks of a whole section at once."""
+    return f"{path}.*" in table and not any(key.startswith(f"{path}.") and key != f"{path}.*" for key in table)

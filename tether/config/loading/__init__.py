@@ -1,0 +1,1 @@
+"""From files and command-line overrides to a typed configuration, with every problem reported at once."""

@@ -1,0 +1,233 @@
+"""The user's settings: the YAML file and the overrides, as one flat table of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tether.config.importers.rlinf.importer import ENV_KEY, NOT_SUPPORTED, Imported, import_file, is_rlinf
+from tether.config.keys import keys, sections, show
+from tether.config.loading.compose import compose
+from tether.config.loading.foreign_words import KEYS
+from tether.config.loading.interpolation import interpolates
+from tether.config.loading.overrides import Override, parse_overrides
+from tether.config.loading.typos import unknown_key
+from tether.config.loading.yaml_file import MISSING, read_yaml
+from tether.config.problems import Problem
+from tether.config.support.verl_keys import composed_files, is_unread_section, renamed, unread
+
+COMMAND_LINE = "command line"
+STAND_IN = "?"
+"""Value of a required key while the rest of a config without it is checked."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that the user gave."""
+
+    value: Any
+    """As written: interpolations stand as `${...}`."""
+    source: str
+    """The YAML file's name, or "command line"."""
+    position: int
+    """0 for the file, then 1, 2, ... along the command line: the later one counts."""
+    written: str | None = None
+    """The key as the user wrote it, where that is one of RLinf's or of a newer verl."""
+
+
+Given = dict[str, Setting]
+"""Keys of the schema, and those of verl that nothing reads."""
+
+
+def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list[Problem], list[str]]:
+    """Read the file, then the overrides over it. Unknown keys become problems and are left out.
+
+    Over a file of RLinf, overrides in RLinf's keys change the file; the others go over what it is translated to.
+
+    Returns:
+        What was given, what is wrong with it, and notes.
+
+    Raises:
+        ConfigError: the file cannot be read at all.
+    """
+    given: Given = {}
+    problems: list[Problem] = []
+    notes: list[str] = []
+    parsed, unreadable = parse_overrides(overrides)
+    shipped = path is not None and path.stem in composed_files() and not path.is_file()
+    tree = {} if path is None or shipped else read_yaml(path)
+    if path is not None and is_rlinf(tree):
+        imported = import_file(path, parsed)
+        given, parsed = _translated(imported, path.name), list(imported.rest)
+        problems += [*imported.refusals(), *imported.problems]
+        notes.append(_import_note(imported, path))
+    elif path is not None and shipped:
+        notes.append(f"{path.stem} stands for verl's defaults; docs/coming-from-verl.md lists those that differ here")
+    elif path is not None:
+        tree, missing = _composed(path, tree)
+        problems += missing
+        problems += _refused_in_translation(tree.pop(NOT_SUPPORTED, None), path)
+        items = [item for name, value in tree.items() for item in _flatten(str(name), value)]
+        problems += _store(given, items, path.name, 0)
+    problems += unreadable
+    for position, override in enumerate(parsed, start=1):
+        problems += _apply(given, override, position)
+    if ENV_KEY in given and given[ENV_KEY].value == MISSING:
+        fix = f"give it, for example {ENV_KEY}=CartPole-v1"
+        problems.append(Problem(ENV_KEY, "missing: no simulator is named", fix))
+        given[ENV_KEY] = replace(given[ENV_KEY], value=STAND_IN)
+    return given, problems, notes
+
+
+def _composed(path: Path, tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
+    """The keys of a file over those of Hydra's defaults list, of which verl's own files say nothing new."""
+    if not {"defaults", "hydra"} & tree.keys():
+        return tree, []
+    composed, problems = compose(path, tree, composed_files().__contains__)
+    hydra = tree.get("hydra")
+    rest = {name: value for name, value in hydra.items() if name != "searchpath"} if isinstance(hydra, dict) else None
+    return composed | ({"hydra": rest} if rest else {}), problems
+
+
+def _refused_in_translation(section: Any, path: Path) -> list[Problem]:
+    """Settings of RLinf's file that the translated file does without."""
+    fix = f"take the line out of {path.name} to run without it"
+    refused = section if isinstance(section, dict) else {}
+    return [Problem(f"{NOT_SUPPORTED}.{key}", str(why), fix) for key, why in refused.items()]
+
+
+def _translated(imported: Imported, source: str) -> Given:
+    given: Given = {}
+    for key, value in imported.native.items():
+        origin = imported.origins[key]
+        given[key] = Setting(value, f"{source}, as {origin}", 0, None if origin == key else origin)
+    return given
+
+
+def _import_note(imported: Imported, path: Path) -> str:
+    idle = sum(line.status == "no effect" for line in imported.lines)
+    command = f"`tether config import-rlinf {path}`"
+    return f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"
+
+
+Item = tuple[str, Any, str | None]
+"""A key, its value, and the key as it was written where that is another one."""
+
+
+def _flatten(path: str, value: Any, written: str | None = None) -> Iterator[Item | Problem]:
+    """Split a nested value along the schema; what lies below a mapping key stays one value."""
+    if (name := renamed(path)) != path:
+        yield from _flatten(name, value, path)
+    elif path in keys():
+        # Without its id, the keys of an embodied run would be taken for those of a text run.
+        if value != MISSING or path == ENV_KEY:
+            yield _grammar_problem(path, value) or (path, value, written)
+    elif isinstance(value, dict) and (value or path in sections()):
+        for name, inner in value.items():
+            # Hydra's class marker, which verl's printed configs are full of; it sets nothing.
+            if name != "_target_":
+                yield from _flatten(f"{path}.{name}", inner, written and f"{written}.{name}")
+    elif unread(path) is not None:
+        if value != MISSING:
+            yield _grammar_problem(path, value) or (path, value, written)
+    elif value in (None, {}) and is_unread_section(path):
+        return
+    elif path not in sections():
+        yield unknown_key(written or path)
+    elif value is not None:
+        yield _not_a_value(path, value)
+
+
+def _not_a_value(section: str, value: Any) -> Problem:
+    meant = " or ".join(KEYS.get(section, ()))
+    fix = f"did you mean {meant}?" if meant else f"see `tether config explain {section}`"
+    return Problem(section, f"is a section, which cannot be {show(value)}", fix)
+
+
+def _grammar_problem(path: str, value: Any) -> Problem | None:
+    if not isinstance(value, dict | list) and not interpolates(value):
+        return None
+    try:
+        OmegaConf.create([value])
+    except OmegaConfBaseException as error:
+        what = f"{show(value)} cannot be read ({str(error).splitlines()[0]})"
+        fix = r"close the ${...}, or write \${ for the characters themselves" if interpolates(value) else "change it"
+        return Problem(path, what, fix)
+    return None
+
+
+def _store(given: Given, items: Iterable[Item | Problem], source: str, position: int) -> list[Problem]:
+    """Enter items into `given`; returns the problems among them."""
+    problems: list[Problem] = []
+    for item in items:
+        if isinstance(item, Problem):
+            problems.append(item)
+            continue
+        path, value, written = item
+        # A file that verl printed has both names of a renamed key, one of them null or interpolated.
+        rival = given[path].value if path in given and given[path].position == position == 0 else None
+        if rival is None or interpolates(rival):
+            if path not in keys():
+                _forget(given, path)
+            given[path] = Setting(value, source, position, written)
+        elif value is not None and value != rival and not interpolates(value):
+            what = (
+                f"{show(value)} contradicts {show(rival)}; {written or given[path].written} is another name of the key"
+            )
+            problems.append(Problem(path, what, f"keep {path}"))
+    return problems
+
+
+def _apply(given: Given, override: Override, position: int) -> list[Problem]:
+    path = renamed(override.path)
+    written = None if path == override.path else override.path
+    owner = _mapping_key(path)
+    if owner is not None:
+        inner = path.removeprefix(owner + ".").split(".")
+        old = given[owner].value if owner in given else {}
+        changed = _drop(old, inner) if override.delete else _put(old, inner, override.value)
+        return _store(given, [(owner, changed, written)], COMMAND_LINE, position)
+    if path in sections() and not override.delete and not isinstance(override.value, dict):
+        return [_not_a_value(path, override.value)]
+    if not override.delete:
+        return _store(given, _flatten(path, override.value, written), COMMAND_LINE, position)
+    if path not in keys() and path not in sections() and unread(path) is None and not is_unread_section(path):
+        return [unknown_key(override.path)]
+    held = given[path].value if path in given else keys()[path].default if path in keys() else None
+    if override.value is not None and override.value != held:
+        what = f"{show(override.value)} is not its value, so that there is nothing to take out"
+        return [Problem(override.path, what, f"write ~{override.path}")]
+    _forget(given, path)
+    return []
+
+
+def _forget(given: Given, path: str) -> None:
+    """Take out a key, or a section with all of its keys."""
+    for key in [key for key in given if key == path or key.startswith(path + ".")]:
+        del given[key]
+
+
+def _mapping_key(path: str) -> str | None:
+    """The free mapping that `path` points into, for example `data.apply_chat_template_kwargs`."""
+    parts = path.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if prefix in keys() and keys()[prefix].is_mapping), None)
+
+
+def _put(mapping: Any, path: list[str], value: Any) -> dict[str, Any]:
+    old = mapping if isinstance(mapping, dict) else {}
+    first, *rest = path
+    return {**old, first: _put(old.get(first), rest, value) if rest else value}
+
+
+def _drop(mapping: Any, path: list[str]) -> dict[str, Any]:
+    old = mapping if isinstance(mapping, dict) else {}
+    first, *rest = path
+    if rest:
+        return {**old, first: _drop(old.get(first), rest)}
+    return {name: value for name, value in old.items() if name != first}

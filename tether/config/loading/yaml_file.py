@@ -1,0 +1,63 @@
+"""One YAML file as plain nested data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tether.config.problems import ConfigError, Problem
+
+MISSING = "???"
+"""OmegaConf's word for a value that is still to be given."""
+
+
+MOST_VALUES = 100_000
+"""Values that a file may hold, with its aliases written out."""
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """Read a file of keys; interpolations stand as `${...}`.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no keys.
+    """
+    try:
+        _check_size(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except RecursionError as error:
+        raise ConfigError([Problem(str(path), "is nested too deeply to be read", "write it flatter")]) from error
+    except OSError as error:
+        raise ConfigError(
+            [Problem(str(path), f"cannot be read ({error.strerror or error})", "give a YAML file")]
+        ) from error
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        what = f"cannot be read as YAML ({' '.join(str(error).split())})"
+        raise ConfigError([Problem(str(path), what, "correct that line")]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem(str(path), "holds a list, not keys", "write key: value lines")])
+    return tree
+
+
+def _check_size(root: yaml.Node | None) -> None:
+    """Count the values of a file, whose aliases may stand for any number of them, and for what they stand in.
+
+    Raises:
+        YAMLError: there are too many, or without end.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_VALUES  # of a node that is reached again from within itself
+            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MOST_VALUES:
+        raise YAMLError(f"its aliases stand for more than {MOST_VALUES} values, or contain themselves")

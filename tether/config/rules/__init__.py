@@ -1,0 +1,1 @@
+"""Checks that compare several keys."""

@@ -1,0 +1,215 @@
+"""Rules between the keys of embodied runs (see `tether.config.rules.text`)."""
+
+from __future__ import annotations
+
+from tether.config.control_defaults import ACTOR
+from tether.config.problems import Problem
+from tether.config.rules.advantages import COMPARES_RESPONSES
+from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
+from tether.config.schema.root import RunConfig
+
+TRAIN, EVAL = "env.train", "env.eval"
+STEP_ESTIMATORS = (
+    "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "opo", "gpg", "raw",
+)  # fmt: skip
+"""Estimators that need nothing that only language models have."""
+
+
+def rollout_fits_chunks(cfg: RunConfig) -> Problem | None:
+    """A rollout is a whole number of action chunks."""
+    steps, chunk = cfg.env.train.max_steps_per_rollout_epoch, cfg.policy.num_action_chunks
+    if steps % chunk == 0:
+        return None
+    what = f"{steps} steps are no whole number of chunks (policy.num_action_chunks={chunk})"
+    return Problem(f"{TRAIN}.max_steps_per_rollout_epoch", what, f"set it to {steps // chunk * chunk or chunk}")
+
+
+def groups_fit_envs(cfg: RunConfig) -> Problem | None:
+    """Environments are dealt to groups evenly."""
+    count, size = cfg.env.train.total_num_envs, cfg.env.train.group_size
+    if count % size == 0:
+        return None
+    what = f"{count} environments cannot be dealt to groups of {TRAIN}.group_size={size}"
+    return Problem(f"{TRAIN}.total_num_envs", what, f"set it to a multiple of {size}")
+
+
+def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
+    """A mini-batch is a part of the rollout."""
+    train, size = cfg.env.train, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
+    samples = steps // cfg.policy.num_action_chunks
+    if size <= samples:
+        return None
+    what = f"{size} samples are more than the {samples} of a rollout (environments x steps, {TRAIN})"
+    return Problem(f"{ACTOR}.ppo_mini_batch_size", what, f"set it to at most {samples}")
+
+
+def ignored_terminations_end(cfg: RunConfig) -> Problem | None:
+    """Without terminations only a time limit ends an episode."""
+    for role, env in ((TRAIN, cfg.env.train), (EVAL, cfg.env.eval)):
+        if env.ignore_terminations and env.max_episode_steps is None:
+            what = f"True leaves episodes without an end, since {role}.max_episode_steps is null"
+            return Problem(f"{role}.ignore_terminations", what, f"set {role}.max_episode_steps")
+    return None
+
+
+def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
+    """The policy that is trained is the one that acted."""
+    if cfg.actor_rollout_ref.actor.policy_loss.loss_mode != "bypass_mode":
+        return None
+    what = "bypass_mode corrects for a sampler of other probabilities, which embodied runs do not have"
+    return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use vanilla, which is the same here")
+
+
+def device_is_a_cpu(cfg: RunConfig) -> Problem | None:
+    """Environments and networks of a control policy share the host's memory."""
+    if cfg.trainer.device in ("auto", "cpu"):
+        return None
+    what = f"{cfg.trainer.device} is not for embodied runs so far: networks this small are faster on the CPU"
+    return Problem("trainer.device", what, "leave it out")
+
+
+def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
+    """Estimators without a critic compare whole episodes, each of which begins with the rollout."""
+    estimator, train, key = cfg.algorithm.adv_estimator, cfg.env.train, "algorithm.adv_estimator"
+    if estimator not in STEP_ESTIMATORS:
+        return Problem(
+            key, f"{estimator} needs what only language models have", "use one of " + ", ".join(STEP_ESTIMATORS)
+        )
+    if estimator == "gae":
+        return None
+    if train.auto_reset:
+        what = f"True cuts episodes where a rollout ends, and {key}={estimator} scores whole ones"
+        return Problem(f"{TRAIN}.auto_reset", what, f"set {TRAIN}.auto_reset=False")
+    if estimator in COMPARES_RESPONSES and train.group_size == 1:
+        what = f"1 episode a start state carries no signal for {key}={estimator}, which compares episodes"
+        return Problem(f"{TRAIN}.group_size", what, "set it to 2 or more, or use gae")
+    return None
+
+
+def critic_exists(cfg: RunConfig) -> Problem | None:
+    """Only gae has a critic."""
+    estimator, trainer = cfg.algorithm.adv_estimator, cfg.trainer
+    if estimator == "gae":
+        return None
+    asks = {
+        "policy.share_critic": cfg.policy.share_critic,
+        "trainer.critic_warmup": trainer.critic_warmup > 1,
+        "trainer.critic_warmup_until_explained_variance": cfg.trainer.critic_warmup_until_explained_variance
+        is not None,
+    }
+    key = next((key for key, asked in asks.items() if asked), None)
+    if key is None:
+        return None
+    return Problem(key, f"there is no critic with algorithm.adv_estimator={estimator}", "leave it out")
+
+
+def levels_fit(cfg: RunConfig) -> Problem | None:
+    """A probability ratio has one advantage."""
+    algorithm, chunk = cfg.algorithm, cfg.policy.num_action_chunks
+    if chunk == 1 or algorithm.logprob_type != "chunk_level" or algorithm.reward_type == "chunk_level":
+        return None
+    what = f"chunk_level is one ratio for {chunk} advantages (algorithm.reward_type=action_level)"
+    return Problem("algorithm.logprob_type", what, "set algorithm.reward_type=chunk_level, or use action_level")
+
+
+def episodes_can_weigh_alike(cfg: RunConfig) -> Problem | None:
+    """The length of an episode is known where it begins with the rollout."""
+    actor, key = cfg.actor_rollout_ref.actor, f"{ACTOR}.loss_agg_mode"
+    if actor.loss_agg_mode != "masked_mean_ratio" or not cfg.env.train.auto_reset:
+        return None
+    what = f"masked_mean_ratio weighs whole episodes, which {TRAIN}.auto_reset=True cuts where a rollout ends"
+    return Problem(key, what, f"set {TRAIN}.auto_reset=False, or use token-mean")
+
+
+def filter_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
+    """Groups are judged by whole episodes, between two bounds."""
+    algorithm = cfg.algorithm
+    if not algorithm.filter_rewards:
+        return None
+    if cfg.env.train.auto_reset:
+        what = f"True judges whole episodes, which {TRAIN}.auto_reset=True cuts where a rollout ends"
+        return Problem("algorithm.filter_rewards", what, f"set {TRAIN}.auto_reset=False")
+    low, high = algorithm.rewards_lower_bound, algorithm.rewards_upper_bound
+    if low <= high:
+        return None
+    what = f"{low} is above algorithm.rewards_upper_bound={high}, so nothing is learned from"
+    return Problem("algorithm.rewards_lower_bound", what, f"set it to at most {high}")
+
+
+def waiting_environments_are_gymnasiums(cfg: RunConfig) -> Problem | None:
+    """Environments that reset themselves cannot wait for a chunk or a rollout to end, nor choose a start state."""
+    train = cfg.env.train
+    chunk = cfg.policy.num_action_chunks > 1 and "policy.num_action_chunks"
+    fixed = train.use_fixed_reset_state_ids and f"{TRAIN}.use_fixed_reset_state_ids"
+    group = train.group_size > 1 and f"{TRAIN}.group_size"
+    why = chunk or fixed or group or (not train.auto_reset and f"{TRAIN}.auto_reset")
+    sections: tuple[tuple[str, TrainEnvConfig | EvalEnvConfig, str | bool], ...] = (
+        (TRAIN, train, why),
+        (EVAL, cfg.env.eval, chunk),
+    )
+    for role, section, reason in sections:
+        if reason and section.env_type == "envpool":
+            what = f"{section.env_type} begins episodes by itself, which {reason} does not allow"
+            return Problem(f"{role}.env_type", what, "use gymnasium")
+        if reason and section.vectorization == "vector":
+            what = f"vector begins episodes by itself, which {reason} does not allow"
+            return Problem(f"{role}.vectorization", what, "use auto, sync or subprocess")
+    return None
+
+
+def workers_are_read(cfg: RunConfig) -> Problem | None:
+    """Environments in this process have no workers."""
+    for role, section in ((TRAIN, cfg.env.train), (EVAL, cfg.env.eval)):
+        threads = section.env_type == "envpool" or section.vectorization == "subprocess"
+        if section.num_workers is not None and not threads:
+            what = f"{section.num_workers} workers, but {role}.vectorization={section.vectorization} has none"
+            return Problem(f"{role}.num_workers", what, f"set {role}.vectorization=subprocess, or leave it out")
+    return None
+
+
+def stages_overlap(cfg: RunConfig) -> Problem | None:
+    """Stages are of one size, and step beside this process."""
+    train = cfg.env.train
+    count, stages = train.total_num_envs, train.pipeline_stage_num
+    if stages == 1:
+        return None
+    if count % stages:
+        what = f"{count} environments cannot be dealt to {TRAIN}.pipeline_stage_num={stages} stages"
+        return Problem(f"{TRAIN}.total_num_envs", what, f"set it to a multiple of {stages}")
+    if train.env_type != "envpool" and train.vectorization in ("sync", "vector"):
+        what = f"{train.vectorization} steps in this process, so {TRAIN}.pipeline_stage_num={stages} overlaps nothing"
+        return Problem(f"{TRAIN}.vectorization", what, "use auto or subprocess")
+    return None
+
+
+def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
+    """Only environments that are stepped one by one show a picture."""
+    test = cfg.env.eval
+    if not test.video_cfg.save_video:
+        return None
+    if test.env_type != "envpool" and test.vectorization != "vector":
+        return None
+    key = "env_type" if test.env_type == "envpool" else "vectorization"
+    what = f"{getattr(test, key)} shows no pictures for {EVAL}.video_cfg.save_video"
+    return Problem(f"{EVAL}.{key}", what, "use sync" if key == "vectorization" else "use gymnasium")
+
+
+RULES = (
+    device_is_a_cpu,
+    loss_has_no_second_sampler,
+    estimator_fits_episodes,
+    critic_exists,
+    levels_fit,
+    episodes_can_weigh_alike,
+    filter_bounds_enclose_something,
+    rollout_fits_chunks,
+    groups_fit_envs,
+    mini_batch_fits_rollout,
+    ignored_terminations_end,
+    waiting_environments_are_gymnasiums,
+    workers_are_read,
+    stages_overlap,
+    videos_are_rendered_here,
+)

@@ -1,0 +1,70 @@
+"""Rules for control policies with a CNN, an LSTM or a transformer (see `tether.config.rules.text`)."""
+
+from __future__ import annotations
+
+from tether.config.control_defaults import ACTOR, MODEL
+from tether.config.problems import Problem
+from tether.config.schema.env import VLA_TYPES
+from tether.config.schema.root import RunConfig
+
+
+def sequences_stay_whole(cfg: RunConfig) -> Problem | None:
+    """A policy with a memory learns from whole sequences, one for each environment of a rollout."""
+    if cfg.policy.lstm_dim is None:
+        return None
+    decisions = cfg.env.train.max_steps_per_rollout_epoch // cfg.policy.num_action_chunks
+    for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"):
+        size = getattr(cfg.actor_rollout_ref.actor, name)
+        if size % decisions:
+            what = f"{size} is no whole number of sequences of {decisions} decisions (policy.lstm_dim is set)"
+            return Problem(f"{ACTOR}.{name}", what, f"set it to a multiple of {decisions}")
+    return None
+
+
+def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
+    """A micro-batch is a part of a mini-batch, which perceptrons take at once."""
+    actor, policy = cfg.actor_rollout_ref.actor, cfg.policy
+    micro, mini, key = actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size, "ppo_micro_batch_size_per_gpu"
+    if micro > mini:
+        return Problem(
+            f"{ACTOR}.{key}", f"{micro} is more than a mini-batch ({ACTOR}.ppo_mini_batch_size)", "leave it out"
+        )
+    if micro < mini and policy.model_type == "mlp_policy" and policy.lstm_dim is None:
+        what = f"{micro} splits mini-batches, which policy.model_type=mlp_policy without policy.lstm_dim takes at once"
+        return Problem(f"{ACTOR}.{key}", what, "leave it out")
+    return None
+
+
+def heads_fit_width(cfg: RunConfig) -> Problem | None:
+    """The heads of a transformer part its width evenly, into even parts for its rotary positions."""
+    policy = cfg.policy
+    if policy.model_type not in VLA_TYPES or policy.hidden_dim % (2 * policy.num_heads) == 0:
+        return None
+    what = f"{policy.num_heads} heads do not part policy.hidden_dim={policy.hidden_dim} into even widths"
+    return Problem("policy.num_heads", what, f"set policy.hidden_dim to a multiple of {2 * policy.num_heads}")
+
+
+def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
+    """Other policies are too small for adapters."""
+    rank = cfg.actor_rollout_ref.model.lora_rank
+    if not rank or cfg.policy.model_type in VLA_TYPES:
+        return None
+    what = f"{rank} asks for adapters, which policy.model_type={cfg.policy.model_type} has no transformer for"
+    return Problem(f"{MODEL}.lora_rank", what, "leave it out")
+
+
+def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
+    """An LSTM stands after hidden layers."""
+    if cfg.policy.lstm_dim is None or cfg.policy.model_type not in VLA_TYPES:
+        return None
+    what = f"{cfg.policy.lstm_dim} asks for a memory, which policy.model_type={cfg.policy.model_type} does not have"
+    return Problem("policy.lstm_dim", what, "leave it out")
+
+
+NETWORK_RULES = (
+    sequences_stay_whole,
+    micro_batches_are_parts,
+    heads_fit_width,
+    adapters_are_in_a_transformer,
+    a_transformer_has_no_memory,
+)

@@ -1,0 +1,51 @@
+"""Values that are not shown: those of keys that are named like passwords, and like keys and tokens of services."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+_OWNER = "api|access|auth|bearer|client|gh|github|hf|hub|private|refresh|secret|service|session"
+_WORD = rf"secret|password|passwd|pwd|credentials?|authorization|(?:{_OWNER})[_-]?(?:key|token)"
+_NAME = rf"(?:(?:\w*[_-])?(?:{_WORD})|token)"
+_SECRET = re.compile(_NAME, re.IGNORECASE)
+_PAIR = re.compile(rf"(?<!\w)({_NAME}[\"']?\s*:\s*)([^,}}]+)", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key is named like a secret: ``api_key``, ``HF_TOKEN``, ``clientSecret``; not ``eos_token``."""
+    return _SECRET.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
+
+
+def masked(value: Any) -> Any:
+    """The same tree of plain values, with ``***`` for each text under a secret's name."""
+    if isinstance(value, Mapping):
+        return {k: HIDDEN if _hides(k, inner) else masked(inner) for k, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner) for inner in value]
+    return value
+
+
+def has_secrets(value: Any) -> bool:
+    """Whether `masked` would hide anything."""
+    if isinstance(value, Mapping):
+        return any(_hides(k, inner) or has_secrets(inner) for k, inner in value.items())
+    return isinstance(value, list | tuple) and any(has_secrets(inner) for inner in value)
+
+
+def masked_command(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command, to be shown: ``a.b.api_key=***``."""
+    return [_masked_argument(argument) for argument in arguments]
+
+
+def _hides(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and isinstance(value, str) and value != "" and is_secret(name)
+
+
+def _masked_argument(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if equals and is_secret(key.rpartition(".")[2]):
+        return f"{key}={HIDDEN}"
+    return f"{key}{equals}{_PAIR.sub(lambda pair: pair[1] + HIDDEN, value)}"

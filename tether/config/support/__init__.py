@@ -1,0 +1,1 @@
+"""Which keys act, which are refused, and which are accepted without effect."""

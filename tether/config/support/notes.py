@@ -1,0 +1,77 @@
+"""What a run should know about its configuration and would not see in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from tether.config import control_defaults
+from tether.config.keys import Key, keys, show
+from tether.config.loading.given import Given
+from tether.config.rules.advantages import WITHOUT_PEERS
+from tether.config.support.live_keys import why_idle
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def notes(given: Given, values: Mapping[str, Any]) -> list[str]:
+    """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
+    own = (_engine(values), _clip_ratio(given, values), _no_peers(values), _validation(values), _bypass(values))
+    found = (*own, *_idle(given, values))
+    return [note for note in found if note is not None]
+
+
+def _engine(values: Mapping[str, Any]) -> str | None:
+    name = values["actor_rollout_ref.rollout.name"]
+    if name == "native":
+        return None
+    return f"actor_rollout_ref.rollout.name={name}: this installation samples with the native engine instead"
+
+
+def _clip_ratio(given: Given, values: Mapping[str, Any]) -> str | None:
+    both = f"{ACTOR}.clip_ratio_low" in given and f"{ACTOR}.clip_ratio_high" in given
+    sides = {values[f"{ACTOR}.clip_ratio_low"], values[f"{ACTOR}.clip_ratio_high"]}
+    if f"{ACTOR}.clip_ratio" not in given or not both or sides == {values[f"{ACTOR}.clip_ratio"]}:
+        return None
+    return f"no effect: {ACTOR}.clip_ratio={values[f'{ACTOR}.clip_ratio']} (clip_ratio_low and clip_ratio_high are set)"
+
+
+def _no_peers(values: Mapping[str, Any]) -> str | None:
+    estimator, count = values["algorithm.adv_estimator"], values["actor_rollout_ref.rollout.n"]
+    if count > 1 or estimator not in WITHOUT_PEERS or values[control_defaults.SWITCH] is not None:
+        return None
+    what = "a response without others to compare it with has its score as advantage, without a baseline"
+    return f"actor_rollout_ref.rollout.n=1 with algorithm.adv_estimator={estimator}: {what}"
+
+
+def _validation(values: Mapping[str, Any]) -> str | None:
+    section = "actor_rollout_ref.rollout.val_kwargs"
+    samples, temperature = values[f"{section}.do_sample"], values[f"{section}.temperature"]
+    if samples == (temperature > 0):
+        return None
+    how = "samples" if temperature > 0 else "is greedy"
+    return f"validation {how}: {section}.temperature={temperature} decides, not {section}.do_sample={samples}"
+
+
+def _bypass(values: Mapping[str, Any]) -> str | None:
+    section = "algorithm.rollout_correction"
+    level = values[f"{section}.rollout_is"]
+    if level is None or not values[f"{section}.bypass_mode"] or values[f"{section}.loss_type"] != "ppo_clip":
+        return None
+    return f"no effect: {section}.rollout_is={level} (the clipped ratio of bypass mode already is that to the sampler)"
+
+
+def _idle(given: Given, values: Mapping[str, Any]) -> list[str]:
+    """One note for each reason, with all the keys that it silences."""
+    silenced: dict[str, list[str]] = defaultdict(list)
+    for path, setting in given.items():
+        reason = why_idle(path, values)
+        if reason is not None and setting.source != control_defaults.SOURCE and _differs(keys()[path], values):
+            silenced[reason].append(f"{path}={show(values[path])}")
+    return [f"no effect: {', '.join(settings)} ({reason})" for reason, settings in silenced.items()]
+
+
+def _differs(key: Key, values: Mapping[str, Any]) -> bool:
+    default = values[key.inherits.key] if key.inherits else key.default
+    return bool(values[key.path] != default)

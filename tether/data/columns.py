@@ -1,0 +1,127 @@
+r"""Columns of a source: which hold question and answer, and the published layouts that are known by theirs.
+
+A layout is recognised where a source has its columns and the first row has its mark (`#### N`, `\boxed{...}`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tether.rewards.rules.extract import last_boxed
+
+_MARKED = re.compile(r"####\s*(-?\$?[0-9.,]*[0-9])\.?\s*\Z")
+_UNBRACED = re.compile(r"\\boxed\s+([^\s${][^${]*)")
+_QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
+_ANSWERS = ("answer", "solution", "final_answer", "output", "response", "completion", "target", "label")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows as a dataset publishes them: a question, and a worked solution that ends in the answer."""
+
+    name: str
+    question: str
+    solution: str
+    data_source: str
+    mark: str
+    """The mark that the answer is found by, for messages."""
+    extract: Callable[[str], str | None]
+    """The answer within a solution, or None."""
+
+
+def _after_marks(solution: str) -> str | None:
+    found = _MARKED.search(solution)
+    return found[1].replace(",", "").replace("$", "") if found else None
+
+
+def _boxed(solution: str) -> str | None:
+    unbraced = _UNBRACED.findall(solution)  # MATH has a few of these: $\boxed 2$
+    return last_boxed(solution) or (unbraced[-1].strip() if unbraced else None)
+
+
+LAYOUTS = (
+    Layout("GSM8K", "question", "answer", "openai/gsm8k", "#### number", _after_marks),
+    Layout("MATH", "problem", "solution", "DigitalLearningGmbH/MATH-lighteval", r"\boxed{...}", _boxed),
+)
+LAYOUT_KEYS = {"answer", *(key for layout in LAYOUTS for key in (layout.question, layout.solution))}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of a source's columns, and text that is added to its prompts."""
+
+    prompt: str = "prompt"
+    data_source: str = "data_source"
+    answer: str | None = None
+    """Column of right answers; None: they stand in ``reward_model``."""
+    default_source: str | None = None
+    """`data_source` of rows that have none; None: each must have one."""
+    layout: Layout | None = None
+    """Extracts the answer from the column; None: the column holds nothing else."""
+    recognised_as: str = ""
+    """Name of the layout that the source was recognised to have; "": the user named all columns that are read."""
+    system: str | None = None
+    """Text of a system message before the prompt."""
+    suffix: str = ""
+    """Text after the last message, as it is."""
+
+    def with_options(self, options: Mapping[str, str]) -> Columns:
+        """Return these columns with the options of one source (`tether.data.location.ROW_OPTIONS`) in their place."""
+        return replace(
+            self,
+            prompt=options.get("question", self.prompt),
+            answer=options.get("answer", self.answer),
+            default_source=options.get("data_source", self.default_source),
+            system=options.get("system", self.system),
+            suffix=options.get("suffix", self.suffix),
+        )
+
+    def recognised(self, keys: Sequence[str], first: Any) -> Columns:
+        """Return the columns of the layout that `keys` and the row `first` show; these columns where they show none.
+
+        Keys that the user set stay. A named answer is extracted only if the layout's reward scores the row: a reward
+        function of one's own may want the whole column.
+        """
+        if not isinstance(first, Mapping) or (self.answer is None and "reward_model" in keys):
+            return self
+        for layout in LAYOUTS:
+            solution = first.get(self.answer or layout.solution)
+            source = first.get(self.data_source) or self.default_source or layout.data_source
+            prompt = self.prompt if self.prompt in keys else layout.question
+            if prompt not in keys or not isinstance(solution, str) or layout.extract(solution) is None:
+                continue
+            if self.answer is not None and source != layout.data_source:
+                continue
+            default = self.default_source or layout.data_source
+            if self.answer is None and layout.solution != "answer" and isinstance(first.get("answer"), str):
+                found = replace(self, answer="answer")  # as in MATH-500
+            else:
+                found = replace(self, answer=self.answer or layout.solution, layout=layout)
+            return replace(found, prompt=prompt, default_source=default, recognised_as=layout.name)
+        return self
+
+    def __str__(self) -> str:
+        within = f"{self.layout.mark} in `{self.answer}`" if self.layout else f"`{self.answer}`"
+        return (
+            f"{self.recognised_as} (question `{self.prompt}`, ground truth {within}, data_source {self.default_source})"
+        )
+
+
+def naming_advice(name: str, keys: Sequence[str], missing: Sequence[str]) -> str:
+    """Say how the `missing` ones of question, answer and data_source are named, with the likely columns of `keys`."""
+    question = next((key for key in _QUESTIONS if key in keys), "COLUMN")
+    answer = next((key for key in _ANSWERS if key in keys and key != question), "COLUMN")
+    named = {
+        "question": ("data.prompt_key", question),
+        "answer": ("data.answer_key", answer),
+        "data_source": ("data.data_source", "REWARD"),
+    }
+    options = "&".join(f"{option}={named[option][1]}" for option in missing)
+    settings = " ".join("=".join(named[option]) for option in missing)
+    alone = " The answer column must hold the final answer alone, not a worked solution." if "answer" in missing else ""
+    return (
+        f'Name what is missing: "{name}{"&" if "?" in name else "?"}{options}", or for all sources {settings}.{alone}'
+    )

@@ -1,0 +1,64 @@
+"""Control tokens inside messages: a question that holds ``<|im_end|>`` ends the user's turn, unless told otherwise.
+
+A tokenizer reads the text of a control token as that token, whoever wrote it. To read it as text, it is broken by a
+mark before the template is applied; the rendered text is then cut at the control tokens that the template wrote, and
+each part in between is tokenized without the mark and with control tokens switched off.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.chat import TokenIds
+from tether.data.rows import Row
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters that mean nothing in Unicode."""
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer, and what rows hold of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        tokens = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")  # the longest first; (?!): none
+
+    def inside(self, row: Row) -> set[str]:
+        """The control tokens that stand in the messages of a row."""
+        return {token for message in row.messages for token in self._pattern.findall(message["content"])}
+
+    def broken(self, row: Row) -> tuple[Row, str]:
+        """The row with a mark after the first character of each control token in its messages, and the mark."""
+        text = "".join(message["content"] for message in row.messages)
+        mark = next(character for character in map(chr, _PRIVATE_USE) if character not in text)
+        messages = [
+            {**m, "content": self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], m["content"])}
+            for m in row.messages
+        ]
+        return replace(row, messages=tuple(messages)), mark
+
+    def tokenize_broken(self, text: str, mark: str) -> TokenIds:
+        """Token ids of a rendered text: broken control tokens are text, all others are control tokens."""
+        ids: list[int] = []
+        position = 0
+        for found in self._pattern.finditer(text):
+            ids += [*self._as_text(text[position : found.start()].replace(mark, "")), self._id_of(found[0])]
+            position = found.end()
+        return np.array([*ids, *self._as_text(text[position:].replace(mark, ""))], dtype=np.int32)
+
+    def _as_text(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids
+
+    def _id_of(self, token: str) -> int:
+        number = self._tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(number, int)
+        return number

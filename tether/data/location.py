@@ -1,0 +1,86 @@
+"""Where rows come from: a file, a procedural task, or a dataset on the hub. Reads nothing and imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl
+
+from tether.runtime.user_files import missing_file
+from tether.spelling import did_you_mean
+
+PROCEDURAL = "reasoning_gym:"
+SUFFIXES = (".parquet", ".json", ".jsonl")
+ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
+"""Options after the ``?`` of a file or hub dataset: its columns, its reward, and text around its prompts."""
+OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
+PACKAGES = {"task": ("reasoning_gym", "tether[quickstart]"), "hub": ("datasets", "datasets")}
+"""Kind of source -> the package that it needs, and what pip installs it."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where rows come from."""
+
+    kind: Literal["file", "task", "hub"]
+    name: str
+    """Path, task, or ``owner/name``."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The options after the ``?``."""
+
+
+def locate(spec: str) -> Location:
+    """Find out what kind of source `spec` names.
+
+    Raises:
+        ValueError: a file that does not exist, a folder, options that cannot be read or are unknown, or a package that
+            is missing.
+    """
+    path = Path(spec).expanduser()
+    if spec.startswith(PROCEDURAL):
+        task, options = _split(spec, spec.removeprefix(PROCEDURAL))
+        return _installed(Location("task", task, options))
+    if path.is_dir():
+        found = sorted(child.name for child in path.iterdir() if child.suffix in SUFFIXES)
+        raise ValueError(f"{spec}: a folder. Name its files one by one: {', '.join(found) or 'it has none to read'}.")
+    name, options = (spec, {}) if path.is_file() else _split(spec, spec)
+    file = Path(name).expanduser()
+    if file.suffix in SUFFIXES:
+        if not file.exists():
+            raise ValueError(missing_file(file))
+        return _known_options(Location("file", str(file), options), spec)
+    if path.exists() or name.count("/") != 1 or name.startswith("/"):
+        hint = "" if path.exists() else f" {missing_file(path)}"
+        raise ValueError(f"{spec}: not a {', '.join(SUFFIXES)} file, nor `owner/name` on the hub.{hint}")
+    return _installed(_known_options(Location("hub", name, options), spec))
+
+
+def split_query(spec: str) -> tuple[str, dict[str, str]]:
+    """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``."""
+    name, _, query = spec.partition("?")
+    return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+
+
+def _split(spec: str, rest: str) -> tuple[str, dict[str, str]]:
+    try:
+        return split_query(rest)
+    except ValueError as error:
+        raise ValueError(f"{spec}: what follows the ? must read key=value&key=value ({error}).") from error
+
+
+def _known_options(location: Location, spec: str) -> Location:
+    known = OPTIONS[location.kind]
+    for key in location.options:
+        if key not in known:
+            raise ValueError(f"{spec}: unknown option `{key}`; there are {', '.join(known)}.{did_you_mean(key, known)}")
+    return location
+
+
+def _installed(location: Location) -> Location:
+    package, install = PACKAGES[location.kind]
+    if find_spec(package) is None:
+        raise ValueError(f"this data source needs the package {package}: pip install '{install}'")
+    return location

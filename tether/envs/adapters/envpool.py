@@ -1,0 +1,87 @@
+"""Environments of envpool, which steps them in threads of C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import envpool
+from numpy.typing import NDArray
+
+from tether.envs.make import EnvOptions, View
+from tether.envs.protocol import EnvState, EnvStep, Floats
+from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+from tether.spelling import did_you_mean
+
+
+class EnvPool:
+    """A pool that is made anew for each seed, since envpool takes seeds only when it starts.
+
+    Args:
+        id: name in envpool's list.
+        make: makes a pool with a seed.
+    """
+
+    def __init__(self, id: str, make: Callable[[int], GymnasiumVectorEnv]) -> None:
+        self.id = id
+        self._make = make
+        self._pool = make(0)
+        self.num_envs, self.actions = self._pool.num_envs, self._pool.actions
+        self.obs_dim, self.layout = self._pool.obs_dim, self._pool.layout
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`."""
+        self._pool.close()
+        self._pool = self._make(seed)
+        return self._pool.reset(None)  # the pool has its seed, and warns about another
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step`."""
+        return self._pool.step(actions)
+
+    def get_state(self) -> EnvState:
+        """See `VectorEnv.get_state`."""
+        return EnvState(None, ("envpool, which keeps its environments in C++",))
+
+    def set_state(self, data: Any) -> None:
+        """See `VectorEnv.set_state`."""
+        pass
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        self._pool.close()
+
+
+def make_envpool(options: EnvOptions) -> EnvPool:
+    """Make a pool of an id of envpool's list.
+
+    Raises:
+        ValueError: the id is not in the list, or terminations are to be ignored.
+    """
+    known = envpool.list_all_envs()
+    if options.id not in known:
+        fix = did_you_mean(options.id, known, count=3) or " envpool.list_all_envs() lists those that there are."
+        raise ValueError(f"{options.role}.id: envpool has no {options.id}.{fix} Or set {options.role}.env_type.")
+    if options.ignore_terminations:
+        raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
+    if options.wrappers:
+        raise ValueError(f"{options.role}.wrappers: envpool steps in C++, which wraps nothing. Use env_type=gymnasium.")
+    if options.view != View():
+        raise ValueError(
+            "env.train.drop_observations, env.train.frame_stack: envpool shows what it shows. Stack frames with "
+            f"{options.role}.init_params.stack_num, or use env_type=gymnasium."
+        )
+    limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
+
+    def make(seed: int) -> GymnasiumVectorEnv:
+        pool: Any = envpool.make_gymnasium(  # typed as an Env; it is a VectorEnv
+            options.id,
+            num_envs=options.num_envs,
+            num_threads=options.num_workers,
+            seed=(seed + options.first) % 2**31,
+            **limit,
+            **options.init_params,
+        )
+        return GymnasiumVectorEnv(options.id, pool)
+
+    return EnvPool(options.id, make)

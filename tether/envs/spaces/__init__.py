@@ -1,0 +1,1 @@
+"""Observation and action spaces, as the rows and numbers that policies see."""

@@ -1,0 +1,1 @@
+"""Many environments stepped together: in this process, in subprocesses, or by a batched simulator."""

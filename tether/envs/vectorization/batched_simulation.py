@@ -1,0 +1,104 @@
+"""Environments that a simulator steps as one batch of tensors, on a GPU for example."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from tether.envs.protocol import EnvState, EnvStep, Flags, Floats
+from tether.envs.spaces.observation_layout import layout_of
+from tether.envs.spaces.spaces import ActionCodec, flat_size, flatten
+
+
+class Simulation(Protocol):
+    """N environments as ManiSkill steps them: every number is a tensor whose first axis is the environment."""
+
+    @property
+    def unwrapped(self) -> Any:
+        """Has ``single_observation_space`` and ``single_action_space``."""
+        ...
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes everywhere, or in ``options["env_idx"]``; the observations are those of all."""
+        ...
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Observations, rewards, terminations, truncations and infos; nothing begins anew by itself."""
+        ...
+
+    def close(self) -> None:
+        """Free what the simulator holds."""
+        ...
+
+
+class BatchedEnv:
+    """Makes a `VectorEnv` of a batch: the step that ends episodes begins the next ones.
+
+    Args:
+        id: what error messages call the environment.
+        env: the simulation, which is closed with this one.
+        num_envs: how many environments it holds.
+        ignore_terminations: only truncation ends an episode.
+    """
+
+    def __init__(self, id: str, env: Simulation, num_envs: int, *, ignore_terminations: bool = False) -> None:
+        self.id, self.num_envs = id, num_envs
+        self._env = env
+        self._ignore_terminations = ignore_terminations
+        self._space: Space[Any] = env.unwrapped.single_observation_space
+        self._codec = ActionCodec.of(env.unwrapped.single_action_space, id)
+        self.actions = self._codec.spec
+        self.obs_dim, self.layout = flat_size(self._space, id), layout_of(self._space, id)
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`."""
+        obs, _ = self._env.reset(seed=[seed + i for i in range(self.num_envs)])
+        return self._flat(obs)
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step`."""
+        raw, reward, terminated, truncated, info = self._env.step(torch.as_tensor(self._codec.decode(actions)))
+        ends, cut = self._flags(terminated), self._flags(truncated)
+        if self._ignore_terminations:
+            ends = np.zeros_like(ends)
+        # Before episodes begin anew, which may write over these tensors.
+        obs, told = self._flat(raw), info.get("success")
+        rewards = np.array(_host(reward), dtype=np.float32).reshape(self.num_envs)
+        success = None if told is None else self._flags(told)
+        final_obs, over = None, np.flatnonzero(ends | cut)
+        if over.size:
+            final_obs = obs
+            fresh, _ = self._env.reset(options={"env_idx": torch.as_tensor(over)})
+            obs = self._flat(fresh)
+        return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, success=success)
+
+    def get_state(self) -> EnvState:
+        """See `VectorEnv.get_state`."""
+        return EnvState(None, ("its simulation, which holds all environments in one",))
+
+    def set_state(self, data: Any) -> None:
+        """See `VectorEnv.set_state`."""
+        pass
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        self._env.close()
+
+    def _flat(self, obs: Any) -> Floats:
+        return np.array(flatten(self._space, _host(obs), self.num_envs))  # a copy: the simulator reuses its memory
+
+    def _flags(self, told: Any) -> Flags:
+        return np.array(np.broadcast_to(np.asarray(_host(told), dtype=np.bool_), self.num_envs))
+
+
+def _host(value: Any) -> Any:
+    """Tensors in a nested dictionary as arrays."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, dict):
+        return {key: _host(inner) for key, inner in value.items()}
+    return value

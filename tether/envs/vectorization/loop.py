@@ -1,0 +1,144 @@
+"""Gymnasium environments stepped one after the other in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.envs.protocol import EnvState, EnvStep, Floats
+from tether.envs.spaces.observation_layout import layout_of
+from tether.envs.spaces.spaces import ActionCodec, flat_size, flatten
+from tether.envs.state import EnvKeeper
+
+
+class SyncVectorEnv:
+    """Steps N environments in a loop; the step that ends an episode begins the next one, unless they are held.
+
+    What Gymnasium's own loop adds to each step (copies, dictionaries of infos) costs as much as a cheap environment
+    itself, so this one writes straight into its arrays.
+
+    Args:
+        id: what error messages call the environment.
+        make: makes one environment.
+        num_envs: how many.
+        ignore_terminations: only truncation ends an episode.
+        holds: after an end wait for `begin` (`HeldEnv`).
+        first: number of the first environment, where these are a part of more; seeds are counted from it.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        make: Callable[[], gymnasium.Env[Any, Any]],
+        num_envs: int,
+        *,
+        ignore_terminations: bool = False,
+        holds: bool = False,
+        first: int = 0,
+    ) -> None:
+        self.id = id
+        self.num_envs = num_envs
+        self._first = first
+        self._envs: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(num_envs)]
+        self._keeper = EnvKeeper(self._envs)
+        self._space = self._envs[0].observation_space
+        self._codec = ActionCodec.of(self._envs[0].action_space, id)
+        self._is_plain = isinstance(self._space, gymnasium.spaces.Box) and len(self._space.shape) == 1
+        self._is_choice = isinstance(self._envs[0].action_space, gymnasium.spaces.Discrete)
+        self._ignore_terminations = ignore_terminations
+        self._holds = holds
+        self._waiting = np.full(num_envs, holds)
+        self.actions = self._codec.spec
+        self.obs_dim = flat_size(self._space, id)
+        self.layout = layout_of(self._space, id)
+        self._obs = np.zeros((num_envs, self.obs_dim), dtype=np.float32)
+        self._final_obs = np.zeros_like(self._obs)
+        self._reward = np.zeros(num_envs, dtype=np.float32)
+        self._terminated = np.zeros(num_envs, dtype=np.bool_)
+        self._truncated = np.zeros(num_envs, dtype=np.bool_)
+        self._success = np.zeros(num_envs, dtype=np.bool_)
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`."""
+        return self.begin({i: seed + self._first + i for i in range(self.num_envs)})
+
+    def begin(self, seeds: Mapping[int, int | None]) -> Floats:
+        """See `HeldEnv.begin`."""
+        for i, seed in seeds.items():
+            self._write(self._obs, i, self._envs[i].reset(seed=seed)[0])
+            self._waiting[i] = False
+        return self._obs
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step`."""
+        decoded = self._codec.decode(actions)
+        ended = tells_success = False
+        valid = None
+        if self._holds and self._waiting.any():
+            valid = ~self._waiting
+            for row in (self._reward, self._terminated, self._truncated, self._success):
+                row[self._waiting] = 0
+        for i, action in enumerate(decoded.tolist() if self._is_choice else decoded):
+            if valid is not None and not valid[i]:
+                continue
+            env = self._envs[i]
+            obs, self._reward[i], terminated, truncated, info = env.step(action)
+            if self._ignore_terminations:
+                terminated = False
+            self._terminated[i], self._truncated[i] = terminated, truncated
+            success = info.get("is_success", info.get("success")) if info else None
+            if success is not None:
+                tells_success, self._success[i] = True, bool(success)
+            if terminated or truncated:
+                ended = True
+                self._write(self._final_obs, i, obs)
+                if self._holds:
+                    self._waiting[i] = True
+                else:
+                    obs, _ = env.reset()
+            self._write(self._obs, i, obs)
+        return EnvStep(
+            self._obs,
+            self._reward,
+            self._terminated,
+            self._truncated,
+            final_obs=self._final_obs if ended else None,
+            valid=valid,
+            success=self._success if tells_success else None,
+        )
+
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders.render`.
+
+        Raises:
+            ValueError: the environment shows nothing.
+        """
+        picture = self._envs[0].render()
+        if isinstance(picture, np.ndarray) and picture.ndim == 3:
+            return picture
+        raise ValueError(f"{self.id}: it shows no picture (render_mode=rgb_array). Turn env.eval.video_cfg off.")
+
+    def get_state(self) -> EnvState:
+        """See `VectorEnv.get_state`."""
+        data, left_out = self._keeper.get()
+        return EnvState((self._obs.copy(), self._waiting.copy(), data), left_out)
+
+    def set_state(self, data: Any) -> None:
+        """See `VectorEnv.set_state`."""
+        obs, waiting, envs = data
+        if obs.shape != self._obs.shape:
+            raise ValueError(f"saved of {len(obs)} environments, now {self.num_envs}")
+        self._keeper.set(envs)
+        self._obs[:], self._waiting[:] = obs, waiting
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        for env in self._envs:
+            env.close()
+
+    def _write(self, rows: Floats, i: int, obs: Any) -> None:
+        rows[i] = obs if self._is_plain else flatten(self._space, obs, 1)[0]

@@ -1,0 +1,271 @@
+"""Gymnasium environments in worker processes, each of which steps a few of them in a loop."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.envs.protocol import EnvState, EnvStep, Floats
+from tether.envs.spaces.spaces import check_finite
+from tether.envs.vectorization.loop import SyncVectorEnv
+from tether.runtime.channel import Channel
+from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
+from tether.runtime.supervised import ProcessEnded, SupervisedProcess
+
+MakeVector = Callable[[int], SyncVectorEnv]
+"""Number of environments -> a loop over so many."""
+
+PATIENCE = 5.0
+"""Seconds in which the processes of environments that are closed should end."""
+
+
+@dataclass
+class _Worker:
+    process: SupervisedProcess
+    rows: slice
+    """Its environments."""
+    failure: str | None = None
+    """The end of the process before this one."""
+
+
+class WorkerVectorEnv:
+    """Steps N environments in processes.
+
+    A process that ends, is not done in time, or whose environment raises, is replaced once: the episodes in it are
+    lost, which their steps say by being truncated and not valid. The second time is an error.
+
+    Args:
+        id: what error messages call the environment.
+        make: makes a loop over some environments, in the worker.
+        num_envs: how many in all.
+        num_workers: processes, at most one for each environment.
+        timeout: seconds that a process may take to make, reset or step its environments.
+        holds: the loops wait for `begin` (`HeldEnv`).
+        first: number of the first environment, where these are a part of more; seeds are counted from it.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        make: MakeVector,
+        num_envs: int,
+        num_workers: int,
+        *,
+        timeout: float = 300.0,
+        holds: bool = False,
+        first: int = 0,
+    ) -> None:
+        probe = make(1)  # here, so that what is wrong with the environment is raised here
+        probe.close()
+        self.id, self.num_envs, self.actions = id, num_envs, probe.actions
+        self.obs_dim, self.layout = probe.obs_dim, probe.layout
+        self._make, self._timeout, self._holds, self._first = make, timeout, holds, first
+        self._seed = 0
+        bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
+        self._workers = [self._start(slice(first, stop)) for first, stop in pairwise(bounds)]
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`."""
+        self._seed = seed + self._first
+        return self.begin({n: self._seed + n for n in range(self.num_envs)})
+
+    def begin(self, seeds: Mapping[int, int | None]) -> Floats:
+        """See `HeldEnv.begin`.
+
+        Raises:
+            RuntimeError: a process failed for the second time.
+        """
+        requests = []
+        for worker in self._workers:
+            first, stop = worker.rows.start, worker.rows.stop
+            requests.append(("begin", {n - first: seed for n, seed in seeds.items() if first <= n < stop}))
+            self._send(worker, requests[-1])
+        answers = []
+        for number, request in enumerate(requests):
+            while isinstance(answer := self._receive(self._workers[number]), str):
+                self._replace(number, answer)
+                self._send(self._workers[number], request)
+            answers.append(answer)
+        return np.concatenate(answers)
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step` and `HeldEnv.step`.
+
+        Raises:
+            RuntimeError: a process failed for the second time.
+        """
+        check_finite(actions, self.id)
+        for worker in self._workers:
+            self._send(worker, ("step", actions[worker.rows]))
+        steps = []
+        for number in range(len(self._workers)):
+            answer = self._receive(self._workers[number])
+            steps.append(self._lost(number, answer) if isinstance(answer, str) else answer)
+        return _joined(steps)
+
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders.render`.
+
+        Raises:
+            RuntimeError: the environment shows nothing.
+        """
+        self._send(self._workers[0], ("render", None))
+        picture: NDArray[np.uint8] | str = self._receive(self._workers[0])
+        if isinstance(picture, str):
+            raise RuntimeError(f"{self.id}: no picture of environment 0: its process {picture}")
+        return picture
+
+    def get_state(self) -> EnvState:
+        """See `VectorEnv.get_state`; the global generators of each process are a part of it.
+
+        Raises:
+            RuntimeError: a process died.
+        """
+        states = self._ask_all("get_state", [None] * len(self._workers))
+        left_out = dict.fromkeys(reason for _, state in states for reason in state.left_out)
+        return EnvState((self._seed, [(rng, state.data) for rng, state in states]), tuple(left_out))
+
+    def set_state(self, data: Any) -> None:
+        """See `VectorEnv.set_state`.
+
+        Raises:
+            RuntimeError: a process died.
+        """
+        seed, states = data
+        if len(states) != len(self._workers):
+            raise ValueError(f"saved of {len(states)} processes, now {len(self._workers)}")
+        refused = next(filter(None, self._ask_all("set_state", states)), None)
+        if refused:
+            raise refused
+        self._seed = seed
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        for worker in self._workers:
+            worker.process.finish()
+        end = time.monotonic() + PATIENCE
+        for worker in self._workers:
+            worker.process.close(end - time.monotonic())
+
+    def _ask_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
+        """The answers of all workers."""
+        for worker, argument in zip(self._workers, arguments, strict=True):
+            self._send(worker, (command, argument))
+        answers = [self._receive(worker) for worker in self._workers]
+        for worker, answer in zip(self._workers, answers, strict=True):
+            if isinstance(answer, str):
+                rows = f"{worker.rows.start} to {worker.rows.stop - 1}"
+                raise RuntimeError(f"{self.id}: {command} of environments {rows}: their process {answer}")
+        return answers
+
+    def _start(self, rows: slice) -> _Worker:
+        # Each process begins with global generators of its own, which follow from those of the run.
+        seed = random.getrandbits(32)
+        serve = partial(_serve, make=self._make, count=rows.stop - rows.start, timeout=self._timeout, seed=seed)
+        return _Worker(SupervisedProcess.fork(serve), rows)
+
+    def _send(self, worker: _Worker, request: object) -> None:
+        with contextlib.suppress(ProcessEnded):  # as receiving its answer will say
+            worker.process.send(pickle.dumps(request), self._timeout)
+
+    def _receive(self, worker: _Worker) -> Any:
+        """A worker's answer; text where it failed: how."""
+        try:
+            return pickle.loads(worker.process.receive())
+        except ProcessEnded as end:
+            return end.reason
+
+    def _replace(self, number: int, how: str) -> None:
+        failed = self._workers[number]
+        failed.process.close()
+        names = f"{self.id}: the process of environments {failed.rows.start} to {failed.rows.stop - 1}"
+        if failed.failure is not None:
+            raise RuntimeError(f"{names} failed twice. First it {failed.failure}. Then it {how}.")
+        warnings.warn(f"{names} {how}. It is replaced, and its episodes are lost", RuntimeWarning, stacklevel=4)
+        self._workers[number] = self._start(failed.rows)
+        self._workers[number].failure = how
+
+    def _lost(self, number: int, how: str) -> EnvStep:
+        """Replace a process; returns the step in which its episodes were lost."""
+        self._replace(number, how)
+        worker = self._workers[number]
+        count = worker.rows.stop - worker.rows.start
+        obs = np.zeros((count, self.obs_dim), dtype=np.float32)
+        if not self._holds:
+            seeds = {i: self._seed + self.num_envs + worker.rows.start + i for i in range(count)}
+            self._send(worker, ("begin", seeds))
+            obs = self._receive(worker)
+            if isinstance(obs, str):
+                self._replace(number, obs)
+        no = np.zeros(count, dtype=np.bool_)
+        return EnvStep(obs, np.zeros(count, dtype=np.float32), no, ~no, final_obs=obs, valid=no)
+
+
+def _joined(steps: list[EnvStep]) -> EnvStep:
+    """One step of all environments."""
+    columns: dict[str, Any] = {}
+    for field in fields(EnvStep):
+        parts = [getattr(step, field.name) for step in steps]
+        if all(part is None for part in parts):
+            columns[field.name] = None
+            continue
+        missing = np.ones if field.name == "valid" else np.zeros
+        known = next(part for part in parts if part is not None)
+        columns[field.name] = np.concatenate(
+            [
+                missing((len(step.reward), *known.shape[1:]), dtype=known.dtype) if part is None else part
+                for step, part in zip(steps, parts, strict=True)
+            ]
+        )
+    return EnvStep(**columns)
+
+
+def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed: int) -> None:
+    """Answer the requests of the owner until it is gone."""
+
+    def answer(what: object) -> None:
+        channel.send(pickle.dumps(what))
+
+    seed_rng(seed)
+    try:
+        env = make(count)
+        channel.beat(timeout)
+        while (request := channel.receive()) is not None:
+            command, argument = pickle.loads(request)
+            match command:
+                case "begin":
+                    answer(env.begin(argument))
+                case "step":
+                    answer(env.step(argument))
+                case "render":
+                    answer(env.render())
+                case "get_state":
+                    state = env.get_state()
+                    answer((rng_state(), state))
+                case "set_state":
+                    answer(_take_over(env, *argument))
+        env.close()
+    except Exception as error:
+        answer(f"raised {type(error).__name__}: {error}")
+        raise
+
+
+def _take_over(env: SyncVectorEnv, rng: Mapping[str, Any], data: Any) -> ValueError | None:
+    """Set the state of a process; returns why it does not fit."""
+    try:
+        env.set_state(data)
+    except ValueError as error:
+        return error
+    set_rng_state(rng)
+    return None

@@ -1,0 +1,60 @@
+"""Environments that step in this process, with a deadline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tether.envs.protocol import EnvStep, Floats, VectorEnv
+from tether.runtime.late_calls import LateCalls
+
+
+class TimedEnv:
+    """Ends a step or a reset that takes too long in an error; everything else is the environments' own.
+
+    Args:
+        env: environments that step in this process.
+        timeout: seconds that a step or a reset may take.
+        role: section of the configuration, for the error.
+    """
+
+    def __init__(self, env: VectorEnv, timeout: float, role: str) -> None:
+        self._env = env
+        self._calls = LateCalls(
+            timeout,
+            f"{env.id} took more than {role}.timeout={timeout:g} s for a step or a reset. Raise it, or set "
+            f"{role}.vectorization=subprocess, where a process that hangs is replaced.",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def reset(self, seed: int) -> Floats:
+        """See `VectorEnv.reset`.
+
+        Raises:
+            RuntimeError: it took too long.
+        """
+        self._calls.begin()
+        try:
+            return self._env.reset(seed)
+        finally:
+            self._calls.end()
+
+    def step(self, actions: NDArray[Any]) -> EnvStep:
+        """See `VectorEnv.step`.
+
+        Raises:
+            RuntimeError: it took too long.
+        """
+        self._calls.begin()
+        try:
+            return self._env.step(actions)
+        finally:
+            self._calls.end()
+
+    def close(self) -> None:
+        """See `VectorEnv.close`."""
+        self._calls.close()
+        self._env.close()

@@ -1,0 +1,1 @@
+"""Fused operations for the model code, chosen by device, dtype and processor."""

@@ -1,0 +1,110 @@
+"""AMX for compiled loops: Intel's eight registers that hold a tile of a matrix each, and what they can do.
+
+A tile is up to 16 rows of 64 bytes. A tile product adds to 16 x 16 float32 sums what 16 rows of 32 bfloat16 numbers
+give with 16 columns of 32 numbers. The tile of those columns holds numbers in pairs: its row p has the numbers 2p and
+2p + 1 of each column side by side. ("Intel Intrinsics Guide", AMX-TILE and AMX-BF16.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from tether.kernels.cpu.avx512_instructions import declared
+
+TILE = 16
+"""Rows of a tile, and columns of sums."""
+DEPTH = 32
+"""Numbers of a row that a tile product goes through."""
+LINE = 64
+"""Bytes of a tile's row."""
+
+_REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl, whose number is 158
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this processor has these instructions, and Linux lets this process use them."""
+    features = binding.get_host_cpu_features()
+    if not (features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    return bool(ctypes.CDLL(None).syscall(158, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def shapes_of(tiles: Mapping[int, tuple[int, int]]) -> NDArray[np.uint8]:
+    """What `configure` reads: for each tile in use its rows and the bytes of a row."""
+    shapes = np.zeros(64, np.uint8)
+    shapes[0] = 1  # the only palette that there is
+    for tile, (rows, width) in tiles.items():
+        shapes[16 + 2 * tile], shapes[48 + tile] = width, rows
+    return shapes
+
+
+_intrinsic: Any = intrinsic
+
+
+def _instruction(name: str, kinds: str, *arguments: Any) -> Any:
+    """LLVM's function of that name; of its arguments ``t`` is a tile, ``p`` an address and ``n`` a number."""
+    for kind, argument in zip(kinds, arguments, strict=True):
+        if kind == "t" and not isinstance(argument, types.IntegerLiteral):
+            raise RequireLiteralValue("which tile has to be known when a loop is compiled")
+    byte = ir.IntType(8)
+    of_kind: dict[str, Any] = {"t": byte, "p": byte.as_pointer(), "n": ir.IntType(64)}
+    made: dict[str, Any] = {
+        "t": lambda builder, argument, value: byte(argument.literal_value),
+        "p": lambda builder, argument, value: builder.inttoptr(value, byte.as_pointer()),
+        "n": lambda builder, argument, value: value,
+    }
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        function = declared(builder, f"llvm.x86.{name}", ir.VoidType(), [of_kind[kind] for kind in kinds])
+        of = zip(kinds, arguments, values, strict=True)
+        builder.call(function, [made[kind](builder, argument, value) for kind, argument, value in of])
+        return context.get_dummy_value()
+
+    return types.void(*arguments), code
+
+
+@_intrinsic
+def configure(typing: Any, shapes: Any) -> Any:
+    """Give the tiles the shapes at an address; what they held is lost."""
+    return _instruction("ldtilecfg", "p", shapes)
+
+
+@_intrinsic
+def release(typing: Any) -> Any:
+    """Say that this thread needs no tiles for now."""
+    return _instruction("tilerelease", "")
+
+
+@_intrinsic
+def clear(typing: Any, tile: Any) -> Any:
+    """Fill a tile with zeros."""
+    return _instruction("tilezero", "t", tile)
+
+
+@_intrinsic
+def read(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Fill a tile with rows that lie `stride` bytes from each other."""
+    return _instruction("tileloadd64", "tpn", tile, address, stride)
+
+
+@_intrinsic
+def write(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Write a tile's rows, `stride` bytes from each other."""
+    return _instruction("tilestored64", "tpn", tile, address, stride)
+
+
+@_intrinsic
+def add_product(typing: Any, sums: Any, left: Any, right: Any) -> Any:
+    """Add the product of two tiles to a third."""
+    return _instruction("tdpbf16ps", "ttt", sums, left, right)

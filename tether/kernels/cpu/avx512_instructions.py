@@ -1,0 +1,221 @@
+"""AVX-512 for compiled loops: products of bfloat16 numbers with float32 sums, and what goes with them.
+
+`add_products` takes rows, and columns in pairs: the numbers 2p and 2p + 1 of 32 columns stand side by side and fill two
+registers, and what a row's numbers 2p and 2p + 1 give with them is added to its 32 sums. ("Intel Intrinsics Guide",
+AVX512_BF16; AMD's processors have it since Zen 4.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+COLUMNS = 32
+"""Columns whose sums are held at once, in two registers a row."""
+_AT_ONCE = 12  # rows whose sums are: with a pair of columns and one of a row this takes 27 of 32 registers
+_PAIRS_AT_ONCE = 4  # between which nothing is counted
+_PAIR = 4 * COLUMNS  # bytes that one pair of all columns takes
+_AHEAD = 32  # bytes that are fetched while a pair is multiplied
+
+
+class _BFloat(ir.types.Type):  # llvmlite has none
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BYTES, _WORD, _PAIR_OF_ROW = ir.IntType(8), ir.IntType(64), ir.IntType(32)
+_SUMS = ir.VectorType(ir.FloatType(), 16)
+_NUMBERS = ir.VectorType(_BFloat(), 32)
+_PAIRS = ir.VectorType(_PAIR_OF_ROW, 16)
+
+_intrinsic: Any = intrinsic
+
+
+@cache
+def has_products() -> bool:
+    """Whether this processor multiplies pairs of bfloat16 numbers."""
+    features = binding.get_host_cpu_features()
+    return all(features.get(name) for name in ("avx512f", "avx512bw", "avx512bf16"))
+
+
+def declared(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[Any]) -> Any:
+    """LLVM's function of that name."""
+    module: Any = builder.module
+    return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, arguments), name)
+
+
+@_intrinsic
+def _add_products(
+    typing: Any, x: Any, stride: Any, rows: Any, weight: Any, pairs: Any, out: Any, to: Any, is_new: Any, ahead: Any
+) -> Any:
+    """`add_products` of up to 12 rows; from `ahead` on is fetched."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        rows = values[2]
+        end = builder.append_basic_block("end")
+        cases = builder.switch(rows, end)
+        for count in range(1, _AT_ONCE + 1):
+            block = builder.append_basic_block(f"rows{count}")
+            cases.add_case(_WORD(count), block)
+            builder.position_at_end(block)
+            _add_products_of(builder, count, *values[:2], *values[3:])
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), code
+
+
+def _add_products_of(
+    b: ir.IRBuilder, rows: int, x: Any, stride: Any, weight: Any, pairs: Any, out: Any, to: Any, is_new: Any, ahead: Any
+) -> None:
+    """Code for so many rows, whose sums stay in registers from one pair to the next, two of a row after another's."""
+    dot = declared(b, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _NUMBERS, _NUMBERS])
+    starts = [b.add(x, b.mul(stride, _WORD(row))) for row in range(rows)]
+    of_rows = [b.add(out, b.mul(to, _WORD(row))) for row in range(rows)]
+    places = [_pointer(b, b.add(of_row, _WORD(64 * half)), _SUMS) for of_row in of_rows for half in range(2)]
+    nothing, is_first = ir.Constant(_SUMS, [0.0] * 16), b.icmp_signed("!=", is_new, _WORD(0))
+    before = [b.select(is_first, nothing, b.load(place, align=4)) for place in places]
+    entry, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(loop)
+
+    b.position_at_end(loop)
+    pair, sums = b.phi(_WORD), [b.phi(_SUMS) for _ in places]
+    now: list[Any] = list(sums)
+    each = _PAIR if rows < _AT_ONCE // 2 else _AHEAD  # few rows go through the columns only once
+    for line in range(0, each * _PAIRS_AT_ONCE, 64):
+        _fetch(b, b.add(ahead, b.add(b.mul(pair, _WORD(each)), _WORD(line))))
+    for more in range(_PAIRS_AT_ONCE):
+        this = b.add(pair, _WORD(more))
+        at = b.add(weight, b.mul(this, _WORD(_PAIR)))
+        columns = [b.load(_pointer(b, b.add(at, _WORD(64 * half)), _PAIRS), align=2) for half in range(2)]
+        for row in range(rows):
+            number = b.load(_pointer(b, b.add(starts[row], b.mul(this, _WORD(4))), _PAIR_OF_ROW), align=2)
+            first = b.insert_element(ir.Constant(_PAIRS, ir.Undefined), number, _PAIR_OF_ROW(0))
+            everywhere = b.shuffle_vector(first, first, ir.Constant(_PAIRS, [0] * 16))
+            for half in range(2):
+                numbers = [b.bitcast(of, _NUMBERS) for of in (everywhere, columns[half])]
+                now[2 * row + half] = b.call(dot, [now[2 * row + half], *numbers])
+    following = b.add(pair, _WORD(_PAIRS_AT_ONCE))
+    for phi, first, then in zip([pair, *sums], [_WORD(0), *before], [following, *now], strict=True):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(then, loop)
+    b.cbranch(b.icmp_signed("<", following, pairs), loop, after)
+
+    b.position_at_end(after)
+    for number, place in zip(now, places, strict=True):
+        b.store(number, place, align=4)
+
+
+def _pointer(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+    return b.inttoptr(address, kind.as_pointer())
+
+
+@numba.njit
+def add_products(
+    x: Any, stride: Any, rows: Any, weight: Any, pairs: Any, out: Any, out_stride: Any, is_new: Any
+) -> None:
+    """Add to sums [R, 32] float32 at `out` what R rows at `x` give with 32 columns at `weight` [pairs, 32, 2].
+
+    Strides are bytes; the number of pairs is a multiple of 4. `is_new`: begin at 0, whatever is at `out`. Meanwhile
+    what follows the columns in memory is fetched, which are the next ones where there are more.
+    """
+    parts = (rows + _AT_ONCE - 1) // _AT_ONCE
+    for part in range(parts):
+        first, last = rows * part // parts, rows * (part + 1) // parts
+        of, to, ahead = x + first * stride, out + first * out_stride, weight + _PAIR * pairs + part * _AHEAD * pairs
+        _add_products(of, stride, last - first, weight, pairs, to, out_stride, is_new, ahead)
+
+
+@_intrinsic
+def transposed(typing: Any, x: Any, stride: Any, rows: Any, nothing: Any, out: Any) -> Any:
+    """16 pairs of numbers of each of up to 16 rows -> the rows as 16 of 32 columns at `out`.
+
+    `stride` is in bytes; a row that there is none of has the numbers at `nothing`.
+    """
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        x, stride, rows, nothing, out = values
+        numbers = []
+        for row in range(16):
+            there = builder.icmp_signed("<", _WORD(row), rows)
+            address = builder.select(there, builder.add(x, builder.mul(stride, _WORD(row))), nothing)
+            numbers.append(builder.load(_pointer(builder, address, _PAIRS), align=2))
+        for step in (1, 2, 4, 8):  # each swaps the upper right and the lower left of squares of this size
+            left = [place if not place & step else 16 + place - step for place in range(16)]
+            right = [place + step if not place & step else 16 + place for place in range(16)]
+            for row in range(16):
+                if not row & step:
+                    two = numbers[row], numbers[row + step]
+                    numbers[row] = builder.shuffle_vector(*two, ir.Constant(_PAIRS, left))
+                    numbers[row + step] = builder.shuffle_vector(*two, ir.Constant(_PAIRS, right))
+        for pair, columns in enumerate(numbers):
+            builder.store(columns, _pointer(builder, builder.add(out, _WORD(_PAIR * pair)), _PAIRS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), code
+
+
+def _fetch(b: ir.IRBuilder, address: Any) -> None:
+    number, place = ir.IntType(32), _BYTES.as_pointer()
+    function = declared(b, "llvm.prefetch.p0", ir.VoidType(), [place, number, number, number])
+    to_read, second_level, data = number(0), number(2), number(1)
+    b.call(function, [b.inttoptr(address, place), to_read, second_level, data])
+
+
+@_intrinsic
+def fetch(typing: Any, address: Any) -> Any:
+    """Ask for the line at an address, into the second level of the cache."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        _fetch(builder, values[0])
+        return context.get_dummy_value()
+
+    return types.void(address), code
+
+
+@_intrinsic
+def side_by_side(typing: Any, even: Any, odd: Any, out: Any) -> Any:
+    """32 bfloat16 numbers at one address and 32 at another, in turns, to a third: a pair of 32 columns."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        half, whole = ir.VectorType(ir.IntType(16), COLUMNS), ir.VectorType(ir.IntType(16), 2 * COLUMNS)
+        left, right = (builder.load(builder.inttoptr(at, half.as_pointer()), align=2) for at in values[:2])
+        order = [place for n in range(COLUMNS) for place in (n, COLUMNS + n)]
+        pairs = builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * COLUMNS), order))
+        builder.store(pairs, builder.inttoptr(values[2], whole.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(even, odd, out), code
+
+
+@_intrinsic
+def round_to(typing: Any, numbers: Any, out: Any) -> Any:
+    """32 float32 numbers at an address -> the nearest bfloat16 ones: `tether.kernels.cpu.openmp_loop.rounded` of
+    each.
+    """
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+        words, halves = ir.VectorType(ir.IntType(32), COLUMNS), ir.VectorType(ir.IntType(16), COLUMNS)
+        bits = builder.load(builder.inttoptr(values[0], words.as_pointer()), align=4)
+
+        def constant(number: int) -> ir.Constant:
+            return ir.Constant(words, [number] * COLUMNS)
+
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+        builder.store(builder.trunc(nearest, halves), builder.inttoptr(values[1], halves.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(numbers, out), code

@@ -1,0 +1,170 @@
+"""Control policies: an actor, a critic and the statistics of what they see."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tether.models.control.actors import Actor
+from tether.models.control.mlp import Mlp
+from tether.models.control.network_policy import NetworkPolicy
+from tether.models.control.normalize import RunningNormalizer
+from tether.models.control.spec import Memory, Passed, PolicySpec, Review
+
+if TYPE_CHECKING:
+    from tether.models.vla.policy import VlaPolicy
+
+SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
+
+
+class ControlPolicy(nn.Module):
+    """Actor and critic as perceptrons over one normalised observation, with gradients by hand.
+
+    Args:
+        spec: the shape.
+        seed: of the first weights.
+    """
+
+    state_width = 0
+    """There is no memory."""
+    pictures = None
+    """Nothing is seen as a picture."""
+
+    def __init__(self, spec: PolicySpec, seed: int) -> None:
+        super().__init__()
+        self.spec = spec
+        generator = torch.Generator().manual_seed(seed)
+        hidden = [spec.obs_dim] + [spec.hidden_dim] * spec.num_layers
+        self.head = spec.make_head()
+        self.actor = Mlp([*hidden, self.head.outputs], spec.activation, 0.01 * math.sqrt(2), generator)
+        self.critic: Mlp | None = None
+        if spec.value_width:
+            before = hidden[-1:] if spec.share_critic else hidden
+            self.critic = Mlp([*before, spec.value_width], spec.activation, 1.0, generator)
+        self.normalizer: RunningNormalizer | None = None
+        if spec.normalize_observations:
+            self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
+
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters of the actor, and of the critic."""
+        critic = [] if self.critic is None else list(self.critic.parameters())
+        return [*self.actor.parameters(), *self.head.parameters()], critic
+
+    def normalized(self, obs: Tensor) -> Tensor:
+        """What the networks see of raw observations [..., O]."""
+        return obs if self.normalizer is None else self.normalizer(obs)
+
+    def acting(self) -> Actor:
+        """What acts with the weights of this moment."""
+        return Actor(self)
+
+    @torch.no_grad()
+    def values(self, obs: Tensor) -> Tensor:
+        """Values [B, V] of normalised observations [B, O]."""
+        assert self.critic is not None
+        return self.critic(self.actor.activations(obs)[-2] if self.spec.share_critic else obs)
+
+    def log_probs(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Log-probabilities [B, K * D] of actions [B, K * D], given normalised observations [B, O]; differentiable."""
+        return self.head.evaluate(self.actor(obs), actions).log_probs
+
+    @torch.no_grad()
+    def outputs(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
+        """Outputs [B, outputs] of normalised observations [B, O]."""
+        return self.actor(obs)
+
+    def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Passed:
+        """Say something of normalised observations [B, O], for `backward`."""
+        hidden = self.actor.activations(obs)
+        if self.critic is None:
+            return Passed(hidden[-1], None, (hidden, None))
+        valued = self.critic.activations(hidden[-2] if self.spec.share_critic else obs)
+        return Passed(hidden[-1], valued[-1], (hidden, valued))
+
+    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+        """Write the gradient of every parameter but the head's into its existing ``grad``.
+
+        Args:
+            passed: what `run` gave.
+            outputs_grad: of the loss by the outputs, [B, outputs]; None leaves the actor's gradients as they are.
+            values_grad: by the values, [B, V]; None: there is no critic.
+        """
+        hidden, valued = passed.saved
+        hidden_grad = None
+        if self.critic is not None and values_grad is not None:
+            self.critic.backward(valued, values_grad)
+            if self.spec.share_critic:
+                hidden_grad = values_grad @ self.critic.linear[0][0]
+        if outputs_grad is not None:
+            self.actor.backward(hidden, outputs_grad, hidden_grad)
+
+    @torch.no_grad()
+    def review(
+        self,
+        obs: Tensor,
+        starts: Tensor,
+        state: Tensor,
+        final_obs: Tensor,
+        final_at: tuple[Tensor, Tensor],
+        actions: Tensor | None = None,
+    ) -> Review:
+        """Pass over a rollout: normalised observations [C + 1, M, O] and [F, O]; see `NetworkPolicy.review`."""
+        outputs = self.actor(obs[:-1].flatten(0, 1)).unflatten(0, (len(obs) - 1, -1))
+        if self.critic is None:
+            return Review(outputs, None, None)
+        values = self.values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+        return Review(outputs, values, self.values(final_obs))
+
+
+Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy"
+
+
+def make_policy(spec: PolicySpec, seed: int) -> ControlPolicy | NetworkPolicy:
+    """The policy of a shape, with first weights by `seed`."""
+    return ControlPolicy(spec, seed) if spec.is_plain else NetworkPolicy(spec, seed)
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write the spec as JSON and the weights, statistics among them, as safetensors."""
+    folder.mkdir()
+    (folder / SPEC_FILE).write_text(json.dumps(asdict(policy.spec), indent=2))
+    save_file({name: value.detach().clone() for name, value in policy.state_dict().items()}, folder / WEIGHTS_FILE)
+
+
+def load_policy(folder: Path) -> Policy:
+    """Load what `save_policy` wrote.
+
+    Raises:
+        ValueError: there is no policy in the folder, or its weights are not those of its spec.
+    """
+    if not (folder / SPEC_FILE).is_file():
+        raise ValueError(f"{folder}: no control policy here ({SPEC_FILE} is missing); name a checkpoint of such a run")
+    fields = {name: _as_tuple(value) for name, value in json.loads((folder / SPEC_FILE).read_text()).items()}
+    policy: Policy
+    if "model_type" in fields:  # transformers takes seconds to load
+        vla = importlib.import_module("tether.models.vla.policy")
+        policy = vla.VlaPolicy(vla.VlaSpec(**fields), seed=0)
+    else:
+        policy = make_policy(PolicySpec(**fields), seed=0)
+    weights, expected = load_file(folder / WEIGHTS_FILE), policy.state_dict()
+    if weights.keys() != expected.keys():
+        unknown, missing = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE}: unknown weights {unknown[:3]}, missing weights {missing[:3]}. Another version "
+            "of tether wrote this file; train the policy again with this one"
+        )
+    policy.load_state_dict(weights)
+    return policy
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

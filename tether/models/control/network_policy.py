@@ -1,0 +1,248 @@
+"""Control policies that see pictures or remember: a CNN, hidden layers, an LSTM, with gradients by autograd.
+
+Where `ControlPolicy` has two perceptrons, these have a torso each for actor and critic, or one for both, with a linear
+layer on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from tether.models.control.actors import NetworkActor
+from tether.models.control.cnn import Cnn
+from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
+from tether.models.control.micro_batches import back_in_parts, pass_in_parts
+from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
+from tether.models.control.normalize import RunningNormalizer
+from tether.models.control.spec import (
+    Memory,
+    Observations,
+    Passed,
+    PolicySpec,
+    Review,
+    numbers_of,
+    picture_of,
+    with_numbers,
+)
+
+
+class Torso(nn.Module):
+    """From observations to features: what the spec asks for of a CNN, hidden layers and an LSTM, in this order."""
+
+    def __init__(self, spec: PolicySpec, generator: torch.Generator) -> None:
+        super().__init__()
+        pictures, sees = spec.make_pictures(), spec.obs_dim
+        self.cnn: Cnn | None = None
+        if pictures is not None:
+            self.cnn = Cnn(pictures.shape, spec.cnn_type, spec.activation, spec.pixel_scale, generator)
+            sees = len(pictures.numbers) + self.cnn.features
+        self._activation = ACTIVATIONS[spec.activation]
+        sizes = [sees] + [spec.hidden_dim] * spec.num_layers
+        gain = self._activation.gain
+        self.hidden = nn.ModuleList([orthogonal_linear(*pair, gain, generator) for pair in pairwise(sizes)])
+        self.lstm = None if spec.lstm_dim is None else orthogonal_lstm(spec.hidden_dim, spec.lstm_dim, generator)
+        self.width = spec.lstm_dim or spec.hidden_dim
+
+    def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> Tensor:
+        """Features [..., width].
+
+        Args:
+            obs: normalised, [B, ...]; with an LSTM [M, C, ...].
+            starts: with an LSTM, [M, C]: decisions that begin an episode.
+            state: [M, S], S = 0 without an LSTM.
+        """
+        x = self._before_lstm(obs)
+        if self.lstm is None:
+            return x
+        assert starts is not None
+        return run_sequences(self.lstm, x, starts, state)
+
+    def step(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [..., width], and the states [M, C, S] after each decision (`state` without an LSTM).
+
+        For the arguments see `forward`; without `starts` none begins an episode.
+        """
+        x = self._before_lstm(obs)
+        if self.lstm is None:
+            return x, state
+        states = run_steps(self.lstm, x, starts, state)
+        return states[..., : self.width], states
+
+    def _before_lstm(self, obs: Observations) -> Tensor:
+        x = numbers_of(obs)
+        if self.cnn is not None:
+            x = torch.cat([self.cnn(picture_of(obs)), x], dim=-1)
+        for layer in self.hidden:
+            x = self._activation.apply(layer(x))
+        return x
+
+
+class NetworkPolicy(nn.Module):
+    """Actor and critic over pictures, or with a memory.
+
+    Args:
+        spec: the shape.
+        seed: of the first weights.
+    """
+
+    def __init__(self, spec: PolicySpec, seed: int) -> None:
+        super().__init__()
+        self.spec = spec
+        generator = torch.Generator().manual_seed(seed)
+        self.pictures = spec.make_pictures()
+        self.head = spec.make_head()
+        self.torso = Torso(spec, generator)
+        self.actor = orthogonal_linear(self.torso.width, self.head.outputs, 0.01 * math.sqrt(2), generator)
+        self.critic_torso: Torso | None = None
+        self.critic: nn.Linear | None = None
+        if spec.value_width:
+            self.critic_torso = None if spec.share_critic else Torso(spec, generator)
+            self.critic = orthogonal_linear(self.torso.width, spec.value_width, 1.0, generator)
+        self.normalizer: RunningNormalizer | None = None
+        if spec.normalize_observations:
+            numbers = spec.obs_dim if self.pictures is None else len(self.pictures.numbers)
+            self.normalizer = RunningNormalizer(numbers, spec.clip_observations)
+        self.micro_batch: int | None = None
+        """Decisions of a forward and backward pass, or one sequence where that is more; None: all at once."""
+
+    @property
+    def state_width(self) -> int:
+        """S: of the memory: that of the actor, and of a critic with a torso of its own."""
+        return 2 * (self.spec.lstm_dim or 0) * (1 if self.critic_torso is None else 2)
+
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters of the actor, what it shares among them, and of the critic."""
+        actor = [*self.torso.parameters(), *self.actor.parameters(), *self.head.parameters()]
+        critic = [module for module in (self.critic_torso, self.critic) if module is not None]
+        return actor, [parameter for module in critic for parameter in module.parameters()]
+
+    def normalized(self, obs: Observations) -> Observations:
+        """What the networks see of raw observations."""
+        return obs if self.normalizer is None else with_numbers(obs, self.normalizer(numbers_of(obs)))
+
+    def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Outputs [..., outputs] and values [..., V]; for the rest see `Torso.forward`."""
+        of_actor, of_critic = self._states(state)
+        features = self.torso(obs, starts, of_actor)
+        if self.critic is None:
+            return self.actor(features), None
+        valued = features if self.critic_torso is None else self.critic_torso(obs, starts, of_critic)
+        return self.actor(features), self.critic(valued)
+
+    def step(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Outputs, values and states after each decision; see `Torso.step`."""
+        of_actor, of_critic = self._states(state)
+        features, states = self.torso.step(obs, starts, of_actor)
+        if self.critic is None:
+            return self.actor(features), None, states
+        valued = features
+        if self.critic_torso is not None:
+            valued, critic_states = self.critic_torso.step(obs, starts, of_critic)
+            states = torch.cat([states, critic_states], dim=-1)
+        return self.actor(features), self.critic(valued), states
+
+    def acting(self) -> NetworkActor:
+        """What acts with the weights of this moment."""
+        return NetworkActor(self)
+
+    @torch.no_grad()
+    def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [N, outputs] for raw observations [N, ...], and the next state, from the state [N, S] before."""
+        obs = self.normalized(obs)
+        if self.spec.lstm_dim is None:
+            return self.actor(self.torso(obs, None, state)), state
+        outputs, _, states = self.step(obs.unsqueeze(1), None, state)
+        return outputs[:, 0], states[:, 0]
+
+    def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
+        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, without a memory."""
+        outputs, _ = self(obs, None, torch.zeros(len(actions), 0))
+        return self.head.evaluate(outputs, actions).log_probs
+
+    @torch.no_grad()
+    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
+        """Outputs [B, outputs], as `run`."""
+        return torch.cat([self._kept(*piece)[0] for piece in self._pieces(obs, memory)])
+
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Passed:
+        """Say something of B decisions, for `backward`.
+
+        Args:
+            obs: normalised, [B, ...]; with an LSTM [M, C, ...].
+            memory: with an LSTM: the rest; the B decisions that it keeps are the result.
+            actions: those that were taken, for policies whose outputs depend on them.
+        """
+        return pass_in_parts(self._kept, self._pieces(obs, memory))
+
+    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+        """Write the gradient of every parameter but the head's into its existing ``grad``.
+
+        Args:
+            passed: what `run` gave.
+            outputs_grad: of the loss by the outputs, [B, outputs]; None: there is none.
+            values_grad: by the values, [B, V].
+        """
+        networks = [module for module in (self.torso, self.actor, self.critic_torso, self.critic) if module is not None]
+        for network in networks:
+            network.zero_grad(set_to_none=False)
+        back_in_parts(self._kept, passed, outputs_grad, values_grad)
+
+    @torch.no_grad()
+    def review(
+        self,
+        obs: Observations,
+        starts: Tensor,
+        state: Tensor,
+        final_obs: Observations,
+        final_at: tuple[Tensor, Tensor],
+        actions: Tensor | None = None,
+    ) -> Review:
+        """Pass over a rollout.
+
+        Args:
+            obs: normalised, [C + 1, M, ...].
+            starts: [C + 1, M]: decisions that begin an episode.
+            state: [M, S]: before the first decision.
+            final_obs: normalised, [F, ...]: last observations of episodes.
+            final_at: [F], [F]: decision and column after which they were seen.
+            actions: [C, M, K * D]: see `run`.
+        """
+        columns = starts.shape[1]
+        size = columns if self.micro_batch is None else max(1, self.micro_batch // len(starts))
+        parts = []
+        for first in range(0, columns, size):
+            piece = slice(first, first + size)
+            parts.append(self.step(obs[:, piece].transpose(0, 1), starts[:, piece].T, state[piece]))
+        outputs = torch.cat([part[0] for part in parts])[:, :-1].transpose(0, 1)
+        if self.critic is None:
+            return Review(outputs, None, None)
+        values = torch.cat([part[1] for part in parts if part[1] is not None]).transpose(0, 1)
+        decision, column = final_at
+        after = torch.cat([part[2] for part in parts])
+        after = after[column, decision] if self.spec.lstm_dim else after[column]
+        _, final_values, _ = self.step(final_obs.unsqueeze(1), None, after)
+        return Review(outputs, values, None if final_values is None else final_values[:, 0])
+
+    def _states(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """States of the actor and of a critic with a torso of its own."""
+        actors = 2 * (self.spec.lstm_dim or 0)
+        return state[..., :actors], state[..., actors:]
+
+    def _pieces(self, obs: Observations, memory: Memory | None) -> Iterator[tuple[Observations, Memory | None]]:
+        """Micro-batches of `run`."""
+        rows, of_each = len(obs), 1 if memory is None else memory.kept.shape[1]
+        size = rows if self.micro_batch is None else max(1, self.micro_batch // of_each)
+        for first in range(0, rows, size):
+            yield obs[first : first + size], None if memory is None else memory.rows(slice(first, first + size))
+
+    def _kept(self, obs: Observations, memory: Memory | None) -> tuple[Tensor, Tensor | None]:
+        """Outputs and values of the decisions that are kept."""
+        if memory is None:
+            return self(obs, None, torch.zeros(len(obs), 0))
+        outputs, values = self(obs, memory.starts, memory.state)
+        return outputs[memory.kept], None if values is None else values[memory.kept]

@@ -1,0 +1,120 @@
+"""The critic: a language model's backbone with a scalar head, saved as a class that transformers loads by itself.
+
+The head starts at zero, so the first values are exactly 0 and the first advantages are the discounted rewards. A random
+head would start with values as large as hidden states are long, and training would first have to undo them. A zero head
+does learn: its own gradient is the value error times the hidden state, which is not zero; only the backbone, whose
+gradient passes through the head, waits one step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tether.models.language.load import CRITIC_CLASSES, from_checkpoint, is_gguf, load_causal_lm, load_config
+from tether.models.language.packing_check import disable_dropout, prepare_for_packing
+
+_CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+_HEAD_NAMES = ("score", "classifier")  # what transformers calls the head, by model family
+
+
+def load_critic(
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A critic, from a causal LM (head at zero) or from a saved critic or reward model with one label (its own head).
+
+    Args and what the model is ready for: as `tether.models.language.load.load_causal_lm`. ``critic.save_pretrained``
+    writes a directory that ``AutoModelForTokenClassification`` loads (``AutoModelForSequenceClassification`` for
+    families that have no class for tokens).
+
+    Raises:
+        ValueError: as `load_causal_lm`; a saved head with more than one label; a family without either class.
+    """
+    if not is_gguf(path):
+        config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+        architecture = (config.architectures or [""])[0]
+        if architecture.endswith(CRITIC_CLASSES):
+            _check_one_label(config, path)
+            for_tokens = architecture.endswith(CRITIC_CLASSES[0])
+            auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
+            return _ready(from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code))
+    model = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config)
+    return _ready(critic_from(model))
+
+
+def critic_from(model: PreTrainedModel) -> PreTrainedModel:
+    """Move a causal LM's backbone under a scalar head of zeros; the causal LM must not be used any more.
+
+    Raises:
+        ValueError: transformers has no class for it.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    with torch.device("meta"):  # only the shape of the head is wanted
+        critic = _empty_critic(config)
+    setattr(critic, critic.base_model_prefix, model.base_model)
+    head = value_head_of(critic)
+    head.to_empty(device=model.device).to(model.dtype)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return critic
+
+
+def value_head_of(critic: PreTrainedModel) -> nn.Module:
+    """The scalar head: hidden state [.., E] -> value [.., 1]."""
+    head: nn.Module = next(getattr(critic, name) for name in _HEAD_NAMES if hasattr(critic, name))
+    return head
+
+
+def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
+    """Values [N], in at least float32, of the states that hidden states [N, E] stand for.
+
+    The value before a response token is the output at the position before it. The head runs in its own dtype also
+    under autocast: bfloat16 would round a value near 1 to steps of 0.008.
+    """
+    weight = next(head.parameters())
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.to(weight.dtype)).squeeze(-1)
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
+    for class_of in _CLASS_OF_CONFIG:
+        if type(config) in class_of:
+            critic_class: Any = class_of[type(config)]
+            critic: PreTrainedModel = critic_class(config)
+            return critic
+    raise ValueError(
+        f"{type(config).__name__}: transformers has neither a token nor a sequence classification model of this "
+        "family, so no critic can be built on it. Name a model of another family as critic.model.path."
+    )
+
+
+def _check_one_label(config: PreTrainedConfig, path: Path | str) -> None:
+    if config.num_labels != 1:
+        raise ValueError(
+            f"{path}: its head has {config.num_labels} labels, a critic's has 1. Name a causal LM instead."
+        )
+
+
+def _ready(critic: PreTrainedModel) -> PreTrainedModel:
+    disable_dropout(critic)
+    prepare_for_packing(critic)
+    return critic.eval()

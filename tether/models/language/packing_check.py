@@ -1,0 +1,132 @@
+"""Runs a transformers model over packed sequences, and proves at load that it keeps them apart.
+
+A model class whose attention does not go through transformers' attention functions would let packed sequences see each
+other, and nothing would fail: rewards would merely learn worse. So every model that is loaded is tested once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.kernels.attention_spec import AttentionLayout
+from tether.models.layers.attention import Packed, use_tether_attention
+from tether.models.output.log_probs import lm_head_of, logits_of
+
+SELF_TEST_LENGTHS = (7, 12)
+SELF_TEST_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Relative error that rounding may cause, averaged over the tokens of a sequence (transformers' eager softmax works in
+float32 even in a float64 model). SmolLM2-135M: 1e-6 in float32 and 0.02 in bfloat16; a leak makes it 0.3, or 1 in
+random models."""
+
+
+def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+    """The final hidden states [R*S, E], without the output head; packed tokens are one row, R = 1 and S = N.
+
+    Args:
+        model: a causal LM or critic with tether's attention switched on.
+        input_ids: [R, S] token ids.
+        position_ids: [R, S] positions in their own sequences, see `Packed.position_ids`.
+        layout: which token may look at which.
+    """
+    out = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_layout=layout)
+    hidden: Tensor = out.last_hidden_state.flatten(0, 1)
+    return hidden
+
+
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Set every dropout to 0: PPO compares the log-probs of two forwards, and their ratio must not be noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):  # attention modules keep their rate themselves
+                setattr(module, name, 0.0)
+
+
+def prepare_for_packing(model: PreTrainedModel) -> None:
+    """Switch tether's attention on and compare it with transformers' own, on two short sequences.
+
+    The packed hidden states are compared and, of a causal LM, the logits that `lm_head_of` leads to.
+
+    Raises:
+        ValueError: weights or outputs are not finite (names the weight), the two differ by more than
+            `SELF_TEST_TOLERANCE`, or the class does not run on a layout at all (names the class).
+    """
+    _check_finite(model)
+    if model.base_model is model:
+        raise ValueError(f"{type(model).__name__}: has no backbone apart from its output head, which tether needs.")
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = (torch.arange(sum(SELF_TEST_LENGTHS), device=model.device) * 7919 + 101) % vocabulary
+    is_causal_lm = model.get_output_embeddings() is not None
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        expected = _run_apart(model, ids, with_logits=is_causal_lm)
+        found = _run_packed(model, ids, with_logits=is_causal_lm)
+    model.train(was_training)
+    tolerance = SELF_TEST_TOLERANCE[model.dtype]
+    for what, apart, packed in zip(("hidden states", "logits"), expected, found, strict=False):
+        if not torch.isfinite(apart).all():
+            raise ValueError(
+                f"{_name(model)}: its {what} hold NaN or infinity, although its weights are finite: they overflow "
+                f"{model.dtype}. Load it in another format (fsdp_config.dtype), or take an earlier checkpoint."
+            )
+        error = _relative_error(packed, apart)
+        if not error <= tolerance:
+            raise ValueError(
+                f"{type(model).__name__}: packed sequences give other {what} than separate ones (relative error "
+                f"{error:.2g}, allowed {tolerance:g} in {model.dtype}), so tether cannot train this model class. "
+                "Its attention or output head does something that tether's does not know."
+            )
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        raise ValueError(
+            f"{_name(model)}: {len(broken)} of its weights hold NaN or infinity, first "
+            f"{broken[0]}. The training that saved them diverged, or they do not fit the format {model.dtype}: take an "
+            "earlier checkpoint, or load them in another format (fsdp_config.dtype)."
+        )
+
+
+def _name(model: PreTrainedModel) -> str:
+    """The file or folder that it was loaded from, if any."""
+    return str(model.name_or_path or type(model).__name__)
+
+
+def _run_apart(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
+    """Hidden states [N, E] (and logits [N, V]) of each sequence by itself, by transformers' plainest attention."""
+    model.set_attn_implementation("eager")
+    hidden: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, inputs, out: hidden.append(out.last_hidden_state[0]))
+    try:
+        outputs = [model(part[None], use_cache=False) for part in ids.split(SELF_TEST_LENGTHS)]
+    finally:
+        hook.remove()
+    if not hidden:
+        raise ValueError(
+            f"{type(model).__name__}: its forward pass does not run its backbone {type(model.base_model).__name__}, so "
+            "tether cannot tell which hidden states its output head reads, and cannot train this model class."
+        )
+    return [torch.cat(hidden), torch.cat([out.logits[0] for out in outputs])] if with_logits else [torch.cat(hidden)]
+
+
+def _run_packed(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
+    layout = Packed(SELF_TEST_LENGTHS)
+    try:
+        use_tether_attention(model)
+        hidden = hidden_states(model, ids[None], layout.position_ids(ids.device), layout)
+    except (TypeError, ValueError) as error:  # the class takes no attention function, or no extra argument
+        raise ValueError(
+            f"{type(model).__name__}: does not run on transformers' attention functions, which packing needs ({error})."
+        ) from error
+    return [hidden, logits_of(hidden, lm_head_of(model))] if with_logits else [hidden]
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """Of the sequence that is worst, averaged over its tokens."""
+    difference = (found - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
+    return max(part.mean().item() for part in difference.split(SELF_TEST_LENGTHS))

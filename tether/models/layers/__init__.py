@@ -1,0 +1,1 @@
+"""Modules that replace those of transformers: packed attention, RMS norm, rotary embedding, gated MLP."""

@@ -1,0 +1,126 @@
+"""Self-attention with rotary positions, whose rotation is one pass forward and one back.
+
+transformers writes the rotation as half a dozen tensor operations for queries and as many for keys, and autograd keeps
+what lies between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
+from tether.kernels.dispatch import loops_for
+from tether.models.layers.module_swap import replace_modules
+
+REPLACED = (
+    "LlamaAttention",
+    "MistralAttention",
+    "Qwen2Attention",
+    "Qwen3Attention",
+    "Gemma2Attention",
+    "Gemma3Attention",
+)
+"""transformers' modules of this form."""
+
+
+def spec_of(attention: Any) -> AttentionSpec:
+    """What one of `REPLACED` says of its attention."""
+    has_own_window = hasattr(attention, "sliding_window")
+    window = attention.sliding_window if has_own_window else getattr(attention.config, "sliding_window", None)
+    softcap = getattr(attention, "attn_logit_softcapping", None)
+    return AttentionSpec(attention.layer_idx, attention.scaling, window, softcap)
+
+
+class RotaryAttention(nn.Module):
+    """Takes the place of one of `REPLACED`, with all that it has under the same names."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    head_dim: int
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.__dict__.update(attention.__dict__)
+        self._spec = spec_of(attention)
+        self._without_layout = type(attention).forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        *,
+        attention_layout: AttentionLayout | None = None,
+        **others: Any,  # transformers also passes position ids, cache flags and the like
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [R, Q, E], cosine and sine [R, Q, D] -> [R, Q, E]; without a layout as transformers does it."""
+        if attention_layout is None:
+            attended: tuple[Tensor, Tensor | None] = self._without_layout(
+                self, hidden_states, position_embeddings, attention_mask, past_key_values, **others
+            )
+            return attended
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (layer(hidden_states).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotated(query, *position_embeddings), rotated(key, *position_embeddings)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = attention_layout.attend(query, key, value, self._spec)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Heads [.., H, D] rotated by angles of which cosine and sine [.., D] are given, each for both halves of D.
+
+    With x and y the two halves: ``x cos - y sin, y cos + x sin`` (Su et al., "RoFormer", 2021, in the order of halves).
+    """
+    if loops_for(heads, cosine, sine) is not None:
+        turned: Tensor = _Rotation.apply(heads, cosine, sine)
+        return turned
+    half = heads.shape[-1] // 2
+    first, second = heads.split(half, dim=-1)
+    cosine, sine = (x[..., None, :half] for x in (cosine, sine))
+    turned_first = torch.addcmul(first * cosine, second, sine, value=-1)
+    return torch.cat([turned_first, torch.addcmul(second * cosine, first, sine)], dim=-1)
+
+
+class _Rotation(torch.autograd.Function):
+    """The way back is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _by_loop(heads, cosine, sine, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _by_loop(grad, cosine, sine, -1.0), None, None
+
+
+def _by_loop(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+    loops: Any = loops_for(heads)
+    *rows, count, size = heads.shape
+    flat = heads.reshape(-1, count, size)
+    if flat.stride()[1:] != (size, 1):
+        flat = flat.contiguous()
+    cosine, sine = (x.expand(*rows, size).contiguous() for x in (cosine, sine))
+    turned = heads.new_empty(heads.shape)
+    loops.rotate(len(flat), count, size, sign, flat, cosine, sine, turned, flat.stride(0))
+    return turned
+
+
+def replace_attentions(model: PreTrainedModel) -> None:
+    """Put a `RotaryAttention` in the place of every module named in `REPLACED`; parameters and their names stay."""
+    replace_modules(model, REPLACED, RotaryAttention)

@@ -1,0 +1,1 @@
+"""Log-probabilities, entropies and KL from hidden states, in chunks of the vocabulary."""

@@ -1,0 +1,55 @@
+"""Finding the answer in a reply."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# A sign counts only where it does not follow a digit: "7-3" holds 7 and 3, "= -3" holds -3.
+_NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_WORD = re.compile(r"\w+(?:[-'’]\w+)*")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def last_number(text: str) -> str | None:
+    """The last integer or decimal of `text`, without "+", "$" and the commas between thousands; None without one."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace("$", "").replace(",", "").removeprefix("+") if found else None
+
+
+def first_word(text: str) -> str | None:
+    """The first word of `text`, without the marks around it; None without one. A hyphen or apostrophe joins a word."""
+    found = _WORD.search(text)
+    return found[0] if found else None
+
+
+def answer_tag(text: str) -> str | None:
+    """What stands in the last ``<answer>...</answer>``, stripped; None without one."""
+    found = _ANSWER_TAG.findall(text)
+    return found[-1].strip() if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}``, whose braces may nest; None without one, or if it never closes."""
+    starts = [match.end() for match in _BOXED.finditer(text)]
+    if not starts:
+        return None
+    depth = 1
+    for match in re.finditer(r"(?<!\\)[{}]", text[starts[-1] :]):
+        depth += 1 if match.group() == "{" else -1
+        if depth == 0:
+            return text[starts[-1] : starts[-1] + match.start()].strip()
+    return None
+
+
+def required(ground_truth: Any) -> str:
+    """`ground_truth` as text.
+
+    Raises:
+        ValueError: it is None or empty, so nothing could ever be right.
+    """
+    text = "" if ground_truth is None else str(ground_truth).strip()
+    if not text:
+        raise ValueError(f"the row's reward_model.ground_truth is {ground_truth!r}; this reward needs an answer")
+    return text

@@ -1,0 +1,27 @@
+"""GSM8K: school arithmetic with one number as the answer, written after ``####``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tether.rewards.rules.extract import last_number, required
+
+_WINDOW = 300  # characters at the end of the reply: an answer in the middle of the reasoning is not the final one
+_MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
+
+
+def strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1.0 if the last ``#### number`` of the final 300 characters is `ground_truth`, character by character.
+
+    Commas and "$" are taken out first. The rule checks the format too: exactly one space after the marks, and a full
+    stop behind the number makes it another string. This is verl's rule, except that verl finds no number after "$".
+    """
+    expected = required(ground_truth)
+    found = _MARKED.findall(solution_str[-_WINDOW:])
+    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == expected)
+
+
+def flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1.0 if the last number of the reply, wherever it stands, is `ground_truth`."""
+    return float(last_number(solution_str) == required(ground_truth))

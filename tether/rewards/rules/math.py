@@ -1,0 +1,63 @@
+"""Competition mathematics: answers are LaTeX, compared by value with math-verify."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+from tether.rewards.rules.extract import last_boxed, required
+
+# math-verify warns that its own timeouts are off. They are off on purpose: they are SIGALRM, which fails outside a
+# main thread and would cut short another alarm. The deadline of the reward pool kills a comparison that hangs.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
+_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_DAPO_WINDOW = 300
+
+
+def equal(answer: str, ground_truth: str) -> bool:
+    r"""Do two LaTeX answers have the same value, as ``\frac12`` and 0.5, ``x = 3`` and 3, or ``10\%`` and 10 do?
+
+    An answer that cannot be parsed is a wrong answer.
+
+    Raises:
+        Exception: the comparison itself failed, so neither "equal" nor "different" is known.
+    """
+    answer, ground_truth = _normalised(answer), _normalised(ground_truth)
+    if answer == ground_truth:
+        return True
+    gold, given = (parse(rf"\boxed{{{text}}}", _LATEX, parsing_timeout=None) for text in (ground_truth, answer))
+    return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+
+
+def _normalised(answer: str) -> str:
+    r"""Without what math-verify does not parse: percent signs (so ``10\%`` is 10) and a full stop at the end."""
+    return answer.replace("\\%", "").replace("%", "").strip().removesuffix(".")
+
+
+def _unboxed(answer: str) -> str:
+    r"""What is inside the last ``\boxed{...}``, where there is one."""
+    return last_boxed(answer) or answer
+
+
+def boxed(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    r"""1.0 if the last ``\boxed{...}`` of the reply equals `ground_truth`; 0.0 if it does not or if there is none."""
+    expected = _unboxed(required(ground_truth))
+    answer = last_boxed(solution_str)
+    return float(answer is not None and equal(answer, expected))
+
+
+def dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """DAPO's reward (arXiv 2503.14476): +1 if the final answer is right, -1 if not; with "acc" and "pred".
+
+    The answer is the last ``Answer: ...`` line in the final 300 characters, or else the last boxed expression.
+    """
+    expected = _unboxed(required(ground_truth))
+    lines = _ANSWER_LINE.findall(solution_str[-_DAPO_WINDOW:])
+    answer = lines[-1].strip().rstrip(".").strip("$") if lines else last_boxed(solution_str)
+    right = answer is not None and equal(_unboxed(answer), expected)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}

@@ -1,0 +1,55 @@
+"""Procedural tasks of reasoning-gym: each task brings its own scorer, which is rebuilt from the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+
+from tether.rewards.rules.extract import answer_tag, first_word, last_number
+
+
+def _whole_reply(text: str) -> str:
+    return text.strip()
+
+
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "last_number": last_number,
+    "answer_tag": answer_tag,
+    "first_word": first_word,
+    "full": _whole_reply,
+}
+
+
+def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Score the answer found in the reply with the task's own scorer; 0.0 without an answer.
+
+    `extra_info["reasoning_gym"]` holds "task", "params" (of the dataset), "entry" (question, answer, metadata) and
+    "extract" (a key of `EXTRACTORS`).
+
+    Most scorers give part of the points to a text that contains the answer. A number is no such text (13 would earn
+    half the points of 3), so a last number is right, 1.0, or wrong, 0.0, and so is a first word.
+
+    Raises:
+        ValueError: an unknown "extract" or task.
+    """
+    row = extra_info["reasoning_gym"]
+    if row["extract"] not in EXTRACTORS:
+        known = ", ".join(EXTRACTORS)
+        raise ValueError(f"extra_info.reasoning_gym.extract is {row['extract']!r}; choose one of {known}")
+    answer = EXTRACTORS[row["extract"]](solution_str)
+    if answer is None:
+        return 0.0
+    dataset = _dataset(row["task"], json.dumps(row["params"], sort_keys=True))
+    points = float(dataset.score_answer(answer, row["entry"]))
+    return float(points >= 1.0) if row["extract"] in ("last_number", "first_word") else points
+
+
+@lru_cache(maxsize=256)
+def _dataset(task: str, params: str) -> ProceduralDataset:
+    """The dataset that knows the scorer; it generates nothing, so its size and seed do not matter."""
+    return reasoning_gym.create_dataset(task, **{**json.loads(params), "size": 1, "seed": 0})

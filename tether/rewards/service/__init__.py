@@ -1,0 +1,1 @@
+"""The processes that run reward functions, each call with a deadline."""

@@ -1,0 +1,108 @@
+"""The process that calls reward functions. Loads no torch; starts in a fraction of a second.
+
+It is a `tether.runtime.supervised.SupervisedProcess` of the pool. Requests come as pickles of the trainer's own
+data; answers are JSON, since what a user's function returned must not run code in the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import random
+import time
+import traceback
+from collections.abc import Callable
+
+from tether.rewards.custom import CustomReward, load_reward_function
+from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, outcome_of
+from tether.rewards.router import RewardFunction, find_reward
+from tether.runtime.channel import Channel
+from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
+
+LOADING = 60.0
+"""Seconds in which a rule that comes with tether is imported."""
+_MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
+
+FindReward = Callable[[str], RewardFunction]
+"""From a data source to the function that scores it."""
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the trainer is gone.
+
+    The first request is the pickled (`CustomReward` or None, deadline of a call in seconds); the answer is null when
+    the function is loaded, else what is wrong. Every later one is a pickled list of pickled `RewardRequest`s, each of
+    which has an answer of its own (`tether.rewards.outcome.load_answer`), sent as soon as it is known.
+    """
+    first = channel.receive()
+    if first is None:
+        return
+    custom, timeout = pickle.loads(first)
+    adopt_orphans()
+    try:
+        find = _reward_finder(custom)
+    except ValueError as error:
+        channel.send(json.dumps(str(error)).encode())
+        return
+    channel.send(b"null")
+    started_with = descendants(os.getpid()) if has_children() else {}
+    known: set[str] = set()
+    while (message := channel.receive()) is not None:
+        channel.beat(timeout)
+        for payload in pickle.loads(message):
+            request: RewardRequest = pickle.loads(payload)
+            if request.data_source not in known:  # importing a rule for the first time does not count as calling it
+                channel.beat(LOADING)
+                known.add(request.data_source)
+                _found(find, request.data_source)
+                channel.beat(timeout)
+            answer = _answer(find, request)
+            if has_children():  # what the call started ends with it
+                end_descendants(os.getpid(), started_with)
+            channel.send(answer)
+
+
+def _reward_finder(custom: CustomReward | None) -> FindReward:
+    if custom is None:
+        return find_reward
+    function = load_reward_function(custom.path, custom.name, custom.reward_kwargs)
+    return lambda _: function
+
+
+def _found(find: FindReward, data_source: str) -> RewardFunction | RewardError:
+    try:
+        return find(data_source)
+    except (ValueError, ImportError) as error:
+        return RewardError(str(error))
+
+
+def _answer(find: FindReward, request: RewardRequest) -> bytes:
+    """Score one request; the answer to send."""
+    function = _found(find, request.data_source)
+    if isinstance(function, RewardError):
+        return dump_answer(function, 0.0)
+    random.seed(request.solution_str)  # a function that draws numbers gives the same result in every worker
+    own = os.getpid()
+    begun = time.monotonic()
+    outcome = call(function, request)
+    if os.getpid() != own:
+        os._exit(0)  # a copy of the worker, forked by the function, that came back from the call
+    return dump_answer(outcome, time.monotonic() - begun)
+
+
+def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
+    """Call a reward function the way verl does, by keyword, and read the result; coroutines are run to their end."""
+    try:
+        result = function(
+            data_source=request.data_source,
+            solution_str=request.solution_str,
+            ground_truth=request.ground_truth,
+            extra_info=request.extra_info,
+        )
+        return outcome_of(asyncio.run(result) if inspect.iscoroutine(result) else result)
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too: each is an error outcome
+        what = traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD]  # works if str(error) itself raises
+        return RewardError(f"the reward function raised {what}", traceback.format_exc()[-_TRACEBACK_TAIL:])

@@ -1,0 +1,1 @@
+"""Collects experience from environments, evaluates policies, records demonstrations and videos."""

@@ -1,0 +1,301 @@
+"""Experience from simulators: T steps of N environments, in buffers that are allocated once.
+
+A policy decides on the actions of K steps at once, an action chunk; T = C K. M = E N columns hold E rollouts of N
+environments, one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.envs.vectorization.stages import OneStage, StagedEnv
+from tether.models.control.actors import Act
+from tether.models.control.pictures import Pictures
+from tether.models.control.spec import Observations
+from tether.rollout.env.episodes import Episode, EpisodeTracker
+from tether.rollout.env.observation_buffer import ObservationBuffer
+
+Finals = list[tuple[int, int, Floats]]
+"""(step, environment, last observation of its episode)."""
+
+
+@dataclass(frozen=True)
+class EnvRollout:
+    """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
+
+    obs: Observations
+    """[C + 1, M, ...]: before each decision, and after the last step."""
+    actions: Tensor
+    """[C, M, K * width]: the actions of a chunk one after the other."""
+    rewards: Tensor
+    """[T, M]: as the environment gave them."""
+    terminated: Tensor
+    """[T, M]"""
+    truncated: Tensor
+    """[T, M]"""
+    valid: Tensor
+    """[T, M]: False where no action was carried out."""
+    starts: Tensor
+    """[C + 1, M]: decisions that begin an episode. Where none was carried out, the next one does, too."""
+    state: Tensor
+    """[M, S]: of the policy's memory, before the first decision."""
+    final_obs: Observations
+    """[F, ...]: last observations of the episodes whose end is bootstrapped."""
+    final_at: tuple[Tensor, Tensor]
+    """[F], [F]: step and column of each."""
+    episodes: tuple[Episode, ...]
+    """Those that ended, in the order in which they did."""
+
+    @property
+    def chunk(self) -> int:
+        """K: actions that are decided on at once."""
+        return len(self.rewards) // len(self.actions)
+
+    @property
+    def decided(self) -> Tensor:
+        """[C, M]: decisions of which at least the first action was carried out."""
+        return self.valid[:: self.chunk]
+
+
+@dataclass
+class _Rows:
+    """Columns of the buffers."""
+
+    obs: ObservationBuffer
+    actions: NDArray[Any]
+    rewards: Floats
+    terminated: Flags
+    truncated: Flags
+    valid: Flags
+    starts: Flags
+    success: Flags
+
+    def part(self, columns: slice) -> _Rows:
+        """Some of the columns."""
+        others = {name: column[:, columns] for name, column in vars(self).items() if name != "obs"}
+        return _Rows(obs=self.obs.part(columns), **others)
+
+
+class EnvCollector:
+    """Steps environments with a policy; the next rollout goes on where the last one ended.
+
+    Args:
+        env: the environments; of a `StagedEnv` one stage steps while the policy decides for the next.
+        steps: T.
+        chunk: K.
+        epochs: E.
+        bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
+        pictures: what the policy sees as a picture.
+        state_width: S, of the policy's memory.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv | StagedEnv,
+        steps: int,
+        *,
+        chunk: int = 1,
+        epochs: int = 1,
+        bootstrap_terminations: bool = False,
+        pictures: Pictures | None = None,
+        state_width: int = 0,
+    ) -> None:
+        assert steps % chunk == 0, (steps, chunk)
+        self.env = env
+        self._stages = env if isinstance(env, StagedEnv) else OneStage(env)
+        self.steps = steps
+        self.chunk = chunk
+        self.epochs = epochs
+        self._bootstrap_terminations = bootstrap_terminations
+        shape = (steps, epochs * env.num_envs)
+        decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
+        whole = isinstance(env.actions, DiscreteActions)
+        self._obs = ObservationBuffer.allocate((steps + 1, shape[1]), env.obs_dim, pictures)
+        self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
+        self._rewards = torch.zeros(shape)
+        self._terminated = torch.zeros(shape, dtype=torch.bool)
+        self._truncated = torch.zeros(shape, dtype=torch.bool)
+        self._valid = torch.ones(shape, dtype=torch.bool)
+        self._starts = torch.zeros(decisions[0] + 1, shape[1], dtype=torch.bool)
+        self._states = torch.zeros(shape[1], state_width)
+        self._rows = _Rows(
+            self._obs,
+            self._actions.numpy(),
+            self._rewards.numpy(),
+            self._terminated.numpy(),
+            self._truncated.numpy(),
+            self._valid.numpy(),
+            self._starts.numpy(),
+            np.zeros(shape, dtype=np.bool_),
+        )
+        self._tells_success = False
+        self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
+        self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
+        self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
+        """The next decision that is carried out begins an episode."""
+        self._tracker = EpisodeTracker(env.num_envs)
+        self._done = 0
+        self.env_seconds = 0.0
+        """Time that the policy waited for environments, of all rollouts so far."""
+
+    @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """E, C, N: of the noise that a rollout takes, before the dimensions of an action."""
+        return self.epochs, self.steps // self.chunk, self.env.num_envs
+
+    def restart(self, seed: int) -> None:
+        """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
+        self._now = self.env.reset(seed).copy()
+        self._state.fill(0)
+        self._fresh.fill(True)
+        self._tracker = EpisodeTracker(self.env.num_envs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state from which the next rollout continues, besides that of the environments."""
+        return {
+            "now": torch.from_numpy(self._now.copy()),
+            "memory": torch.from_numpy(self._state.copy()),
+            "fresh": torch.from_numpy(self._fresh.copy()),
+            "episodes": self._tracker.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; the environments have theirs already."""
+        self._now = state["now"].numpy().copy()
+        self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()
+        self._tracker.load_state_dict(state["episodes"])
+
+    def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
+        """Step every environment T times, E times over.
+
+        Args:
+            act: the policy.
+            noise: [E, C, N, ...], what `act` samples with.
+            seeds: for each of the E times, begin new episodes with this seed; empty: go on.
+
+        Raises:
+            ValueError: an observation or a reward is not finite; names environment and step.
+        """
+        episodes: list[Episode] = []
+        finals: Finals = []
+        for epoch in range(self.epochs):
+            if seeds:
+                self.restart(seeds[epoch])
+            found, ended = self._collect_epoch(act, noise[epoch], epoch)
+            finals += found
+            episodes += ended
+        rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
+        return EnvRollout(
+            self._obs.tensors[:: self.chunk],
+            self._actions,
+            self._rewards,
+            self._terminated,
+            self._truncated,
+            self._valid,
+            self._starts,
+            self._states,
+            self._obs.pack(rows),
+            (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
+            tuple(episodes),
+        )
+
+    def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
+        """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
+        envs = self.env.num_envs
+        columns = slice(epoch * envs, (epoch + 1) * envs)
+        rows = self._rows.part(columns)
+        rows.obs.write(0, self._now)
+        self._states.numpy()[columns] = self._state
+        rows.valid.fill(True)
+        rows.success.fill(False)
+        self._tells_success = False
+        finals: Finals = []
+        plays = [self._play(act, noise.numpy(), rows, part, finals) for part in self._stages.parts]
+        for stage, play in enumerate(plays):
+            self._stages.send(stage, next(play))
+        for t in range(self.steps):
+            for stage, play in enumerate(plays):
+                actions = play.send(self._receive(stage, t))
+                if t + 1 < self.steps:
+                    self._stages.send(stage, actions)
+        rows.starts[-1] = self._fresh
+        self._check(rows.obs, rows.rewards, finals)
+        self._done += self.steps
+        success = rows.success if self._tells_success else None
+        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
+        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+
+    def _play(
+        self, act: Act, noise: Floats, all_rows: _Rows, part: slice, finals: Finals
+    ) -> Generator[NDArray[Any], EnvStep, None]:
+        """Fill the columns of one stage: gives the actions of each step, takes what came of them."""
+        width, rows, noise = self.env.actions.width, all_rows.part(part), noise[:, part]
+        state, fresh = self._state[part], self._fresh[part]
+        for t in range(self.steps):
+            decision, k = divmod(t, self.chunk)
+            if k == 0:
+                rows.starts[decision] = fresh
+                state[fresh] = 0.0
+                rows.actions[decision], state[:] = act(rows.obs.read(t), noise[decision], state)
+            step = yield rows.actions[decision][:, k * width : (k + 1) * width]
+            rows.obs.write(t + 1, step.obs)
+            rows.rewards[t] = step.reward
+            rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
+            if step.valid is not None:
+                rows.valid[t] = step.valid
+            fresh[:] = (fresh & ~rows.valid[t]) | step.terminated | step.truncated
+            if step.final_obs is not None:
+                finals += [(t, part.start + n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+            if step.success is not None:
+                self._tells_success, rows.success[t] = True, step.success
+        self._now[part] = step.obs
+        yield rows.actions[-1]  # not carried out
+
+    def _receive(self, stage: int, t: int) -> EnvStep:
+        start = time.perf_counter()
+        try:
+            step = self._stages.receive(stage)
+        except Exception as error:
+            error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
+            raise
+        self.env_seconds += time.perf_counter() - start
+        return step
+
+    def _bootstrapped(self, step: EnvStep) -> list[int]:
+        """Environments whose episode ended in a state that has a value."""
+        cut = step.truncated & ~step.terminated
+        if self._bootstrap_terminations:
+            cut = step.truncated | step.terminated
+        if step.valid is not None:
+            cut = cut & step.valid
+        return np.flatnonzero(cut).tolist()
+
+    def _check(self, obs: ObservationBuffer, rewards: Floats, finals: Finals) -> None:
+        numbers = obs.numbers[1:]
+        bad = [(t, n, f"entry {obs.entry(i)} of the observation is {numbers[t, n, i]}") for t, n, i in _bad(numbers)]
+        bad += [(t, n, f"the reward is {rewards[t, n]}") for t, n in _bad(rewards)]
+        bad += [
+            (t, n, f"entry {entry} of the last observation is {row[entry]}")
+            for t, n, row in finals
+            for (entry,) in _bad(row)
+        ]
+        if bad:
+            t, n, what = min(bad)
+            raise ValueError(
+                f"{self.env.id}: {what} in environment {n} at step {self._done + t + 1}. "
+                "Mend the environment, or end its episodes before it diverges."
+            )
+
+
+def _bad(values: Floats) -> list[list[int]]:
+    """Where a number is not finite."""
+    return np.argwhere(~np.isfinite(values)).tolist()

@@ -1,0 +1,109 @@
+"""Episodes of one environment, kept to be imitated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.data.demonstrations import Demonstration
+from tether.envs.protocol import Floats
+from tether.envs.spaces.observation_layout import layout_of, split
+from tether.envs.spaces.spaces import ActionCodec, flatten
+from tether.models.control.actors import Act
+
+Demonstrator = Callable[[gymnasium.Env[Any, Any], Any, Floats, bool], NDArray[Any]]
+"""(environment, observation as it gave it, the same laid flat [1, O], whether an episode begins) -> the next actions
+[K, D], as `tether.envs.spaces.spaces.ActionCodec` encodes them."""
+
+ATTEMPTS = 20
+"""Times as many episodes are played, at most, as successful ones are wanted."""
+
+
+def scripted(function: Callable[[Any, Any], Any], codec: ActionCodec) -> Demonstrator:
+    """Ask a function (environment, observation) -> action of its space; it may look into the environment."""
+
+    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats, first: bool) -> NDArray[Any]:
+        return codec.encode(function(env, obs))[None]
+
+    return decide
+
+
+def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[NDArray[Any]], NDArray[Any]]) -> Demonstrator:
+    """Ask a policy for its likeliest actions.
+
+    Args:
+        act: the policy.
+        chunk: K.
+        state_width: of its memory.
+        decode: makes actions [K, D] of its choices.
+    """
+    state = np.zeros((1, state_width), dtype=np.float32)
+
+    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats, first: bool) -> NDArray[Any]:
+        nonlocal state
+        chosen, state = act(flat, None, np.zeros_like(state) if first else state)
+        return decode(chosen.reshape(chunk, -1))
+
+    return decide
+
+
+def record(
+    env: gymnasium.Env[Any, Any],
+    env_id: str,
+    decide: Demonstrator,
+    episodes: int,
+    seed: int,
+    *,
+    only_successful: bool = False,
+) -> Iterator[Demonstration]:
+    """Play episodes, the k-th from the start state of `seed` + k, with the actions as they are carried out.
+
+    Args:
+        env: that is played.
+        env_id: for messages.
+        decide: on the actions.
+        episodes: how many are kept.
+        seed: of the start states.
+        only_successful: leave out episodes in which the task is never solved.
+
+    Raises:
+        ValueError: an action does not fit the space; or too few episodes succeed, of `ATTEMPTS` x `episodes`.
+    """
+    codec = ActionCodec.of(env.action_space, env_id)
+    kept = 0
+    for number in range(ATTEMPTS * episodes):
+        episode = _play(env, env_id, codec, decide, seed + number)
+        if only_successful and (episode.success is None or not episode.success.any()):
+            continue
+        yield episode
+        kept += 1
+        if kept == episodes:
+            return
+    raise ValueError(f"{env_id}: {kept} of {ATTEMPTS * episodes} episodes succeeded, but {episodes} are asked for")
+
+
+def _play(
+    env: gymnasium.Env[Any, Any], env_id: str, codec: ActionCodec, decide: Demonstrator, seed: int
+) -> Demonstration:
+    space, layout = env.observation_space, layout_of(env.observation_space, env_id)
+    rows, actions, rewards, success = list[Floats](), list[NDArray[Any]](), list[float](), list[bool | None]()
+    obs, _ = env.reset(seed=seed)
+    ended = False
+    while not ended:
+        flat = flatten(space, obs, 1)
+        for action in decide(env, obs, flat, not rows):
+            carried_out = codec.decode(action[None])[0]
+            rows.append(flatten(space, obs, 1)[0])
+            actions.append(codec.encode(carried_out))
+            obs, reward, terminated, truncated, info = env.step(carried_out)
+            rewards.append(float(reward))
+            success.append(info.get("is_success", info.get("success")))
+            ended = terminated or truncated
+            if ended:
+                break
+    told = None if None in success else np.array(success, dtype=np.bool_)
+    return Demonstration(split(layout, np.stack(rows)), np.stack(actions), np.array(rewards, dtype=np.float32), told)

@@ -1,0 +1,124 @@
+"""Episodes: their returns, lengths and successes, and what a number of them says about a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What came of one episode."""
+
+    reward: float
+    """Sum of the environment's rewards: the return."""
+    length: int
+    """Steps."""
+    success_once: bool | None
+    """Was the task solved in any step; None where the environment does not tell."""
+    success_at_end: bool | None
+    """Was it solved in the last step."""
+
+
+class EpisodeTracker:
+    """Cuts rows of steps into episodes, which may reach over several rollouts.
+
+    Args:
+        num_envs: N.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self._reward = np.zeros(num_envs)
+        self._length = np.zeros(num_envs, dtype=np.int64)
+        self._success = np.zeros(num_envs, dtype=np.bool_)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The episodes that have not ended."""
+        return {name: torch.from_numpy(column) for name, column in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        for name, column in state.items():
+            setattr(self, name, column.numpy().copy())
+
+    def add(
+        self,
+        rewards: NDArray[np.float32],
+        ended: NDArray[np.bool_],
+        valid: NDArray[np.bool_],
+        success: NDArray[np.bool_] | None,
+    ) -> tuple[Episode, ...]:
+        """Take T steps of each environment in, [T, N] each; returns the episodes that ended in them.
+
+        An episode whose last step is not valid was lost, and is not among them.
+        """
+        reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=0, dtype=np.float64) + self._reward
+        length_so_far = np.cumsum(valid, axis=0) + self._length
+        reward_before, length_before = np.zeros_like(self._reward), np.zeros_like(self._length)
+        first = np.zeros_like(self._length)
+        episodes = []
+        for t, n in np.argwhere(ended).tolist():
+            once = at_end = None
+            if success is not None:
+                once = bool(success[first[n] : t + 1, n].any() or self._success[n])
+                at_end = bool(success[t, n])
+            reward = float(reward_so_far[t, n] - reward_before[n])
+            if valid[t, n]:
+                episodes.append(Episode(reward, int(length_so_far[t, n] - length_before[n]), once, at_end))
+            reward_before[n], length_before[n] = reward_so_far[t, n], length_so_far[t, n]
+            first[n], self._success[n] = t + 1, False
+        self._reward = reward_so_far[-1] - reward_before
+        self._length = length_so_far[-1] - length_before
+        if success is not None:
+            self._success |= np.array([success[first[n] :, n].any() for n in range(len(first))])
+        return tuple(episodes)
+
+
+def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float | None = None) -> dict[str, float]:
+    """Means over episodes by RLinf's names; none where there is no episode.
+
+    Args:
+        episodes: that ended.
+        prefix: ``env`` or ``eval``.
+        confidence: level of the intervals that are added: of means by their standard error, of shares by Wilson's
+            formula (1927). None: no intervals.
+    """
+    if not episodes:
+        return {}
+    columns = {
+        "return": [episode.reward for episode in episodes],
+        "episode_len": [float(episode.length) for episode in episodes],
+        "reward": [episode.reward / episode.length for episode in episodes],
+    }
+    for name in ("success_once", "success_at_end"):
+        told = [float(getattr(episode, name)) for episode in episodes if getattr(episode, name) is not None]
+        if told:
+            columns[name] = told
+    metrics = {f"{prefix}/{name}": fmean(values) for name, values in columns.items()}
+    metrics[f"{prefix}/num_trajectories"] = float(len(episodes))
+    if confidence is not None:
+        for name, values in columns.items():
+            interval = _share_interval if name.startswith("success") else _mean_interval
+            low, high = interval(values, NormalDist().inv_cdf(0.5 + confidence / 2))
+            metrics |= {f"{prefix}/{name}_low": low, f"{prefix}/{name}_high": high}
+    return metrics
+
+
+def _mean_interval(values: list[float], z: float) -> tuple[float, float]:
+    mean = fmean(values)
+    half = z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return mean - half, mean + half
+
+
+def _share_interval(values: list[float], z: float) -> tuple[float, float]:
+    share, count = fmean(values), len(values)
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)

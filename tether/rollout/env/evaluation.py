@@ -1,0 +1,66 @@
+"""Episodes of a policy without noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tether.envs.protocol import VectorEnv
+from tether.models.control.actors import Act
+from tether.rollout.env.episodes import Episode, EpisodeTracker
+
+
+def evaluate(
+    env: VectorEnv,
+    act: Act,
+    num_episodes: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    chunk: int = 1,
+    watch: Callable[[], None] | None = None,
+    state_width: int = 0,
+) -> list[Episode]:
+    """Play `num_episodes` episodes with the likeliest actions.
+
+    Each environment contributes the same number of episodes, or one more: taking those that end first would prefer
+    the short ones.
+
+    Args:
+        env: the environments, which are reset first.
+        act: the policy.
+        num_episodes: how many.
+        seed: of the start states.
+        progress: called with (episodes done, episodes in all).
+        chunk: actions that the policy decides on at once.
+        watch: called at the start and after each step.
+        state_width: of the policy's memory, which each episode begins without.
+    """
+    wanted = np.full(env.num_envs, num_episodes // env.num_envs)
+    wanted[: num_episodes % env.num_envs] += 1
+    tracker = EpisodeTracker(env.num_envs)
+    obs, episodes = env.reset(seed), list[Episode]()
+    state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
+    if watch is not None:
+        watch()
+    while wanted.any():
+        state[fresh] = 0.0
+        chosen, state = act(obs, None, state)
+        for actions in np.split(chosen, chunk, axis=1):
+            step = env.step(actions)
+            ended = step.terminated | step.truncated
+            valid = np.ones_like(ended) if step.valid is None else step.valid
+            fresh = (fresh & ~valid) | ended
+            success = None if step.success is None else step.success[None]
+            finished = tracker.add(step.reward[None], ended[None], valid[None], success)
+            for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
+                if wanted[n]:
+                    wanted[n] -= 1
+                    episodes.append(episode)
+            if progress is not None and finished:
+                progress(len(episodes), num_episodes)
+            if watch is not None:
+                watch()
+        obs = step.obs
+    return episodes

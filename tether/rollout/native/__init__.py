@@ -1,0 +1,1 @@
+"""The native engine: sampling in the trainer's process."""

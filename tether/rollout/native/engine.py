@@ -1,0 +1,178 @@
+"""The `native` engine: in-process generation over any transformers causal language model.
+
+The common families run by a lean forward of our own (`tether.rollout.native.decoder`), any other by transformers';
+either way attention and its cache are ours (`tether.rollout.native.kv_cache`). Up to `max_num_seqs` responses are
+decoded at a time. One that ends leaves at once, the last row takes its place, and a waiting prompt gets the free slot,
+so the rows being decoded are always the first ones and no time goes into finished ones::
+
+    waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
+                                 ^ n responses of a prompt share one prefill
+
+What is sampled for a row depends on its prompt, the weights and the `NoiseKey`, not on which rows it ran with: up to
+the float rounding of the model's forward, which may differ with the number of rows in a matrix product.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.batch import RolloutBatch
+from tether.kernels.attention_spec import AttentionLayout
+from tether.models.layers.attention import use_tether_attention
+from tether.rollout.native.decoder import Decoder, decoder_for
+from tether.rollout.native.generation import Forward, Generation
+from tether.rollout.native.recorded_decoder import ReplayedDecoder
+from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Every token that ends a response, by the model's generation config; empty if it names none."""
+    config = model.generation_config
+    ids = None if config is None else config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+class NativeEngine:
+    """Generates with the trainer's own model.
+
+    In the model's own dtype the weights are shared, and copied only where blocks of them make products faster
+    (`tether.rollout.native.packed_linear`): that is seen to by itself. With another `dtype` the engine keeps a private
+    copy of the parameters in that dtype, refreshed by `sync_weights`; no product casts its operands.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: frozenset[int],
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take the model over for generation.
+
+        Args:
+            model: from now on its forward needs ``attention_layout=`` (see `tether.models.layers.attention`).
+            eos_token_ids: tokens that end a response.
+            max_num_seqs: responses decoded at a time; the KV cache has as many slots.
+            max_num_batched_tokens: prompt tokens in one prefill; a single longer prompt still runs.
+            dtype: to generate in; None is the model's own.
+        """
+        use_tether_attention(model)
+        self._source = model
+        self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
+        self._forward: Forward | None = None  # made when it is first used
+        self.eos_token_ids = eos_token_ids
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def sync_weights(self) -> None:
+        """See `RolloutEngine.sync_weights`."""
+        if self._model is not self._source:
+            with torch.no_grad():
+                for mine, theirs in zip(_tensors(self._model), _tensors(self._source), strict=True):
+                    mine.copy_(theirs)
+        if isinstance(self._forward, Decoder):
+            self._forward.refresh()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        on_finished: Callable[[FinishedResponse], None] | None = None,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> RolloutBatch:
+        """See `RolloutEngine.generate`; the batch lies on the model's device and is as wide as its longest response.
+
+        Raises:
+            ValueError: no prompts, an empty prompt, or one too long for the model's context with `max_new_tokens`.
+            RuntimeError: the model's logits for a sample are NaN or infinite.
+        """
+        self._check(prompts, sampling)
+        # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
+        with torch.no_grad(), _evaluating(self._model):
+            forward = self._current_forward()
+            call = Generation(
+                self._model,
+                ReplayedDecoder(forward) if isinstance(forward, Decoder) else forward,
+                prompts,
+                sampling,
+                key,
+                eos=self.eos_token_ids,
+                num_slots=min(self._max_num_seqs, len(prompts) * sampling.n),
+                max_prefill_tokens=self._max_num_batched_tokens,
+                on_finished=on_finished,
+            )
+            while call.step():
+                if on_progress is not None:
+                    on_progress(call.progress())
+        return call.result()
+
+    def _current_forward(self) -> Forward:
+        """The forward pass, with the model's present weights."""
+        if self._forward is None:
+            self._forward = decoder_for(self._model) or self._by_transformers
+            if not isinstance(self._forward, Decoder):
+                name = type(self._model).__name__
+                _log.warning("%s is sampled from with transformers' own forward pass, which is slower", name)
+        if isinstance(self._forward, Decoder):
+            self._forward.refresh()
+        return self._forward
+
+    def _by_transformers(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=False,
+            attention_layout=layout,
+            logits_to_keep=0 if keep is None else keep,
+        )
+        logits: Tensor = output.logits.flatten(0, 1)
+        return logits
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+        if not prompts:
+            raise ValueError("prompts: the list is empty. Pass at least one prompt")
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompts[{index}]: no tokens. A prompt needs at least one, such as the BOS token")
+            if context is not None and len(prompt) + sampling.max_new_tokens > context:
+                raise ValueError(
+                    f"prompts[{index}]: {len(prompt)} prompt tokens + {sampling.max_new_tokens} new tokens exceed the "
+                    f"model's max_position_embeddings of {context}. "
+                    "Lower data.max_prompt_length or data.max_response_length"
+                )
+
+
+def _copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy with parameters in `dtype`; ties between them survive, and buffers (RoPE frequencies) keep theirs."""
+    parameters = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, parameters)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode; on exit each has the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

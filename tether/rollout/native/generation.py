@@ -1,0 +1,191 @@
+"""The loop of the `native` engine: one call's prompts go in, and every step samples a token for each active row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from tether.batch import RolloutBatch
+from tether.kernels.attention_spec import AttentionLayout
+from tether.keyed_random import uniform
+from tether.models.output.truncation_record import KeptRecorder
+from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
+from tether.rollout.native.sampling import draw
+from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+
+Forward = Callable[[Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]
+"""Token ids [R, Q], their positions [R, Q], the layout, and the flat positions [M] where logits are wanted (None: all)
+-> logits [M, V]."""
+
+
+class Generation:
+    """One call of `generate`. Result rows are numbered 0..N-1; the R rows being decoded fill the slots 0..R-1."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Forward,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        *,
+        eos: frozenset[int],
+        num_slots: int,
+        max_prefill_tokens: int,
+        on_finished: Callable[[FinishedResponse], None] | None,
+    ) -> None:
+        self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
+        self._device = model.device
+        self._max_prefill_tokens = max_prefill_tokens
+        self._on_finished = on_finished
+        self._num_rows = len(prompts) * sampling.n
+        self._num_started = 0
+        self._num_finished = 0
+        self._num_tokens = 0
+        self._active = 0
+        self._cache = KVCache(num_slots, max(map(len, prompts)) + sampling.max_new_tokens, self._device)
+        # By slot: the row, its last token, the position of that token, the number of tokens sampled so far.
+        self._state = torch.zeros(4, num_slots, dtype=torch.int64, device=self._device)
+        self._row, self._token, self._position, self._count = self._state
+        self._eos = torch.tensor([] if sampling.ignore_eos else sorted(eos), dtype=torch.int64, device=self._device)
+        shape = (self._num_rows, sampling.max_new_tokens)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self._log_probs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=self._device)
+        self._lengths = [0] * self._num_rows
+        vocabulary = model.config.get_text_config().vocab_size
+        recorded = sampling.record_kept and sampling.cuts(vocabulary)
+        self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
+
+    def step(self) -> bool:
+        """Prefill waiting prompts or decode one token for every active row; False when nothing is left to do."""
+        waiting = self._num_rows - self._num_started
+        free = self._cache.num_slots - self._active
+        if waiting == 0 and self._active == 0:
+            return False
+        # A prefill has a fixed cost, so a few slots are let go empty before they are filled together.
+        if free >= min(waiting, max(1, self._cache.num_slots // 8)) > 0:
+            self._accept(self._prefill(free))
+        else:
+            self._accept(self._decode())
+        return True
+
+    def _prefill(self, free: int) -> Tensor:
+        """Start as many waiting rows as there is room for; [rows, V] logits after their prompts."""
+        last = min(self._num_started + free, self._num_rows)
+        shares = groupby(range(self._num_started, last), key=lambda row: row // self._sampling.n)
+        tokens: list[int] = []
+        lengths: list[int] = []
+        copies: list[int] = []
+        for prompt, rows in shares:
+            ids = self._prompts[prompt]
+            if tokens and len(tokens) + len(ids) > self._max_prefill_tokens:
+                break
+            tokens.extend(ids)
+            lengths.append(len(ids))
+            copies.append(len(list(rows)))
+        layout = Prefill.plan(self._cache, lengths, copies, first_slot=self._active)
+        length = torch.tensor(lengths)
+        ends = (length.cumsum(0) - 1).to(self._device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+        logits = self._forward(torch.tensor(tokens, device=self._device)[None], positions[None], layout, ends)
+        owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))
+        self._occupy(length[owner])
+        return logits[owner.to(self._device)]
+
+    def _occupy(self, lengths: Tensor) -> None:
+        """Give the next slots to the next waiting rows, whose prompts have these lengths."""
+        count = len(lengths)
+        slots = slice(self._active, self._active + count)
+        self._row[slots] = torch.arange(self._num_started, self._num_started + count, device=self._device)
+        self._position[slots] = lengths.to(self._device) - 1
+        self._count[slots] = 0
+        self._active += count
+        self._num_started += count
+
+    def _decode(self) -> Tensor:
+        """[R, V] logits after each active row's last token."""
+        rows = slice(0, self._active)
+        position = self._position[rows]
+        layout = Decode(self._cache, position, self._longest())
+        return self._forward(self._token[rows, None], position[:, None], layout, None)
+
+    def _accept(self, logits: Tensor) -> None:
+        """Sample a token for the last `len(logits)` active rows, and let go those that end with it."""
+        slots = slice(self._active - len(logits), self._active)
+        row, count = self._row[slots], self._count[slots]
+        noise = uniform(self._key.seed, self._key.step, self._key.first_sample + row, count)
+        token, log_prob, kept = draw(logits, noise, self._sampling, with_kept=self._kept is not None)
+        if self._kept is not None:
+            self._kept.add(row, count, kept)
+        self._tokens[row, count] = token
+        self._log_probs[row, count] = log_prob.to(self._log_probs.dtype)
+        self._token[slots] = token
+        count += 1  # a view: this is the state itself
+        self._position[slots] += 1
+        self._num_tokens += len(logits)
+
+        broken = ~torch.isfinite(log_prob)
+        ended = torch.isin(token, self._eos) | (count == self._sampling.max_new_tokens)
+        if (ended | broken).any():
+            if broken.any():
+                self._refuse(int(row[broken][0]))
+            self._release(slots.start + ended.nonzero().flatten())
+
+    def _release(self, slots: Tensor) -> None:
+        """Let finished rows go and close the gaps with the last rows that stay."""
+        for row, length in zip(self._row[slots].tolist(), self._count[slots].tolist(), strict=True):
+            self._lengths[row] = length
+            if self._on_finished is not None:
+                self._on_finished(FinishedResponse(row, self._tokens[row, :length].tolist()))
+        self._num_finished += len(slots)
+        stays = torch.ones(self._active, dtype=torch.bool, device=self._device)
+        stays[slots] = False
+        kept = self._active - len(slots)
+        gap, mover = (~stays[:kept]).nonzero().flatten(), kept + stays[kept:].nonzero().flatten()
+        if len(gap):
+            self._cache.move(mover, gap, self._longest())
+            self._state[:, gap] = self._state[:, mover]
+        self._active = kept
+
+    def _longest(self) -> int:
+        """Keys of the longest active row, the one of its next token included."""
+        return int(self._position[: self._active].max()) + 1
+
+    def _refuse(self, row: int) -> None:
+        n = self._sampling.n
+        raise RuntimeError(
+            f"sample {self._key.first_sample + row} (response {row % n} to prompts[{row // n}]), token "
+            f"{int(self._count[self._row[: self._active] == row][0]) - 1}: the model's logits are NaN or infinite. "
+            "The weights are damaged or overflow in this dtype"
+        )
+
+    def progress(self) -> RolloutProgress:
+        """How far the call is."""
+        return RolloutProgress(self._num_finished, self._num_rows, self._num_tokens)
+
+    def result(self) -> RolloutBatch:
+        """All rows, once `step` has returned False."""
+        n = self._sampling.n
+        length = torch.tensor(self._lengths, device=self._device)
+        width = max(self._lengths)
+        rows = torch.arange(self._num_rows, device=self._device)
+        mask = torch.arange(width, device=self._device) < length[:, None]
+        prompt_length = torch.tensor([len(p) for p in self._prompts], device=self._device)
+        prompt_ids = pad_sequence([torch.tensor(p, device=self._device) for p in self._prompts], batch_first=True)
+        return RolloutBatch(
+            uid=rows // n,
+            prompt_ids=prompt_ids.repeat_interleave(n, dim=0),
+            prompt_length=prompt_length.repeat_interleave(n),
+            response_ids=self._tokens[:, :width].clone(),
+            response_length=length,
+            response_mask=mask,
+            rollout_log_probs=self._log_probs[:, :width].clone(),
+            truncated=~torch.isin(self._tokens[rows, length - 1], self._eos),
+            kept=None if self._kept is None else self._kept.result(width),
+            batch_size=[self._num_rows],
+        )

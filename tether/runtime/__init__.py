@@ -1,0 +1,1 @@
+"""Signals, supervised processes, devices, threads, huge pages and files that users name."""

@@ -1,0 +1,13 @@
+"""Where downloads are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Folder of downloaded models: ``$TETHER_CACHE``, or ``tether`` in the user's cache folder."""
+    if chosen := os.environ.get("TETHER_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tether"

@@ -1,0 +1,93 @@
+"""Ctrl-C, SIGTERM and a terminal that is closed: finish the step, save, and say how to resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+PATIENCE = 10.0
+"""Seconds that the step in progress waits for a process after the signal."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and the step in progress waits for a process that does not answer."""
+
+
+class Interrupt:
+    """Whether the run was asked to stop; call it to know."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.since = 0.0
+
+    def __call__(self) -> bool:
+        """True once a signal came."""
+        return self.signal is not None
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        """Remember the first signal; the second one ends the process at once.
+
+        A terminal that is closed may send SIGHUP twice, or beside another signal, so SIGHUP is never the second one.
+        """
+        if self.signal is not None and signal.SIGHUP in (number, self.signal):
+            self.signal = signal.Signals(number) if number != signal.SIGHUP else self.signal
+            return
+        if self.signal is not None:
+            _say(f"{signal.Signals(number).name} again: stopping now; the steps since the last checkpoint are lost.")
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal, self.since = signal.Signals(number), time.monotonic()
+        _say(f"{self.signal.name}: finishing this step, then saving a checkpoint. Once more stops at once.")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody may be reading any more
+        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())  # a handler must not use buffered streams
+
+
+_current: Interrupt | None = None  # of this process: signals come to all of it
+
+
+@contextmanager
+def graceful_interrupt() -> Iterator[Interrupt]:
+    """While inside, SIGINT, SIGTERM and SIGHUP only set a flag; `Interrupted` ends the inside, and a line says so.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
+    global _current
+    interrupt = Interrupt()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt.receive) for number in numbers}
+    outer, _current = _current, interrupt
+    try:
+        yield interrupt
+    except Interrupted as error:
+        print(f"{error}; the run resumes from its last checkpoint", file=sys.stderr, flush=True)
+    finally:
+        _current = outer
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def give_up_if_interrupted(waiting_since: float) -> None:
+    """Call this now and then while waiting for another process.
+
+    Args:
+        waiting_since: when the wait began, or when the process last showed that it is alive (monotonic seconds).
+
+    Raises:
+        Interrupted: a signal asks the run to stop, and this wait has lasted more than `PATIENCE` seconds since then.
+    """
+    if _current is None or _current.signal is None:
+        return
+    if time.monotonic() - max(waiting_since, _current.since) > PATIENCE:
+        raise Interrupted(
+            f"{_current.signal.name}: a process gave no answer for {PATIENCE:g} s, so the step in progress is dropped"
+        )

@@ -1,0 +1,198 @@
+"""One run at a time in a folder.
+
+The lock is the kernel's (`flock`), so it ends with the process that holds it, however that ends; what stays behind is a
+file with the name of the last owner. File systems without locks, and network file systems whose locks do not reach
+other machines, are covered by that file: its owner touches it every few seconds, and who finds it untouched for long
+enough takes it over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+LOCK = "run.lock"
+TOUCH_SECONDS = 5.0
+WATCH_SECONDS = 20.0
+"""An owner on another machine that has not touched its file for that long is gone."""
+UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunFolderBusy(ValueError):
+    """Another run uses the folder; the message names it."""
+
+
+class RunLock:
+    """Makes the folder of a run, and keeps other runs out of it until `close` or the end of the process.
+
+    Args:
+        folder: of the run.
+        key: of the configuration, or an option, that names the folder, for messages.
+
+    Raises:
+        RunFolderBusy: another run is in there.
+        ValueError: it is no folder, or cannot be written to.
+    """
+
+    def __init__(self, folder: Path, key: str = "trainer.default_local_dir") -> None:
+        self._path = folder / LOCK
+        self._named = f"{key}={folder}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            self._refuse_another()
+            record = json.dumps(_this_process() | {"since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")})
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, record.encode(), 0)
+        except OSError as error:
+            os.close(self._file)
+            raise self._unusable(error) from error
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._closed = threading.Event()
+        self._touching = threading.Thread(target=self._touch, name="run lock", daemon=True)
+        self._touching.start()
+        _held.add(self)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other runs in."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._touching.join()
+        with suppress(OSError):  # a full disk, a folder that is gone: the lock ends all the same
+            os.ftruncate(self._file, 0)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._closed.set()
+        _held.discard(self)
+        os.close(self._file)
+
+    def _refuse_another(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
+                    raise self._busy(self._owner()) from error
+                raise
+            locked = False
+        owner = self._owner()
+        if owner is None or (locked and owner["machine"] == _machine()):
+            return  # nobody, or a process of this machine that ended: its lock would still be there
+        if owner["machine"] == _machine():
+            if owner["started"] is not None and _started(owner["process"]) == owner["started"]:
+                raise self._busy(owner)
+            return
+        print(f"{self._named}: last used by {_described(owner)}; is it still there?", file=sys.stderr, flush=True)
+        if self._is_touched():
+            raise self._busy(owner)
+
+    def _is_touched(self) -> bool:
+        """Watch the file for as long as its owner may leave it alone; no clock of another machine is read."""
+        before, end = self._touched_at(), time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(1.0, WATCH_SECONDS / 10))
+            if self._touched_at() != before:
+                return True
+        return False
+
+    def _touched_at(self) -> int:
+        with self._path.open("rb") as file:  # opened each time: NFS asks the server then
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    def _owner(self) -> dict[str, Any] | None:
+        try:
+            owner = json.loads(os.pread(self._file, 4096, 0))
+            return owner if {"host", "machine", "process", "started", "since"} <= owner.keys() else None
+        except (ValueError, AttributeError):  # empty: it ended well, or has not written its name yet
+            return None
+
+    def _touch(self) -> None:
+        while not self._closed.wait(TOUCH_SECONDS):
+            with suppress(OSError):  # tried again the next time
+                if not self._path.exists():
+                    self._lock_again()
+                os.utime(self._file)
+
+    def _lock_again(self) -> None:
+        """Lock the file anew: the folder was deleted under the run, which goes on writing there."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        again = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(again, os.pread(self._file, 4096, 0), 0)
+            os.dup2(again, self._file, inheritable=False)
+        finally:
+            os.close(again)
+
+    def _busy(self, owner: dict[str, Any] | None) -> RunFolderBusy:
+        who = "a process that is just starting or ending" if owner is None else _described(owner)
+        return RunFolderBusy(
+            f"{self._named}: another run uses this folder: {who}. Stop that one first (SIGTERM lets it save a "
+            "checkpoint), or give this one a folder of its own"
+        )
+
+    def _unusable(self, error: OSError) -> ValueError:
+        file = next((p for p in (self._path.parent, *self._path.parent.parents) if p.is_file()), None)
+        why = f"{file} is a file" if file else f"cannot be written to ({error.strerror})"
+        return ValueError(f"{self._named}: {why}. Name a folder that can be written to")
+
+
+def _described(owner: dict[str, Any]) -> str:
+    return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "machine": _machine(), "process": pid, "started": _started(pid)}
+
+
+def _machine() -> str:
+    """Names this machine since it started; hosts may share a name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else str(uuid.getnode())
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, so that another one with its number is not taken for it; None: not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+_held: set[RunLock] = set()
+"""The locks of this process."""
+
+
+def _let_go_in_child() -> None:
+    """A forked child that kept the files open would hold the locks after its parent is gone."""
+    for lock in list(_held):
+        lock._let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

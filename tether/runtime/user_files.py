@@ -1,0 +1,51 @@
+"""Files that the user names in the configuration: what to say of a missing one, and how Python files are imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from tether.spelling import ask, closest
+
+
+def missing_file(path: Path) -> str:
+    """Say that `path` does not exist, and which existing path is nearest to it."""
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    wanted = path.absolute().relative_to(folder).parts[0]
+    near = closest(wanted, [entry.name for entry in folder.iterdir()])
+    hint = ask(str(folder / name) for name in near) or f" The nearest folder that exists is {folder}."
+    return f"{path}: no such file.{hint}"
+
+
+def import_python_file(path: str | Path, key: str) -> ModuleType:
+    """Import a Python file of the user's.
+
+    Args:
+        path: the file; ``~`` is the home directory.
+        key: of the configuration, which names it; every message begins with it.
+
+    Raises:
+        ValueError: it does not exist, is no Python file, has a syntax error, or raises while it is imported.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise ValueError(f"{key}={path}: is a folder. Name a Python file in it.")
+    if not file.exists():
+        raise ValueError(f"{key}={missing_file(file)}")
+    name = f"{key.replace('.', '_')}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{key}={path}: is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(f"{key}={path}: {error.filename}, line {error.lineno}: {error.msg}") from error
+    except Exception as error:  # whatever a user's module raises while it is imported is one and the same problem
+        tail = traceback.format_exc(limit=-1).strip()
+        raise ValueError(f"{key}={path}: importing the file failed:\n{tail}") from error
+    return module

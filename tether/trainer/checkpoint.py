@@ -1,0 +1,110 @@
+"""The content of a checkpoint, and whether a run may resume from it.
+
+On the disk::
+
+    global_step_20/actor/             a language model and its tokenizer, a plain Hugging Face directory
+    global_step_20/critic/            its critic, likewise, if there is one
+    global_step_20/policy/            a control policy: policy.json and policy.safetensors
+    global_step_20/environments.pkl   the environments that it acts in
+    global_step_20/training/*.pt      optimizers, position in the data, controllers, random number generators
+    global_step_20/identity.json      the data and the model, or the environments, that the run started from
+    global_step_20/run.yaml           the resolved configuration
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.checkpoints.manifest import sha256_of
+from tether.checkpoints.store import CheckpointStore, load_state, save_state
+from tether.runtime.global_rng import rng_state, set_rng_state
+
+
+@dataclass(frozen=True)
+class Persistence:
+    """Saves everything that a run needs to resume exactly."""
+
+    store: CheckpointStore
+    identity: Mapping[str, str]
+    """Key of the configuration -> fingerprint of what it named, for example of the training data."""
+    run_yaml: str
+    private: bool = False
+    """`run_yaml` holds secrets, so that its file is for its owner alone."""
+
+    def save(self, step: int, write: Callable[[Path], None], states: Mapping[str, dict[str, Any]]) -> Path:
+        """Write the checkpoint of a step; see `CheckpointStore.save`.
+
+        Saving leaves the global generators as they were, whatever the libraries that write draw from them.
+
+        Args:
+            step: that was done.
+            write: puts the models into the folder that it is given.
+            states: name -> state beside the models; "trainer" must be among them.
+        """
+        rng = rng_state()
+
+        def write_all(folder: Path) -> None:
+            training = folder / "training"
+            training.mkdir()
+            write(folder)
+            for name, state in states.items():
+                save_state(training / f"{name}.pt", state | {"rng": rng} if name == "trainer" else state)
+            (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
+            write_run_yaml(folder, self.run_yaml, private=self.private)
+
+        path = self.store.save(step, write_all)
+        set_rng_state(rng)
+        return path
+
+
+def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:
+    """Write the resolved configuration into a checkpoint; `private`: for its owner alone, from its first byte."""
+    file = folder / "run.yaml"
+    file.touch(0o600 if private else 0o666)
+    file.write_text(text)
+
+
+def restore(checkpoint: Path, load: Mapping[str, Callable[[dict[str, Any]], None]]) -> dict[str, Any]:
+    """Load the states of a checkpoint, the global generators among them; returns the trainer's.
+
+    Args:
+        checkpoint: whose models are loaded already.
+        load: name of a state -> what takes it over.
+    """
+    training = checkpoint / "training"
+    for name, take in load.items():
+        take(load_state(training / f"{name}.pt"))
+    state = load_state(training / "trainer.pt")
+    set_rng_state(state.pop("rng"))
+    return state
+
+
+def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
+    """Refuse to go on with other data or another model than the run began with.
+
+    Raises:
+        ValueError: names each key whose content is another one now.
+    """
+    before = json.loads((checkpoint / "identity.json").read_text())
+    changed = [key for key, fingerprint in identity.items() if before.get(key, fingerprint) != fingerprint]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again to go on, or start "
+            "anew with trainer.resume_mode=disable and another trainer.default_local_dir."
+        )
+
+
+def model_fingerprint(path: Path) -> str:
+    """Hash a model directory by name and content of all its files but hidden ones and pages, or a GGUF file."""
+    if not path.is_dir():
+        return sha256_of([path])[0]
+    names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file() and file.suffix != ".md")
+    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    contents = sha256_of([path / name for name in names])
+    listing = "".join(f"{name}:{content}\n" for name, content in zip(names, contents, strict=True))
+    return hashlib.sha256(listing.encode()).hexdigest()

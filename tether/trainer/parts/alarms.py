@@ -1,0 +1,148 @@
+"""Warnings about runs that go on without learning, where every number is finite and nothing fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SAME_REPLY = 0.9
+"""Share of a step's responses, over different prompts, that are one and the same reply."""
+SAME_REPLY_STEPS = 5
+"""Steps in a row at that share."""
+MAJORITY_MARGIN = 0.01
+"""Distance between a validation score and that of the most frequent answer within which they are the same."""
+MAJORITY_QUESTIONS = 20
+"""Distinct questions below which the two may agree by chance."""
+MAJORITY_TESTS = 3
+"""Validations in a row within the margin; one is enough while replies are the same."""
+CRITIC_EXPLAINS = 0.01
+"""Explained variance that counts as nothing."""
+CRITIC_STEPS = 20
+"""Steps in a row, after the warm-up, in which the critic explains nothing."""
+COLLAPSED_ENTROPY = 1e-2
+"""Entropy in nats, above or below 0, of a policy that no longer explores."""
+COLLAPSED_GRADIENT = 1e-4
+"""Norm of a gradient that no longer changes the policy."""
+COLLAPSED_STEPS = 3
+"""Steps in a row without a gradient, where entropy is gone or advantages ask for one."""
+KEPT_PROGRESS = 0.9
+"""Share of the best progress since the first step that a policy which has solved its task keeps."""
+
+SCORES = ("critic/score/mean", "critic/rewards/mean")
+IDENTICAL = "response/identical_fraction"
+
+Warn = Callable[[str], None]
+
+
+@dataclass
+class Alarms:
+    """Watches every step and validation. Each alarm speaks once, and again only after it was off as long as it took."""
+
+    streaks: dict[str, int] = field(default_factory=dict)
+    """Per alarm: checks in a row that found it (positive) or did not (negative)."""
+    said: list[str] = field(default_factory=list)
+    """Alarms that have spoken and are not off again."""
+    first_score: float | None = None
+    best_score: float | None = None
+
+    def check_step(self, metrics: Mapping[str, float], *, warming_up: bool, warn: Warn) -> None:
+        """Look at the metrics of a training step.
+
+        Args:
+            metrics: of the step; an alarm whose metrics are absent is left as it is.
+            warming_up: only the critic learned in this step.
+            warn: shows a message to the user.
+        """
+        if (same := metrics.get(IDENTICAL)) is not None:
+            self._watch(
+                "replies",
+                same >= SAME_REPLY,
+                SAME_REPLY_STEPS,
+                f"{same:.0%} of the responses to different prompts are the same reply ({IDENTICAL}, {SAME_REPLY_STEPS} "
+                "steps in a row). Unless one reply is right for all prompts, the policy ignores what it is asked: "
+                "lower actor_rollout_ref.actor.optim.lr, add a KL loss (actor_rollout_ref.actor.use_kl_loss=true) or "
+                "an entropy bonus (actor_rollout_ref.actor.entropy_coeff), and balance the answers in the data",
+                warn,
+            )
+        explained = metrics.get("critic/vf_explained_var")
+        if explained is not None and not warming_up:
+            self._watch(
+                "critic",
+                explained <= CRITIC_EXPLAINS,
+                CRITIC_STEPS,
+                f"the critic has explained nothing of the returns for {CRITIC_STEPS} steps (critic/vf_explained_var is "
+                f"{explained:.2g}), so advantages are noise or plain returns. If the returns vary at all, raise "
+                "critic.optim.lr, train the critic alone first (trainer.critic_warmup), or take an "
+                "algorithm.adv_estimator without a critic",
+                warn,
+            )
+        self._check_collapse(metrics, warn)
+
+    def check_validation(self, metrics: Mapping[str, float], warn: Warn) -> None:
+        """Compare the score of each data source with what always giving its most frequent answer would score."""
+        for key, majority in metrics.items():
+            if not (key.startswith("val-aux/") and key.endswith("/majority_answer")):
+                continue
+            prefix = key.removesuffix("majority_answer")
+            score, questions = metrics.get(prefix + "distinct_mean"), metrics[prefix + "num_distinct"]
+            clear = 2 * MAJORITY_MARGIN <= majority <= 1 - 2 * MAJORITY_MARGIN  # neither "none right" nor "all right"
+            if score is None or not clear or questions < MAJORITY_QUESTIONS:
+                continue
+            converged = "replies" in self.said
+            self._watch(
+                key,
+                abs(score - majority) <= MAJORITY_MARGIN,
+                1 if converged else MAJORITY_TESTS,
+                f"the validation score of {prefix.split('/', 1)[1][:-1]} is {score:.3f}, and always giving the most "
+                f"frequent answer would score {majority:.3f} ({key}): the policy may have learned that answer and "
+                "nothing else. Read the samples, balance the answers in the data, and lower "
+                "actor_rollout_ref.actor.optim.lr or add a KL loss (actor_rollout_ref.actor.use_kl_loss=true)",
+                warn,
+            )
+
+    def _check_collapse(self, metrics: Mapping[str, float], warn: Warn) -> None:
+        score = next((metrics[key] for key in SCORES if key in metrics), None)
+        entropy, gradient = metrics.get("actor/entropy"), metrics.get("actor/grad_norm")
+        if score is None or entropy is None or gradient is None:
+            return
+        self.first_score = score if self.first_score is None else self.first_score
+        self.best_score = score if self.best_score is None else max(score, self.best_score)
+        progress, best = score - self.first_score, self.best_score - self.first_score
+        advantages = metrics.get("critic/advantages/max", 0.0) - metrics.get("critic/advantages/min", 0.0)
+        dead = gradient <= COLLAPSED_GRADIENT and (abs(entropy) <= COLLAPSED_ENTROPY or advantages > 0)
+        learned = progress > 0 and progress >= KEPT_PROGRESS * best
+        self._watch(
+            "collapse",
+            dead and not learned,
+            COLLAPSED_STEPS,
+            f"the policy has collapsed: actor/entropy is {entropy:.2g} and actor/grad_norm {gradient:.2g}, while the "
+            f"score is {score:.3g} (first {self.first_score:.3g}, best {self.best_score:.3g}). It learns no "
+            "more: resume from an earlier checkpoint, or begin again, with a lower "
+            "actor_rollout_ref.actor.optim.lr (now "
+            f"{metrics.get('actor/lr', float('nan')):.2g}) or an entropy bonus (actor_rollout_ref.actor.entropy_coeff)",
+            warn,
+        )
+
+    def _watch(self, name: str, found: bool, needed: int, message: str, warn: Warn) -> None:
+        streak = self.streaks.get(name, 0)
+        self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
+        if streak >= needed and name not in self.said:
+            self.said.append(name)
+            warn(message)
+        elif streak <= -needed and name in self.said:
+            self.said.remove(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next check depends on."""
+        return {
+            "streaks": dict(self.streaks),
+            "said": list(self.said),
+            "first_score": self.first_score,
+            "best_score": self.best_score,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.streaks, self.said = dict(state["streaks"]), list(state["said"])
+        self.first_score, self.best_score = state["first_score"], state["best_score"]

@@ -1,0 +1,100 @@
+"""Validation: every held-out prompt exactly once, sampled by the current policy and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tether.batch import Prompt
+from tether.data.chat import decode
+from tether.data.prompts import PromptDataset
+from tether.metrics.loggers.protocol import Sample
+from tether.metrics.validation import ValidationRow, validation_metrics
+from tether.rewards.outcome import RewardError, Score
+from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.trainer.parts.collector import Collector, Experience
+
+VALIDATION_SEED = 0x5EED
+"""Keeps the noise of sampled validation apart from that of training."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What a validation found."""
+
+    metrics: dict[str, float]
+    samples: list[Sample]
+    """All responses, in the order of the dataset."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward over all responses that have one; NaN if none has."""
+        rewards = [s.reward for s in self.samples if s.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else float("nan")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out prompts and how responses to them are drawn."""
+
+    dataset: PromptDataset
+    sampling: SamplingParams
+    batch_size: int | None = None
+    """Prompts sampled together; None takes all at once."""
+
+    def run(
+        self, collector: Collector, key: NoiseKey, on_progress: Callable[[int, int], None] | None = None
+    ) -> EvaluationResult:
+        """Validate.
+
+        Args:
+            collector: samples and scores.
+            key: of the training step; validation draws other noise under it.
+            on_progress: called with (finished responses, all responses).
+        """
+        total = len(self.dataset) * self.sampling.n
+        samples: list[Sample] = []
+        rows: list[ValidationRow] = []
+        for prompts in self._batches():
+            first = len(samples)
+            batch_key = replace(key, seed=key.seed ^ VALIDATION_SEED, first_sample=first)
+
+            def show(done: int, _: int, first: int = first) -> None:
+                if on_progress:
+                    on_progress(first + done, total)
+
+            experience = collector.collect(prompts, self.sampling, batch_key, show)
+            samples += list(samples_of(experience, collector))
+            rows += list(_validation_rows(experience))
+        return EvaluationResult(validation_metrics(rows), samples)
+
+    def _batches(self) -> Iterator[Sequence[Prompt]]:
+        size = self.batch_size or len(self.dataset)
+        for start in range(0, len(self.dataset), size):
+            yield [self.dataset[row] for row in range(start, min(start + size, len(self.dataset)))]
+
+
+def samples_of(experience: Experience, collector: Collector) -> Iterator[Sample]:
+    """Samples to look at, one a response."""
+    for row, (text, outcome) in enumerate(zip(experience.texts, experience.outcomes, strict=True)):
+        prompt = experience.prompt_of(row)
+        yield Sample(
+            index=prompt.index,
+            data_source=prompt.data_source,
+            prompt=decode(collector.tokenizer, prompt.token_ids),
+            response=text,
+            reward=outcome.value if isinstance(outcome, Score) else None,
+            ground_truth=prompt.ground_truth,
+            note=outcome.message if isinstance(outcome, RewardError) else "",
+        )
+
+
+def _validation_rows(experience: Experience) -> Iterator[ValidationRow]:
+    for row, outcome in enumerate(experience.outcomes):
+        prompt = experience.prompt_of(row)
+        score = outcome if isinstance(outcome, Score) else None
+        extra = dict(score.extra) if score else {}
+        prediction = extra.pop("pred", None)
+        values = {"reward": score.value if score else None, **extra}
+        truth = None if prompt.ground_truth is None else repr(prompt.ground_truth)
+        yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids, truth)

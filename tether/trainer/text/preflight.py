@@ -1,0 +1,192 @@
+"""Before the first step: look at two prompts and sixteen responses, and say what is wrong with them.
+
+Most runs that learn nothing can be told from one screen: the template was not applied, every response is cut, the
+model never ends its turn, every reward is the same. Each finding names its cause and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tether.batch import Prompt
+from tether.data.chat import decode
+from tether.data.checks import bos_problem, control_token_problem, cut_problem, repeated_problem, template_problem
+from tether.metrics.loggers.protocol import Sample
+from tether.rollout.protocol import NoiseKey
+from tether.runtime.terminal import shortened
+from tether.trainer.parts.collector import Experience
+from tether.trainer.text.evaluation import samples_of
+from tether.trainer.text.loop import Trainer
+
+PROMPTS_SHOWN = 2
+RESPONSES = 16
+SPECIAL_TOKEN_SHARE = 0.5
+"""A special token in this share of the responses that never ended is taken for the end that was missed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or likely to be."""
+
+    cause: str
+    """Short name, for example ``all_truncated``."""
+    message: str
+    """What was seen, and the fix."""
+    refuses: bool = False
+    """The run does not start with it."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was looked at, and what was found."""
+
+    prompts: Sequence[Prompt]
+    token_texts: Sequence[str]
+    """The prompts as the model reads them, special tokens written out."""
+    samples: Sequence[Sample]
+    findings: Sequence[Finding]
+
+    @property
+    def refused(self) -> bool:
+        """A finding forbids the run."""
+        return any(finding.refuses for finding in self.findings)
+
+    def show(self, console: Console) -> None:
+        """Print everything on one screen."""
+        console.print(Panel(Group(*self._parts()), title="preflight", title_align="left"))
+
+    def _parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = []
+        for prompt, text in zip(self.prompts, self.token_texts, strict=True):
+            parts += [
+                Text(f"prompt {prompt.index}, {len(prompt.token_ids)} tokens", style="bold"),
+                Text(text.strip()),
+                Text(_first_ids(prompt.token_ids), style="dim"),
+            ]
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for column in ("prompt", "response", "truth", "reward"):
+            table.add_column(column)
+        for sample in self.samples:
+            reward = "none" if sample.reward is None else f"{sample.reward:g}"
+            table.add_row(
+                str(sample.index),
+                Text(shortened(" ".join(sample.response.split()), 80)),
+                Text(shortened(" ".join(str(sample.ground_truth).split()), 24)),
+                reward,
+            )
+        parts.append(table)
+        parts += [
+            Text(f"{'refused' if f.refuses else 'warning'}: {f.message}", style="bold red" if f.refuses else "yellow")
+            for f in self.findings
+        ]
+        return parts if self.findings else [*parts, Text("nothing suspicious found", style="green")]
+
+
+def preflight(trainer: Trainer, mini_batch_rows: int, epochs: int) -> Preflight:
+    """Sample sixteen responses with the untrained policy and judge them.
+
+    Args:
+        trainer: ready to train.
+        mini_batch_rows: rows an optimizer step.
+        epochs: passes over a rollout.
+    """
+    tokenizer = trainer.collector.tokenizer
+    count = min(len(trainer.dataset), max(1, RESPONSES // trainer.sampling.n))
+    prompts = [trainer.dataset[row] for row in range(count)]
+    experience = trainer.collector.collect(prompts, trainer.sampling, NoiseKey(trainer.seed, step=0))
+    rows = trainer.prompts_per_step * trainer.sampling.n
+    findings = [
+        *prompt_findings(trainer, prompts),
+        *response_findings(trainer, experience),
+        *update_findings(rows, mini_batch_rows, epochs),
+    ]
+    shown = prompts[:PROMPTS_SHOWN]
+    samples = list(samples_of(experience, trainer.collector))[:RESPONSES]
+    return Preflight(shown, [decode(tokenizer, p.token_ids) for p in shown], samples, findings)
+
+
+def prompt_findings(trainer: Trainer, prompts: Sequence[Prompt]) -> list[Finding]:
+    """Problems of the rendered prompts: BOS, template, cuts."""
+    tokenizer, first = trainer.collector.tokenizer, prompts[0]
+    findings = []
+    if bos := bos_problem(tokenizer, first.token_ids):
+        findings.append(Finding("bos", bos, refuses=bos.startswith("doubled")))
+    if template := template_problem(tokenizer, first.token_ids, first.messages):
+        findings.append(Finding("template_not_applied", template, refuses=True))
+    if cut := cut_problem(trainer.dataset.report):
+        findings.append(Finding("prompt_cut", cut))
+    if control := control_token_problem(trainer.dataset.report):
+        findings.append(Finding("control_tokens", control))
+    held_out = trainer.evaluation.dataset if trainer.evaluation else None
+    if held_out is not None and (repeated := repeated_problem(held_out.report, len(held_out))):
+        findings.append(Finding("repeated_questions", repeated))
+    return findings
+
+
+def response_findings(trainer: Trainer, experience: Experience) -> list[Finding]:
+    """Problems of the sampled responses: no end, no difference in reward."""
+    findings = []
+    if bool(experience.rollout.truncated.all()):
+        findings.append(_never_ends(trainer, experience))
+    scores = experience.scores[~experience.scores.isnan()]
+    if len(scores) and bool((scores == scores[0]).all()):
+        findings.append(
+            Finding(
+                "zero_reward_variance",
+                f"all {len(scores)} sampled responses have the reward {scores[0]:g}: where rewards do not differ there "
+                "is nothing to learn. Check the reward on the responses above, or take an easier task to begin with.",
+            )
+        )
+    if not len(scores):
+        message = "no sampled response has a reward: all abstained or failed. Check the reward function."
+        findings.append(Finding("no_reward", message, refuses=True))
+    return findings
+
+
+def _never_ends(trainer: Trainer, experience: Experience) -> Finding:
+    tokenizer, eos = trainer.collector.tokenizer, trainer.collector.engine.eos_token_ids
+    rollout = experience.rollout
+    if not eos:
+        return Finding(
+            "no_eos",
+            "the model names no end-of-sequence token, so every response runs to the limit. Set eos_token_id in its "
+            "generation_config.json.",
+        )
+    special = set(tokenizer.all_special_ids) - set(eos)
+    responses = [set(row[:n].tolist()) for row, n in zip(rollout.response_ids, rollout.response_length, strict=True)]
+    for token in sorted(special):
+        if sum(token in response for response in responses) >= SPECIAL_TOKEN_SHARE * len(responses):
+            return Finding(
+                "missed_eos",
+                f"responses go on after {decode(tokenizer, [token])!r}, which is not among the end-of-sequence tokens "
+                f"{sorted(eos)}. Add {token} to eos_token_id in the model's generation_config.json.",
+            )
+    return Finding(
+        "all_truncated",
+        f"all {len(responses)} sampled responses were cut at data.max_response_length="
+        f"{trainer.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or ask for shorter answers.",
+    )
+
+
+def update_findings(rows: int, mini_batch_rows: int, epochs: int) -> list[Finding]:
+    """One update a batch: the ratio is 1 and the clip never acts."""
+    if rows > mini_batch_rows or epochs > 1:
+        return []
+    return [
+        Finding(
+            "clipping_inactive",
+            "one optimizer step a batch: the probability ratio is always 1, so PPO's clip never acts. That is plain "
+            "policy gradient; for PPO lower ppo_mini_batch_size or raise ppo_epochs.",
+        )
+    ]
+
+
+def _first_ids(ids: Sequence[int], shown: int = 24) -> str:
+    text = " ".join(map(str, ids[:shown]))
+    return f"{text} ... {ids[-1]}" if len(ids) > shown else text

@@ -1,0 +1,163 @@
+"""Behaviour cloning: a policy learns to take the actions of recorded episodes.
+
+The loss is the mean negative log-probability of each column of the recorded actions, so it is the cross-entropy for
+choices and action tokens, and half the squared error over the variance, up to a constant, for a Gaussian whose standard
+deviation is left alone (Pomerleau 1988).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tether.models.control.spec import Observations
+from tether.training.control.chunk_levels import per_column
+
+
+class Clonable(Protocol):
+    """A policy that says how likely given actions are."""
+
+    def normalized(self, obs: Any) -> Any:
+        """What the networks see of raw observations."""
+        ...
+
+    def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
+        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, from what `normalized` gave."""
+        ...
+
+
+@dataclass(frozen=True)
+class CloningData:
+    """S decisions to imitate, each on the actions of a chunk."""
+
+    obs: Observations
+    """[S, ...]: raw, as the policy takes them."""
+    actions: Tensor
+    """[S, K * D]"""
+    mask: Tensor
+    """[S, K]: actions before the end of the episode."""
+
+    def __len__(self) -> int:
+        return len(self.obs)
+
+    def rows(self, which: Tensor | slice) -> CloningData:
+        """Some of the decisions."""
+        return CloningData(self.obs[which], self.actions[which], self.mask[which])
+
+
+@dataclass(frozen=True)
+class CloningOptions:
+    """How long, and in which steps, is learned."""
+
+    lr: float
+    batch_size: int
+    epochs: int
+    patience: int
+    """Epochs without a better held-out loss after which it ends."""
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+def windows(
+    obs: Sequence[NDArray[np.float32]],
+    actions: Sequence[NDArray[np.generic]],
+    chunk: int,
+    see: Callable[[NDArray[np.float32]], Observations] = torch.from_numpy,
+) -> CloningData:
+    """Let every step of episodes decide on its action and the `chunk` - 1 that follow.
+
+    Args:
+        obs: flat, [T, O] of each episode.
+        actions: [T, D] of each episode.
+        chunk: K.
+        see: makes of flat observations what the policy takes.
+    """
+    columns: list[Tensor] = []
+    masks: list[Tensor] = []
+    for episode in actions:
+        steps = torch.arange(len(episode))[:, None] + torch.arange(chunk)
+        inside = steps < len(episode)
+        columns.append(torch.from_numpy(episode)[steps.clamp(max=len(episode) - 1)].flatten(1))
+        masks.append(inside)
+    return CloningData(see(np.concatenate(obs)), torch.cat(columns), torch.cat(masks))
+
+
+def split_episodes(count: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
+    """Numbers of the episodes to learn from and of those held out, at least one each, drawn by `seed`.
+
+    Raises:
+        ValueError: there are fewer than two episodes.
+    """
+    if count < 2:
+        raise ValueError(f"{count} episode: none can be held out; give at least 2")
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    apart = min(max(round(held_out * count), 1), count - 1)
+    return sorted(order[apart:]), sorted(order[:apart])
+
+
+@dataclass
+class Cloning:
+    """A policy, what it imitates, and what it is measured on."""
+
+    policy: Clonable
+    parameters: Sequence[nn.Parameter]
+    """What is trained."""
+    learned: CloningData
+    held_out: CloningData
+    options: CloningOptions
+    seed: int
+    """Of the order of the decisions."""
+
+    def run(self) -> Iterator[dict[str, float]]:
+        """Train; yields the metrics before the first epoch and after each. At the end the best weights are in place."""
+        optimizer = torch.optim.AdamW(self.parameters, lr=self.options.lr, weight_decay=self.options.weight_decay)
+        generator = torch.Generator().manual_seed(self.seed)
+        best = self.measure(self.held_out)
+        yield {"bc/held_out_loss": best}
+        kept, since = self._weights(), 0
+        for _ in range(self.options.epochs):
+            learned = self._epoch(optimizer, generator)
+            loss = self.measure(self.held_out)
+            since += 1
+            if loss < best:
+                best, kept, since = loss, self._weights(), 0
+            yield {"bc/loss": learned, "bc/held_out_loss": loss, "bc/best_held_out_loss": best}
+            if since >= self.options.patience or not math.isfinite(learned):
+                break
+        for parameter, weight in zip(self.parameters, kept, strict=True):
+            parameter.data.copy_(weight)
+
+    @torch.no_grad()
+    def measure(self, data: CloningData) -> float:
+        """The loss of decisions, in nats a column."""
+        size = self.options.batch_size
+        pieces = [data.rows(slice(start, start + size)) for start in range(0, len(data), size)]
+        sums = [self._losses(piece) for piece in pieces]
+        return float(sum(total for total, _ in sums) / sum(count for _, count in sums))
+
+    def _epoch(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> float:
+        losses = []
+        for rows in torch.randperm(len(self.learned), generator=generator).split(self.options.batch_size):
+            total, count = self._losses(self.learned.rows(rows))
+            optimizer.zero_grad()
+            (total / count).backward()
+            nn.utils.clip_grad_norm_(self.parameters, self.options.grad_clip)
+            optimizer.step()
+            losses.append(float(total.detach() / count))
+        return sum(losses) / len(losses)
+
+    def _losses(self, data: CloningData) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of all columns that count, and their number."""
+        columns = self.policy.log_probs(self.policy.normalized(data.obs), data.actions)
+        mask = per_column(data.mask, columns.shape[1])
+        return -torch.where(mask, columns, 0.0).sum(), mask.sum()
+
+    def _weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]

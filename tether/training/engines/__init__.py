@@ -1,0 +1,1 @@
+"""The engine that runs forward and backward passes, its optimizer, and incidents."""

@@ -1,0 +1,69 @@
+"""An update or inference that does not fit into memory is repeated in smaller micro-batches, with the same result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Limit = TypeVar("Limit")
+Result = TypeVar("Result")
+CPU_ALLOCATOR = "can't allocate memory"
+"""In the text of the RuntimeError that torch raises where an allocation on a CPU fails."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the CPU."""
+    failed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return failed or (isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error))
+
+
+def within_memory(
+    attempt: Callable[[Limit], Result],
+    limit: Limit,
+    halved: Callable[[Limit], Limit | None],
+    setting: Callable[[Limit], str],
+    advice: str,
+) -> tuple[Result, Limit]:
+    """Try, with smaller and smaller micro-batches, until it fits.
+
+    Args:
+        attempt: the work; a failed one must leave nothing that the next does not undo.
+        limit: of a micro-batch.
+        halved: the next smaller limit; None where a micro-batch is a single row already.
+        setting: a limit as it stands in the configuration, for the warning.
+        advice: what to change where a single row does not fit.
+
+    Returns:
+        The result, and the limit that it needed.
+
+    Raises:
+        ValueError: a single row does not fit.
+    """
+    first = limit
+    while True:
+        try:
+            result = attempt(limit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        else:
+            if limit != first:
+                logger.warning(
+                    "a micro-batch did not fit into memory; it was split, with the same result, and so will be the "
+                    "next ones. To make this permanent: %s",
+                    setting(limit),
+                )
+            return result, limit
+        # Here, after the error and the tensors in its traceback are gone.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        smaller = halved(limit)
+        if smaller is None:
+            raise ValueError(f"out of memory with a micro-batch of a single row ({reason}). {advice}")
+        limit = smaller

@@ -1,0 +1,143 @@
+"""A user's own advantage estimator or policy loss, ``FILE.py:NAME``, where the name of one of tether's may stand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Advantages, TokenLoss
+from tether.algorithms.registry import uniform
+from tether.runtime.user_files import import_python_file
+from tether.spelling import did_you_mean
+
+ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+ESTIMATOR_ARGUMENTS = ("token_level_rewards", "response_mask")
+LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "response_mask")
+CHOSEN_FOR_ONE_LOSS = {"selected"}
+
+
+def advantage_estimator(name: str) -> Callable[..., Advantages]:
+    """The estimator of this name, or that of a user's file, called with the keywords of all estimators.
+
+    Raises:
+        ValueError: no such file or function, other arguments than a run has, or a dry call that gives no `Advantages`
+            of finite numbers.
+    """
+    return ADVANTAGE_ESTIMATORS.get(name) or _own_estimator(name)
+
+
+def policy_loss(name: str) -> Callable[..., TokenLoss]:
+    """The policy loss of this name, or that of a user's file, called with the keywords of all losses.
+
+    Raises:
+        ValueError: no such file or function, other arguments than a run has, or a dry call that gives no `TokenLoss` of
+            finite numbers with a gradient.
+    """
+    return POLICY_LOSSES.get(name) or _own_loss(name)
+
+
+@cache
+def _own_estimator(name: str) -> Callable[..., Advantages]:
+    function = _load(name, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, ADVANTAGE_ESTIMATORS)
+    toy = _toy()
+    keywords = {key: toy[key] for key in _required(function, ESTIMATOR_ARGUMENTS)}
+    found = _called(function, ESTIMATOR_KEY, name, [toy["rewards"], toy["response_mask"]], keywords)
+    if not isinstance(found, Advantages):
+        raise ValueError(
+            f"{ESTIMATOR_KEY}={name}: returns {type(found).__name__}; expected tether.algorithms.Advantages"
+        )
+    for field in ("advantages", "returns"):
+        _check_tokens(getattr(found, field), toy["response_mask"], f"{ESTIMATOR_KEY}={name}: {field}")
+    return function
+
+
+@cache
+def _own_loss(name: str) -> Callable[..., TokenLoss]:
+    function = _load(name, LOSS_KEY, LOSS_ARGUMENTS, POLICY_LOSSES)
+    toy = _toy()
+    keywords = {key: toy[key] for key in _required(function, LOSS_ARGUMENTS)}
+    log_probs = toy["log_probs"].requires_grad_()
+    tensors = [log_probs, toy["old_log_probs"], toy["advantages"], toy["response_mask"]]
+    found = _called(function, LOSS_KEY, name, tensors, keywords)
+    if not isinstance(found, TokenLoss):
+        raise ValueError(f"{LOSS_KEY}={name}: returns {type(found).__name__}; expected tether.algorithms.TokenLoss")
+    _check_tokens(found.loss, toy["response_mask"], f"{LOSS_KEY}={name}: loss")
+    if not found.loss.requires_grad:
+        raise ValueError(f"{LOSS_KEY}={name}: the loss has no gradient by log_probs, so nothing would be learned")
+    return function
+
+
+def _load(
+    name: str, key: str, arguments: tuple[str, ...], registry: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Take the function out of its file and let it be called as those of the registry are."""
+    path, _, attribute = name.rpartition(":")
+    module = import_python_file(path, key)
+    function = vars(module).get(attribute)
+    if not inspect.isfunction(function):
+        there = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"{key}={name}: {path} has no function {attribute}.{did_you_mean(attribute, there)}")
+    signature = inspect.signature(function)
+    given = {each for one in registry.values() for each in inspect.signature(one).parameters} - CHOSEN_FOR_ONE_LOSS
+    positional = [each for each, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    others = [each for each in signature.parameters if each not in arguments]
+    if tuple(positional[: len(arguments)]) != arguments or (unknown := [each for each in others if each not in given]):
+        wanted = f"({', '.join(arguments)}, *, KEYWORDS)"
+        known = ", ".join(sorted(given - set(arguments)))
+        wrong = f"; {unknown[0]} is none of them" if tuple(positional[: len(arguments)]) == arguments else ""
+        raise ValueError(f"{key}={name}: takes {signature}; expected {wanted} with keywords among {known}{wrong}")
+    meaning = dict.fromkeys(others, "what a run has by this name")
+    learns = "log_probs" if "log_probs" in arguments else None
+    functions: dict[str, Callable[..., Any]] = {**registry, name: function}
+    return uniform(functions, meaning=meaning, learns=learns)[name]
+
+
+def _required(function: Callable[..., Any], arguments: tuple[str, ...]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.name not in arguments and p.default is p.empty]
+
+
+def _called(
+    function: Callable[..., Any], key: str, name: str, tensors: list[Tensor], keywords: Mapping[str, Any]
+) -> Any:
+    try:
+        return function(*tensors, **keywords)
+    except Exception as error:  # whatever a user's function raises on a small batch is one and the same problem
+        raise ValueError(
+            f"{key}={name}: a call on 4 rows of 3 tokens raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_tokens(found: object, mask: Tensor, what: str) -> None:
+    if not isinstance(found, Tensor) or found.shape != mask.shape or not found.is_floating_point():
+        shape = f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{what} is {shape}; expected floating-point numbers of shape {list(mask.shape)} on 4 rows")
+    if not found[mask].isfinite().all():
+        raise ValueError(f"{what} has a number that is not finite on a batch of finite ones")
+
+
+def _toy() -> dict[str, Any]:
+    """Four rows of two groups, one of them without a token, one with a tool's output in the middle; and all numbers."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[True, True, True], [True, False, True], [True, True, False], [False, False, False]])
+    names = ("rewards", "values", "advantages", "log_probs", "old_log_probs", "rollout_log_probs")
+    tokens = {name: torch.randn(4, 3, generator=generator) for name in names}
+    tokens |= {name: -tokens[name].abs() for name in names[3:]}
+    rows = {name: torch.randn(4, generator=generator) for name in ("reward_baselines", "bootstrap_values")}
+    return tokens | rows | {
+        "response_mask": mask,
+        "uid": torch.tensor([0, 0, 1, 1]),
+        "sum_pi_squared": torch.full((4, 3), 0.5),
+        "rollout_is_weights": torch.ones(4, 3),
+        "reward_components": torch.randn(4, 2, generator=generator),
+        "component_weights": torch.ones(2),
+        **dict.fromkeys(("gamma", "lam", "critic_lam"), 0.9),
+        **dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), 0.2),
+        **{"clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "ppo_kl_coef": 0.1, "behave_weight_threshold": None},
+        **dict.fromkeys(("norm_adv_by_std_in_grpo", "normalize_advantages"), True),
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Micro-batches, packing and losses of language models."""

@@ -1,0 +1,124 @@
+"""One forward pass over a micro-batch: what the policy and the critic say of each response token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tether.batch import TrainBatch
+from tether.models.language.critic import value_head_of, values_from_hidden
+from tether.models.language.packing_check import hidden_states
+from tether.models.layers.packed_layout import select_rows
+from tether.models.output.full_kl import full_kl_of_hidden
+from tether.models.output.log_probs import lm_head_of, token_log_probs
+from tether.models.output.truncation_record import KeptSets
+from tether.training.text.packing import TokenRows, token_rows
+
+
+class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
+    """The policy at each response token; zero outside the mask."""
+
+    log_probs: Tensor  # [B, T]
+    entropy: Tensor | None = None  # [B, T]
+    sum_pi_squared: Tensor | None = None  # [B, T]
+    full_kl: Tensor | None = None  # [B, T] from the reference, over the whole vocabulary
+
+
+class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
+    """The critic before each response token; zero outside the mask."""
+
+    values: Tensor  # type: ignore[assignment]  # [B, T]
+    bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 where it ended itself
+
+
+def _states(model: PreTrainedModel, rows: TokenRows) -> Tensor:
+    return hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The policy that a KL holds the trained one to: a frozen model, or the trained one with its adapter off."""
+
+    model: PreTrainedModel
+    during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
+    """Entered around every forward pass; with LoRA it switches the adapter off."""
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """A causal LM as a policy.
+
+    `temperature` divides the logits before the softmax, as the sampler does, and where the sampler cut the vocabulary
+    (`TrainBatch.kept`) its cut is replayed, so that log-probabilities and entropy are those of the distribution that
+    was sampled from. Only `full_kl` is over the whole vocabulary either way.
+    """
+
+    model: PreTrainedModel
+    temperature: float = 1.0
+    packed: bool = True
+    with_entropy: bool = False
+    with_sum_pi_squared: bool = False
+    """Also the sum over the vocabulary of the squared probabilities; it carries no gradient."""
+    reference: ReferenceModel | None = None
+    """Given where the KL over the whole vocabulary is wanted. It runs beside the policy on the same micro-batch, so
+    that neither its hidden states nor its logits are ever kept for a whole batch."""
+
+    def __call__(self, batch: TrainBatch) -> PolicyOutputs:
+        """Log-probability (and what else is asked for) of each response token."""
+        rows = token_rows(batch, packed=self.packed)
+        states, head = select_rows(_states(self.model, rows), rows.predicts), lm_head_of(self.model)
+        kept = None
+        if batch.kept is not None:
+            kept = KeptSets.read(batch.kept, rows.slots, vocabulary=len(head.weight))
+        tokens = token_log_probs(
+            states,
+            head,
+            rows.targets,
+            temperature=self.temperature,
+            kept=kept,
+            with_entropy=self.with_entropy,
+            with_sum_pi_squared=self.with_sum_pi_squared,
+        )
+        return PolicyOutputs(
+            log_probs=rows.scatter(tokens.log_probs),
+            entropy=rows.scatter(tokens.entropy) if tokens.entropy is not None else None,
+            sum_pi_squared=rows.scatter(tokens.sum_pi_squared) if tokens.sum_pi_squared is not None else None,
+            full_kl=rows.scatter(self._full_kl(states, rows, self.reference)) if self.reference else None,
+            batch_size=batch.batch_size,
+        )
+
+    def _full_kl(self, states: Tensor, rows: TokenRows, reference: ReferenceModel) -> Tensor:
+        with torch.no_grad(), reference.during(reference.model):
+            ref_states = _states(reference.model, rows)[rows.predicts]
+        return full_kl_of_hidden(
+            states, lm_head_of(self.model), ref_states, lm_head_of(reference.model), temperature=self.temperature
+        )
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A critic: the value of a response token is read at the position before it."""
+
+    model: PreTrainedModel
+    packed: bool = True
+    with_bootstrap: bool = False
+    """Also the value at the last token of a truncated response: of the state in which the length limit cut it."""
+
+    def __call__(self, batch: TrainBatch) -> ValueOutputs:
+        """Value before each response token, and after the last where that is asked for."""
+        rows = token_rows(batch, packed=self.packed)
+        states, head = _states(self.model, rows), value_head_of(self.model)
+        after = None
+        if self.with_bootstrap:
+            after = torch.where(batch.truncated, values_from_hidden(states[rows.ends], head), 0.0)
+        return ValueOutputs(
+            values=rows.scatter(values_from_hidden(select_rows(states, rows.predicts), head)),
+            bootstrap_values=after,
+            batch_size=batch.batch_size,
+        )

@@ -1,0 +1,82 @@
+"""How a mini-batch is cut into micro-batches: a matter of memory alone, never of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+
+class RowSize(NamedTuple):
+    """What a row costs."""
+
+    prompt: int
+    """A number that rows of one micro-batch share if and only if they have the same prompt."""
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """Limits of one forward and backward pass; at least one of the two is set."""
+
+    max_rows: int | None = None
+    max_tokens: int | None = None
+    """Token budget (``use_dynamic_bsz``). A row that alone exceeds it gets a micro-batch of its own."""
+    packed: bool = True
+    """Tokens are counted as they are, a prompt that several rows share once; if False, every row counts as long as the
+    longest of its micro-batch."""
+    key: str = field(default="the limit of a micro-batch", compare=False)
+    """Of the configuration, which set the limit."""
+
+    def __str__(self) -> str:
+        """As in the configuration."""
+        return f"{self.key}={self.max_rows if self.max_tokens is None else self.max_tokens}"
+
+    def halved(self, rows: Sequence[RowSize]) -> MicroBatching | None:
+        """The limits under which the largest micro-batch of these rows is cut in two; None where each is a row."""
+        several = [group for group in self.split(rows) if len(group) > 1]
+        if not several:
+            return None
+        if self.max_tokens is None:
+            return replace(self, max_rows=max(map(len, several)) // 2)
+        return replace(self, max_tokens=max(1, max(self._cost([rows[i] for i in group]) for group in several) // 2))
+
+    def split(self, rows: Sequence[RowSize]) -> list[list[int]]:
+        """Row numbers of each micro-batch.
+
+        Without a token budget rows stay in order. With one, they are sorted by length, so that the rows of a
+        micro-batch are alike and few micro-batches are needed; packed rows of one prompt stay together.
+        """
+        groups: list[list[int]] = []
+        for row in self._order(rows):
+            if not groups or not self._fits([rows[i] for i in [*groups[-1], row]]):
+                groups.append([])
+            groups[-1].append(row)
+        return groups
+
+    def _order(self, rows: Sequence[RowSize]) -> list[int]:
+        order = list(range(len(rows)))
+        if self.max_tokens is None:
+            return order
+        order.sort(key=lambda i: -rows[i].tokens)
+        if self.packed:
+            place = {prompt: i for i, prompt in enumerate(dict.fromkeys(rows[i].prompt for i in order))}
+            order.sort(key=lambda i: place[rows[i].prompt])
+        return order
+
+    def _fits(self, rows: list[RowSize]) -> bool:
+        within_rows = self.max_rows is None or len(rows) <= self.max_rows
+        return within_rows and (self.max_tokens is None or self._cost(rows) <= self.max_tokens)
+
+    def _cost(self, rows: list[RowSize]) -> int:
+        """Tokens of a micro-batch."""
+        if self.packed:
+            prompts = {row.prompt: row.prompt_tokens for row in rows}
+            return sum(prompts.values()) + sum(row.response_tokens for row in rows)
+        return max(row.tokens for row in rows) * len(rows)
