@@ -124,12 +124,6 @@ WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.trai
             "set algorithm.reward_type=chunk_level, or use action_level",
         ),
         (["env.eval.video_cfg.save_video=True", "env.eval.env_type=envpool"], "env.eval.env_type", "use gymnasium"),
-        (["env.train.pipeline_stage_num=3"], "env.train.total_num_envs", "set it to a multiple of 3"),
-        (
-            ["env.train.pipeline_stage_num=2", "env.train.vectorization=sync"],
-            "env.train.vectorization",
-            "use auto or subprocess",
-        ),
         (
             [*WAITS, "algorithm.filter_rewards=True", "algorithm.rewards_lower_bound=2"],
             "algorithm.rewards_lower_bound",

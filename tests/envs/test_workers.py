@@ -116,7 +116,7 @@ def test_a_guard_that_is_killed_takes_its_environments_along(countdown):
 TRAINER = """
 import numpy as np
 from tests.envs import toys
-from tether.envs.make import EnvOptions, make_stages, make_vector_env
+from tether.envs.make import EnvOptions, make_vector_env
 from tether.runtime import interrupt
 
 toys.register()

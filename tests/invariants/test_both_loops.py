@@ -182,7 +182,6 @@ STEPS = {
     "here": ["env.train.vectorization=sync"],
     "processes": ["env.train.vectorization=subprocess", "env.train.num_workers=2"],
     "chunks": ["env.train.vectorization=sync", "policy.num_action_chunks=2"],
-    "stages": ["env.train.vectorization=subprocess", "env.train.num_workers=2", "env.train.pipeline_stage_num=2"],
 }
 
 
@@ -192,12 +191,12 @@ def wrapped(name: str) -> list[str]:
 
 KILLED = [
     ("np.random", "processes"), ("random", "here"), ("torch", "chunks"), ("a generator of the module", "here"),
-    ("generators of its own", "stages"), ("counts", "processes"), ("random the first time", "here"),
+    ("generators of its own", "processes"), ("counts", "processes"), ("random the first time", "here"),
     ("gives its state", "chunks"), ("running statistics", "here"), ("forgets at reset", "processes"),
 ]  # fmt: skip
 STOPPED = [
     ("np.random", "here"), ("random", "processes"), ("torch", "processes"), ("a generator of the module", "processes"),
-    ("generators of its own", "here"), ("counts", "chunks"), ("counts", "stages"), ("random the first time", "stages"),
+    ("generators of its own", "here"), ("counts", "chunks"), ("counts", "here"), ("random the first time", "processes"),
     ("gives its state", "processes"), ("running statistics", "processes"),
 ]  # fmt: skip
 

@@ -19,7 +19,6 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.envs.protocol import DiscreteActions, VectorEnv
-from tether.envs.vectorization.stages import StagedEnv
 from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy
 from tether.models.control.spec import PolicySpec
 from tether.models.vla.spec import VlaSpec
@@ -71,7 +70,7 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         identity = identity_of(config)
         if checkpoint:
             check_identity(checkpoint, identity)
-        env = make_training_env(config)
+        env = make_env(config.env.train, "env.train", _pacing(config), view_of(config))
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
         if not isinstance(policy, ControlPolicy):
@@ -120,7 +119,7 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
     return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def _check_fit(env: VectorEnv | StagedEnv, spec: PolicySpec | VlaSpec) -> None:
+def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec) -> None:
     """Refuse to test a policy where it cannot act."""
     choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
     if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
@@ -170,20 +169,6 @@ def make_env(
     """
     options = env_options(section, role, pacing, view, render=render)
     made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
-    return made
-
-
-def make_training_env(config: RunConfig) -> VectorEnv | StagedEnv:
-    """The environments of ``env.train``.
-
-    Raises:
-        ValueError: see `make_env`.
-    """
-    train, role = config.env.train, "env.train"
-    if train.pipeline_stage_num == 1:
-        return make_env(train, role, _pacing(config), view_of(config))
-    options = env_options(train, role, _pacing(config), view_of(config))
-    made: StagedEnv = importlib.import_module("tether.envs.make").make_stages(options, train.pipeline_stage_num)
     return made
 
 
@@ -286,7 +271,7 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv | StagedEnv, policy: Policy) -> EnvCollector:
+def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,

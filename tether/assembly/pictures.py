@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from tether.envs.protocol import VectorEnv
-from tether.envs.vectorization.stages import StagedEnv
 from tether.models.control.cnn import SMALLEST
 
 Parts = tuple[tuple[int, int, int, int], ...]
 
 
-def find_pictures(env: VectorEnv | StagedEnv, model_type: str) -> Parts:
+def find_pictures(env: VectorEnv, model_type: str) -> Parts:
     """``PolicySpec.pictures``: those among the parts of an observation.
 
     Raises:
@@ -48,7 +47,7 @@ def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
     return asked if asked != "auto" else "nature" if fits else "small"
 
 
-def refuse_texts(env: VectorEnv | StagedEnv, model_type: str) -> None:
+def refuse_texts(env: VectorEnv, model_type: str) -> None:
     """No policy of numbers and pictures reads a text.
 
     Raises:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.checkpoints.store import find_checkpoint
 from tether.config import RunConfig
 from tether.config.schema.env import VLA_TYPES
 from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
-from tether.envs.vectorization.stages import StagedEnv
 from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.spec import PolicySpec
@@ -26,12 +24,11 @@ Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 OF_THE_START = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
 """Fields of a policy's shape in which the one that a run starts from may be another."""
 
-Envs = VectorEnv | StagedEnv
 _OTHERS = (ControlPolicy, NetworkPolicy)
 """Policies that choose no action tokens."""
 
 
-def start_policy(config: RunConfig, env: Envs) -> Policy:
+def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
     """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
 
     The former keeps its statistics of observations: those of demonstrations hardly vary in some entries, and the first
@@ -51,7 +48,7 @@ def start_policy(config: RunConfig, env: Envs) -> Policy:
     return policy
 
 
-def new_policy(config: RunConfig, env: Envs, bounds: Bounds | None = None) -> Policy:
+def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) -> Policy:
     """A policy for the environment, with the weights of the seed.
 
     Args:
@@ -105,21 +102,13 @@ def saved_policy(path: Path, key: str) -> Policy:
     return load_policy(checkpoint / POLICY)
 
 
-@overload
-def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv: ...
-@overload
-def acted_in(env: StagedEnv, policy: Policy) -> StagedEnv: ...
-def acted_in(env: Envs, policy: Policy) -> Envs:
+def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv:
     """The environments as the policy acts in them: with bins for actions, where it chooses action tokens."""
     bounds = bounds_of(policy)
     if bounds is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != len(bounds[0]):
         return env
     module = importlib.import_module("tether.envs.spaces.action_bins")
-    wrap = partial(module.BinnedEnv, bins=module.ActionBins(*bounds))
-    if isinstance(env, StagedEnv):
-        env.wrap(wrap)
-        return env
-    wrapped: VectorEnv = wrap(env)
+    wrapped: VectorEnv = module.BinnedEnv(env, module.ActionBins(*bounds))
     return wrapped
 
 
@@ -130,7 +119,7 @@ def bounds_of(policy: Policy) -> Bounds | None:
     return policy.spec.low, policy.spec.high
 
 
-def _new_vla(config: RunConfig, env: Envs, bounds: Bounds | None) -> Policy:
+def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy:
     if not isinstance(env.actions, ContinuousActions):
         raise ValueError(
             f"policy.model_type={config.policy.model_type}: its action tokens stand for numbers, and the actions of "

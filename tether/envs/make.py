@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,6 @@ from tether.envs.protocol import VectorEnv
 from tether.envs.vectorization.episode_starts import PacedEnv
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
-from tether.envs.vectorization.stages import StagedEnv
 from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
 from tether.runtime.user_files import import_python_file
@@ -84,8 +82,6 @@ class EnvOptions:
     """``module:Class`` of wrappers around each environment, the first innermost."""
     view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
-    first: int = 0
-    """Number of the first environment, where these are a part of more."""
     role: str = "env.train"
     """Section of the configuration, for messages."""
 
@@ -116,24 +112,6 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         return env  # its processes have the deadline
     timed: Any = TimedEnv(env, options.timeout, options.role)
     return timed
-
-
-def make_stages(options: EnvOptions, stages: int) -> StagedEnv:
-    """Make the `num_envs` environments of an id in stages of equal size, with the seeds that they have without stages.
-
-    Raises:
-        ValueError: see `make_vector_env`.
-    """
-    count, workers = options.num_envs // stages, max(1, options.num_workers // stages)
-    how = "subprocess" if options.vectorization == "auto" else options.vectorization
-    part = replace(options, num_envs=count, num_workers=workers, vectorization=how)
-    with ExitStack() as made:
-        envs = []
-        for stage in range(stages):
-            envs.append(make_vector_env(replace(part, first=stage * count)))
-            made.callback(envs[-1].close)
-        made.pop_all()
-    return StagedEnv(envs)
 
 
 def _make(options: EnvOptions) -> VectorEnv:
@@ -184,18 +162,17 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
             options.num_workers,
             timeout=options.timeout,
             holds=paced,
-            first=options.first,
         )
     else:
         env = loop(options.num_envs)
-    return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
+    return PacedEnv(env, **vars(options.pacing)) if paced else env
 
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Some environments in a loop; a module's function, so that it can be sent to a process."""
     make = partial(make_one, options)
     ignore = options.ignore_terminations
-    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds, first=options.first)
+    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds)
 
 
 def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:

@@ -168,7 +168,6 @@ def test_values_of_text_runs(imported, overrides, native):
             {"env.eval.num_episodes": 12},
         ),
         (["algorithm.group_size=4"], {"env.train.group_size": 4}),
-        (["rollout.pipeline_stage_num=2"], {"env.train.pipeline_stage_num": 2}),
         (["actor.optim.lr=1e-3", "actor.optim.value_lr=1e-2"], {"critic.optim.lr": 1e-2}),
         (["actor.optim.adam_beta1=0.8"], {f"{ACTOR}.optim.betas": [0.8, 0.999]}),
         (["env.train.auto_reset=False"], {"env.train.auto_reset": False}),
@@ -359,6 +358,13 @@ env:
   eval: {env_type: libero, task_suite_name: libero_10, total_num_envs: 8}
 actor: {model: {model_type: openpi, openpi: {noise_level: 0.5}}, global_batch_size: 64}
 """
+
+
+def test_stages_of_environments_change_no_result(imported):
+    result = imported(EMBODIED, "rollout.pipeline_stage_num=2")
+    (line,) = (line for line in result.lines if line.key == "rollout.pipeline_stage_num")
+    assert line.status == "no effect"
+    assert result.problems == ()
 
 
 def test_keys_of_a_refused_simulator_or_policy_do_not_hide_the_refusal(imported):

@@ -169,21 +169,6 @@ def workers_are_read(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def stages_overlap(cfg: RunConfig) -> Problem | None:
-    """Stages are of one size, and step beside this process."""
-    train = cfg.env.train
-    count, stages = train.total_num_envs, train.pipeline_stage_num
-    if stages == 1:
-        return None
-    if count % stages:
-        what = f"{count} environments cannot be dealt to {TRAIN}.pipeline_stage_num={stages} stages"
-        return Problem(f"{TRAIN}.total_num_envs", what, f"set it to a multiple of {stages}")
-    if train.env_type != "envpool" and train.vectorization in ("sync", "vector"):
-        what = f"{train.vectorization} steps in this process, so {TRAIN}.pipeline_stage_num={stages} overlaps nothing"
-        return Problem(f"{TRAIN}.vectorization", what, "use auto or subprocess")
-    return None
-
-
 def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
     """Only environments that are stepped one by one show a picture."""
     test = cfg.env.eval
@@ -210,6 +195,5 @@ RULES = (
     ignored_terminations_end,
     waiting_environments_are_gymnasiums,
     workers_are_read,
-    stages_overlap,
     videos_are_rendered_here,
 )

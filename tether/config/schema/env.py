@@ -37,8 +37,6 @@ class TrainEnvConfig(Section):
     """Threads of envpool, or processes of vectorization=subprocess; null: one a core."""
     timeout: PositiveFloat = 300.0
     """Seconds a step or a reset may take; then its process is replaced, or the run ends. (tether's own key.)"""
-    pipeline_stage_num: Positive = 1
-    """Parts of the environments that take turns: the policy decides for one while another steps. (RLinf's key.)"""
     group_size: Positive = 1
     """Environments in a row whose episodes begin in the same states: one group of the estimators that compare."""
     use_fixed_reset_state_ids: bool = False

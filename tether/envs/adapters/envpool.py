@@ -78,7 +78,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
             options.id,
             num_envs=options.num_envs,
             num_threads=options.num_workers,
-            seed=(seed + options.first) % 2**31,
+            seed=seed % 2**31,
             **limit,
             **options.init_params,
         )

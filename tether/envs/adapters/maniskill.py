@@ -36,7 +36,6 @@ def make_batch(options: EnvOptions, arguments: Mapping[str, Any]) -> BatchedEnv 
         "drop_observations or frame_stack": options.view != View(),
         "group_size, auto_reset, use_fixed_reset_state_ids or policy.num_action_chunks": options.pacing != Pacing(),
         "video_cfg.save_video": "render_mode" in arguments,
-        "pipeline_stage_num": options.first > 0,
         "vectorization": options.vectorization in ("sync", "subprocess"),
     }.items():
         if asked:

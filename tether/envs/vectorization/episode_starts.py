@@ -24,7 +24,6 @@ class PacedEnv:
         auto_reset: begin new episodes after chunks; False: only in `reset`.
         group_size: environments in a row whose k-th episodes begin in the same state.
         fixed_seed: every episode of a group begins in the state of this seed and the group; None: each in another.
-        first: number of the first environment, where these are a part of more.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class PacedEnv:
         auto_reset: bool = True,
         group_size: int = 1,
         fixed_seed: int | None = None,
-        first: int = 0,
     ) -> None:
         self._env = env
         self.id, self.num_envs, self.actions = env.id, env.num_envs, env.actions
@@ -44,7 +42,7 @@ class PacedEnv:
         self._seed = self._steps = 0
         self._begun = [0] * self.num_envs
         self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
-        self._group_size, self._fixed_seed, self._first = group_size, fixed_seed, first
+        self._group_size, self._fixed_seed = group_size, fixed_seed
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""
@@ -89,13 +87,12 @@ class PacedEnv:
 
     def _next_seed(self, n: int) -> int | None:
         """Seed of the next episode of an environment; None where its own generator may go on."""
-        number = self._first + n
-        group = number // self._group_size
+        group = n // self._group_size
         if self._fixed_seed is not None:
             return _mix(self._fixed_seed, group, 0)
         if self._group_size > 1:
             return _mix(self._seed, group, self._begun[n])
-        return self._seed + number if self._begun[n] == 0 else None
+        return self._seed + n if self._begun[n] == 0 else None
 
 
 def _mix(seed: int, group: int, episode: int) -> int:

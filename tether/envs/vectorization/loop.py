@@ -27,7 +27,6 @@ class SyncVectorEnv:
         num_envs: how many.
         ignore_terminations: only truncation ends an episode.
         holds: after an end wait for `begin` (`HeldEnv`).
-        first: number of the first environment, where these are a part of more; seeds are counted from it.
     """
 
     def __init__(
@@ -38,11 +37,9 @@ class SyncVectorEnv:
         *,
         ignore_terminations: bool = False,
         holds: bool = False,
-        first: int = 0,
     ) -> None:
         self.id = id
         self.num_envs = num_envs
-        self._first = first
         self._envs: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(num_envs)]
         self._keeper = EnvKeeper(self._envs)
         self._space = self._envs[0].observation_space
@@ -64,7 +61,7 @@ class SyncVectorEnv:
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""
-        return self.begin({i: seed + self._first + i for i in range(self.num_envs)})
+        return self.begin({i: seed + i for i in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Floats:
         """See `HeldEnv.begin`."""

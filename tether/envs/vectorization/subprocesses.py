@@ -52,7 +52,6 @@ class WorkerVectorEnv:
         num_workers: processes, at most one for each environment.
         timeout: seconds that a process may take to make, reset or step its environments.
         holds: the loops wait for `begin` (`HeldEnv`).
-        first: number of the first environment, where these are a part of more; seeds are counted from it.
     """
 
     def __init__(
@@ -64,20 +63,19 @@ class WorkerVectorEnv:
         *,
         timeout: float = 300.0,
         holds: bool = False,
-        first: int = 0,
     ) -> None:
         probe = make(1)  # here, so that what is wrong with the environment is raised here
         probe.close()
         self.id, self.num_envs, self.actions = id, num_envs, probe.actions
         self.obs_dim, self.layout = probe.obs_dim, probe.layout
-        self._make, self._timeout, self._holds, self._first = make, timeout, holds, first
+        self._make, self._timeout, self._holds = make, timeout, holds
         self._seed = 0
         bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
         self._workers = [self._start(slice(first, stop)) for first, stop in pairwise(bounds)]
 
     def reset(self, seed: int) -> Floats:
         """See `VectorEnv.reset`."""
-        self._seed = seed + self._first
+        self._seed = seed
         return self.begin({n: self._seed + n for n in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Floats:

@@ -7,7 +7,7 @@ environments, one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
-from tether.envs.vectorization.stages import OneStage, StagedEnv
 from tether.models.control.actors import Act
 from tether.models.control.pictures import Pictures
 from tether.models.control.spec import Observations
@@ -89,7 +88,7 @@ class EnvCollector:
     """Steps environments with a policy; the next rollout goes on where the last one ended.
 
     Args:
-        env: the environments; of a `StagedEnv` one stage steps while the policy decides for the next.
+        env: the environments.
         steps: T.
         chunk: K.
         epochs: E.
@@ -100,7 +99,7 @@ class EnvCollector:
 
     def __init__(
         self,
-        env: VectorEnv | StagedEnv,
+        env: VectorEnv,
         steps: int,
         *,
         chunk: int = 1,
@@ -111,7 +110,6 @@ class EnvCollector:
     ) -> None:
         assert steps % chunk == 0, (steps, chunk)
         self.env = env
-        self._stages = env if isinstance(env, StagedEnv) else OneStage(env)
         self.steps = steps
         self.chunk = chunk
         self.epochs = epochs
@@ -218,15 +216,7 @@ class EnvCollector:
         rows.valid.fill(True)
         rows.success.fill(False)
         self._tells_success = False
-        finals: Finals = []
-        plays = [self._play(act, noise.numpy(), rows, part, finals) for part in self._stages.parts]
-        for stage, play in enumerate(plays):
-            self._stages.send(stage, next(play))
-        for t in range(self.steps):
-            for stage, play in enumerate(plays):
-                actions = play.send(self._receive(stage, t))
-                if t + 1 < self.steps:
-                    self._stages.send(stage, actions)
+        finals = self._play(act, noise.numpy(), rows)
         rows.starts[-1] = self._fresh
         self._check(rows.obs, rows.rewards, finals)
         self._done += self.steps
@@ -234,19 +224,17 @@ class EnvCollector:
         episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
         return [(t, columns.start + n, row) for t, n, row in finals], episodes
 
-    def _play(
-        self, act: Act, noise: Floats, all_rows: _Rows, part: slice, finals: Finals
-    ) -> Generator[NDArray[Any], EnvStep, None]:
-        """Fill the columns of one stage: gives the actions of each step, takes what came of them."""
-        width, rows, noise = self.env.actions.width, all_rows.part(part), noise[:, part]
-        state, fresh = self._state[part], self._fresh[part]
+    def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
+        """Fill the columns of one time; returns what is bootstrapped."""
+        width, state, fresh = self.env.actions.width, self._state, self._fresh
+        finals: Finals = []
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
                 rows.starts[decision] = fresh
                 state[fresh] = 0.0
                 rows.actions[decision], state[:] = act(rows.obs.read(t), noise[decision], state)
-            step = yield rows.actions[decision][:, k * width : (k + 1) * width]
+            step = self._step(rows.actions[decision][:, k * width : (k + 1) * width], t)
             rows.obs.write(t + 1, step.obs)
             rows.rewards[t] = step.reward
             rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
@@ -254,16 +242,16 @@ class EnvCollector:
                 rows.valid[t] = step.valid
             fresh[:] = (fresh & ~rows.valid[t]) | step.terminated | step.truncated
             if step.final_obs is not None:
-                finals += [(t, part.start + n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+                finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
                 self._tells_success, rows.success[t] = True, step.success
-        self._now[part] = step.obs
-        yield rows.actions[-1]  # not carried out
+        self._now[:] = step.obs
+        return finals
 
-    def _receive(self, stage: int, t: int) -> EnvStep:
+    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
         start = time.perf_counter()
         try:
-            step = self._stages.receive(stage)
+            step = self.env.step(actions)
         except Exception as error:
             error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
             raise
@@ -292,7 +280,7 @@ class EnvCollector:
             t, n, what = min(bad)
             raise ValueError(
                 f"{self.env.id}: {what} in environment {n} at step {self._done + t + 1}. "
-                "Mend the environment, or end its episodes before it diverges."
+                "Fix the environment, or end its episodes before it diverges."
             )
 
 

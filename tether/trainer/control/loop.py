@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from tether.envs.protocol import EnvState, VectorEnv
-from tether.envs.vectorization.stages import StagedEnv
 from tether.metrics.timing import Timer
 from tether.models.control.mlp_policy import Policy, save_policy
 from tether.models.control.spec import numbers_of
@@ -220,7 +219,7 @@ class ControlTrainer(TrainingLoop):
                     f"env.{name}: not the environments that {checkpoint} was saved with ({error}); they start afresh"
                 )
 
-    def _envs(self) -> dict[str, VectorEnv | StagedEnv]:
+    def _envs(self) -> dict[str, VectorEnv]:
         return {"train": self.collector.env} | ({"eval": self.evaluation.env} if self.evaluation else {})
 
     def _env_states(self) -> dict[str, EnvState]:

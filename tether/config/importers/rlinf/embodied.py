@@ -317,7 +317,7 @@ EMBODIED: Table = {
     f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
     "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
     "rollout.backend": NoEffect("the policy acts in this process"),
-    "rollout.pipeline_stage_num": to("env.train.pipeline_stage_num"),
+    "rollout.pipeline_stage_num": NoEffect("environments step together: overlapping them in stages gained too little"),
     "rollout.enable_torch_compile": SPEED,
     "rollout.torch_compile_mode": SPEED,
     "rollout.enable_cuda_graph": SPEED,
