@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 import pytest
 
+from tests.envs import toys
 from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, measured, same, train
 from tether.assembly.control import build_control_run
@@ -88,6 +89,40 @@ def finish(run: Any) -> None:
         run.trainer.fit()
     finally:
         run.close()
+
+
+class TooLarge(gymnasium.RewardWrapper):
+    """Gives rewards whose sums are beyond float32, from the ninth step on."""
+
+    count = 0
+
+    def reward(self, reward: Any) -> float:
+        self.count += 1
+        return 1e38 if self.count > 8 else float(reward)
+
+
+CONTROL_OVERFLOWS = {
+    "learning rate": [f"{ACTOR}.optim.lr=1e30"],
+    "reward": [],
+    "a memory": ["policy.lstm_dim=4", f"{ACTOR}.ppo_epochs=1"],
+    "a CNN": ["env.train.id=tether/Spot-v0", "policy.model_type=cnn_policy", "policy.hidden_dim=8"],
+}
+
+
+@pytest.mark.parametrize("cause", CONTROL_OVERFLOWS)
+def test_an_overflow_in_control_ends_no_run_and_replays(cause: str, tmp_path: Path) -> None:
+    toys.register()
+    overrides = [*CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}", *CONTROL_OVERFLOWS[cause]]
+    if cause != "learning rate":
+        overrides += ["env.train.vectorization=sync", "env.train.wrappers=[tests.trainer.test_faults:TooLarge]"]
+    finish(build_control_run(load_config(None, overrides)))
+    metrics = measured(tmp_path / "run")
+    assert list(metrics) == [1, 2, 3]
+    skipped = [step for step in metrics if metrics[step]["actor/skipped_updates"] > 0]
+    assert skipped
+    for step in skipped:
+        assert replay(tmp_path / "run" / "incidents" / "actor" / f"step_{step}"), step
+    assert not list((tmp_path / "run").rglob(".writing_*"))
 
 
 def test_two_runs_in_one_folder(kind: tuple[Start, list[str]], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What is kept of a skipped update can be replayed by someone who has only the folder."""
 
+import dataclasses
 import logging
 import math
 import os
@@ -12,11 +13,16 @@ import pytest
 import torch
 
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy
+from tests.training.test_control_network import SPECS, make, random_samples
 from tether.batch import TrainBatch, filled
+from tether.models.control.mlp_policy import make_policy as control_policy
+from tether.models.control.spec import PolicySpec
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
 from tether.training.engines.incident import replay
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import UpdatePlan
 from tether.training.text.forward import PolicyModel, ValueModel
 from tether.training.text.losses import CriticLoss, PolicyLoss
@@ -79,10 +85,10 @@ def test_the_cut_of_truncated_sampling_is_kept_with_the_batch(tmp_path: Path) ->
     batch.advantages[2, 0] = math.nan
     learner = make_engine(policy, incident_dir=tmp_path)
     learner.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
-    kept = torch.load(tmp_path / "step_1" / "incident.pt", weights_only=False)
-    saved = TrainBatch.from_dict(kept["batch"], batch_size=[4])
+    kept = torch.load(tmp_path / "step_1" / "incident.pt", weights_only=False)["update"]
+    saved = TrainBatch.from_dict(kept.batch, batch_size=[4])
     assert torch.equal(saved.kept.count, filled(batch.kept).count)
-    log_probs = kept["forward"](saved).log_probs
+    log_probs = kept.forward(saved).log_probs
     torch.testing.assert_close(log_probs, batch.rollout_log_probs, rtol=0, atol=1e-10)
     assert replay(tmp_path / "step_1") == [2]
 
@@ -146,3 +152,26 @@ def test_a_full_disk_is_a_warning_too(small_disk: Path, caplog: pytest.LogCaptur
     filler.unlink()
     assert update(small_disk / "incidents")["skipped_updates"] == 1
     assert replay(small_disk / "incidents" / "step_1") == [BAD_ROW]
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "clip_cov"])
+@pytest.mark.parametrize("name", [*SPECS, "perceptrons"])
+def test_a_control_policys_update_can_be_replayed(name: str, loss: str, tmp_path: Path) -> None:
+    """The fourth row, or sequence, has an advantage that is not finite."""
+    if name == "perceptrons":
+        policy = control_policy(PolicySpec(5, (3,), 1, hidden_dim=6, num_layers=1), seed=0)
+        samples = random_samples(make("lstm")).decisions()
+        samples = dataclasses.replace(samples, obs=torch.randn(len(samples.actions), 5), actions=samples.actions[:, :1])
+        samples = samples.each(torch.Tensor.float, "actions")
+    else:
+        policy = make(name)
+        samples = random_samples(policy)
+    samples.advantages[BAD_ROW] = math.nan
+    selection = {"clip_cov_lb": 0.0} if loss == "clip_cov" else {}
+    learner = ControlLearner(
+        policy, ControlLoss(loss, selection=selection), ControlPlan(24, 1), OptimizerOptions(lr=1e-2), 1e-2, tmp_path
+    )
+    assert learner.update(samples, 4, torch.Generator())["actor/skipped_updates"] == 1
+    kept = torch.load(tmp_path / "step_5" / "incident.pt", weights_only=False)["update"]
+    (bad,) = kept._samples.advantages.flatten(1).isnan().any(dim=1).nonzero().tolist()  # in the order of the mini-batch
+    assert replay(tmp_path / "step_5") == bad

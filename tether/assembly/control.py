@@ -307,7 +307,8 @@ def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLear
         actor.target_kl,
         lead_rate=actor.target_kl_control == "lr",
     )
-    return ControlLearner(policy, loss, plan, build_optimizer(actor.optim, total_steps), critic.optim.lr)
+    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
+    return ControlLearner(policy, loss, plan, build_optimizer(actor.optim, total_steps), critic.optim.lr, incidents)
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -26,10 +26,22 @@ class Activation:
     """Scale of an orthogonal weight that keeps the variance of what passes through."""
 
 
-ACTIVATIONS = {
-    "tanh": Activation(torch.tanh, lambda grad, out: torch.addcmul(grad, grad * out, out, value=-1), math.sqrt(2)),
-    "relu": Activation(torch.relu, lambda grad, out: grad * (out > 0), math.sqrt(2)),
-    "elu": Activation(nn.functional.elu, lambda grad, out: torch.where(out > 0, grad, grad * (out + 1)), math.sqrt(2)),
+def _of_tanh(grad: Tensor, out: Tensor) -> Tensor:
+    return torch.addcmul(grad, grad * out, out, value=-1)
+
+
+def _of_relu(grad: Tensor, out: Tensor) -> Tensor:
+    return grad * (out > 0)
+
+
+def _of_elu(grad: Tensor, out: Tensor) -> Tensor:
+    return torch.where(out > 0, grad, grad * (out + 1))
+
+
+ACTIVATIONS = {  # of named functions: a policy can be pickled
+    "tanh": Activation(torch.tanh, _of_tanh, math.sqrt(2)),
+    "relu": Activation(torch.relu, _of_relu, math.sqrt(2)),
+    "elu": Activation(nn.functional.elu, _of_elu, math.sqrt(2)),
 }
 
 

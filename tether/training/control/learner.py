@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from tether.training.control.chunk_levels import Level, at_level, mask_at, per_c
 from tether.training.control.closed_form_gradients import policy_gradient, value_gradient
 from tether.training.control.samples import EPISODES_ALIKE, Samples, loss_weights
 from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
+from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, learning_rate
 from tether.training.out_of_memory import within_memory
 from tether.training.own_functions import policy_loss
@@ -93,16 +96,24 @@ class ControlLearner:
         plan: passes and mini-batches.
         options: AdamW and its schedule, for everything but the critic.
         critic_lr: peak learning rate of the critic, which follows the same schedule.
+        incident_dir: where an update with a non-finite gradient is kept.
     """
 
     def __init__(
-        self, policy: Policy, loss: ControlLoss, plan: ControlPlan, options: OptimizerOptions, critic_lr: float
+        self,
+        policy: Policy,
+        loss: ControlLoss,
+        plan: ControlPlan,
+        options: OptimizerOptions,
+        critic_lr: float,
+        incident_dir: Path | None = None,
     ) -> None:
         self.policy = policy
         self.loss = loss
         self.plan = plan
         self._options = options
         self._critic_lr = critic_lr
+        self._incidents = Incidents(incident_dir)
         self._chunk = policy.spec.num_action_chunks
         self._rate_factor = 1.0
         self._policy_gradient = policy_gradient(loss.name, loss.options, loss.selection)
@@ -131,10 +142,14 @@ class ControlLearner:
                 samples = samples.shuffled(generator)
             outputs = []
             for batch in samples.split(self.plan.mini_batch):
+                drawn = generator.get_state()
                 outputs.append(self.gradients(batch, generator, train_policy=train_policy))
                 norms.append(self._optimizer.clip_(self.plan.grad_clip))
                 if math.isfinite(norms[-1]):
                     self._optimizer.step(rates)
+                else:
+                    skipped = SkippedMiniBatch(self.policy, self.loss, batch, drawn, train_policy=train_policy)
+                    self._incidents.keep(step, self.policy, skipped)
             if self.plan.target_kl is not None and train_policy and self._far(samples, self.plan.target_kl):
                 break
         finite = [norm for norm in norms if math.isfinite(norm)]
@@ -286,6 +301,42 @@ class ControlLearner:
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", mask)
         return float(estimate.sum(dim=-1).mean())
+
+
+class SkippedMiniBatch:
+    """See `tether.training.engines.incident.SkippedUpdate`.
+
+    Args:
+        policy: that said what has no finite gradient.
+        loss: what was minimised.
+        samples: the mini-batch.
+        drawn: state of the generator of draws before it.
+        train_policy: False: of the critic alone.
+    """
+
+    def __init__(
+        self, policy: Policy, loss: ControlLoss, samples: Samples, drawn: Tensor, *, train_policy: bool
+    ) -> None:
+        self._policy, self._loss, self._samples, self._drawn = policy, loss, samples, drawn
+        self._train_policy = train_policy
+
+    def __len__(self) -> int:
+        """Decisions, or sequences."""
+        return len(self._samples)
+
+    def backward(self, row: int) -> Tensor:
+        """See there."""
+        samples = self._samples.each(lambda column: column[row : row + 1])
+        generator = torch.Generator()
+        generator.set_state(self._drawn)
+        said = [self._learner.gradients(samples, generator, train_policy=self._train_policy)]
+        found, loss = self._learner._metrics(samples, said, with_policy=self._train_policy), self._loss
+        policy = found.get("actor/pg_loss", 0.0) - loss.entropy_coeff * found["actor/entropy"]
+        return torch.tensor(policy + loss.value_coeff * found.get("critic/vf_loss", 0.0))
+
+    @cached_property
+    def _learner(self) -> ControlLearner:
+        return ControlLearner(self._policy, self._loss, ControlPlan(1, 1), OptimizerOptions(lr=0.0), 0.0)
 
 
 def policy_within_memory(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:

@@ -6,14 +6,12 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tether.batch import TrainBatch
 from tether.checkpoints.manifest import PARTIAL
-from tether.training.protocol import Forward, LossFunction, LossSizes
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +25,45 @@ replay(Path(__file__).parent)
 '''
 
 
-def save(folder: Path, model: nn.Module, batch: TrainBatch, forward: Forward[Any], loss: LossFunction[Any]) -> None:
-    """Write model, mini-batch, forward and loss to `folder`, with a script that replays them.
+class SkippedUpdate(Protocol):
+    """A mini-batch whose gradient was not finite; it is pickled with all that its gradient depends on."""
+
+    def __len__(self) -> int:
+        """Rows, or sequences."""
+        ...
+
+    def backward(self, row: int) -> Tensor:
+        """Put the gradient of one row's loss into every parameter's ``grad``; returns the loss."""
+        ...
+
+
+class Incidents:
+    """Keeps the first skipped update of each training step: one tends to follow the other.
+
+    Args:
+        folder: where; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._last: int | None = None
+
+    def keep(self, step: int, model: nn.Module, update: SkippedUpdate) -> None:
+        """Write the update of training step `step`, counted from 0, unless one of that step is kept already."""
+        if self._folder is not None and self._last != step:
+            self._last = step
+            save(self._folder / f"step_{step + 1}", model, update)
+
+
+def save(folder: Path, model: nn.Module, update: SkippedUpdate) -> None:
+    """Write a model and its skipped update to `folder`, with a script that replays them.
 
     A folder of that name is replaced once the new one is complete. A failure is a warning: the update is skipped either
     way, and the run goes on.
     """
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
-    # The forward holds the model, and both are pickled together so that they stay the same object.
-    kept = {"model": model, "rows": len(batch), "batch": batch.to_dict(), "forward": forward, "loss": loss}
+    # The update holds the model, and both are pickled together so that they stay the same object.
+    kept = {"model": model, "update": update}
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -52,26 +80,19 @@ def save(folder: Path, model: nn.Module, batch: TrainBatch, forward: Forward[Any
 
 
 def replay(folder: Path) -> list[int]:
-    """Run the mini-batch row by row and print which rows have a non-finite output, loss or gradient.
+    """Run the mini-batch row by row and print which rows have a non-finite loss or gradient.
 
     Returns:
         The numbers of those rows.
     """
     kept = torch.load(folder / "incident.pt", weights_only=False)
-    model, forward, loss = kept["model"], kept["forward"], kept["loss"]
-    batch = TrainBatch.from_dict(kept["batch"], batch_size=[kept["rows"]])
-    return [row for row in range(len(batch)) if not _row_is_finite(model, batch[row : row + 1], forward, loss, row)]
+    model, update = kept["model"], kept["update"]
+    return [row for row in range(len(update)) if not _row_is_finite(model, update, row)]
 
 
-def _row_is_finite(
-    model: nn.Module, row: TrainBatch, forward: Forward[Any], loss: LossFunction[Any], number: int
-) -> bool:
-    model.zero_grad()
-    term = loss(forward(row), row, LossSizes(int(row.response_mask.sum()), 1))
-    term.loss.backward()
+def _row_is_finite(model: nn.Module, update: SkippedUpdate, row: int) -> bool:
+    loss = update.backward(row)
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
     bad = [name for name, norm in norms.items() if not torch.isfinite(norm)]
-    print(
-        f"row {number}: loss {float(term.loss.detach()):.6g}, {len(bad)} of {len(norms)} gradients not finite {bad[:3]}"
-    )
-    return not bad and bool(torch.isfinite(term.loss))
+    print(f"row {row}: loss {float(loss):.6g}, {len(bad)} of {len(norms)} gradients not finite {bad[:3]}")
+    return not bad and bool(torch.isfinite(loss))

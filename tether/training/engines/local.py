@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tether.algorithms import Mean, Metric, count_valid, merge_metrics
 from tether.batch import TrainBatch
-from tether.training.engines import incident
+from tether.training.engines.incident import Incidents
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 from tether.training.out_of_memory import within_memory
@@ -36,6 +36,30 @@ TOO_LONG = (
 )
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
 """Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
+
+
+class SkippedMiniBatch(Generic[Outputs]):
+    """See `tether.training.engines.incident.SkippedUpdate`."""
+
+    def __init__(
+        self, model: PreTrainedModel, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs]
+    ) -> None:
+        self.model = model
+        self.forward: Forward[Outputs] = forward
+        self.loss: LossFunction[Outputs] = loss
+        self.batch, self._rows = batch.to_dict(), len(batch)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._rows
+
+    def backward(self, row: int) -> Tensor:
+        """See there."""
+        micro = TrainBatch.from_dict(self.batch, batch_size=[self._rows])[row : row + 1]
+        self.model.zero_grad()
+        term = self.loss(self.forward(micro), micro, LossSizes(int(micro.response_mask.sum()), 1))
+        term.loss.backward()
+        return term.loss.detach()
 
 
 class LocalEngine(Generic[Outputs]):
@@ -63,8 +87,7 @@ class LocalEngine(Generic[Outputs]):
         self.micro = micro
         self.options = optimizer
         self.save = save
-        self.incident_dir = incident_dir
-        self._last_incident: int | None = None
+        self._incidents = Incidents(incident_dir)
         self._reduced: dict[MicroBatching, MicroBatching] = {}
         self.masters = MasterWeights(model, compute_dtype) if compute_dtype not in (None, model.dtype) else None
         self.trained = self.masters.parameters() if self.masters else [p for p in model.parameters() if p.requires_grad]
@@ -126,7 +149,7 @@ class LocalEngine(Generic[Outputs]):
                     norms.append(norm)
                 else:
                     skipped += 1
-                    self._keep_incident(mini, forward, loss, step)
+                    self._incidents.keep(step, self.model, SkippedMiniBatch(self.model, mini, forward, loss))
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         metrics |= _first_update_metrics(first)
@@ -216,14 +239,6 @@ class LocalEngine(Generic[Outputs]):
         limit = self._reduced.get(micro, micro)
         result, self._reduced[micro] = within_memory(attempt, limit, lambda limit: limit.halved(rows), str, TOO_LONG)
         return result
-
-    def _keep_incident(
-        self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], step: int
-    ) -> None:
-        """Keep the first skipped mini-batch of a training step: one tends to follow the other."""
-        if self.incident_dir is not None and self._last_incident != step:
-            self._last_incident = step
-            incident.save(self.incident_dir / f"step_{step + 1}", self.model, mini, forward, loss)
 
 
 def _scattered(pieces: list[Outputs], places: list[Tensor], rows: int) -> Outputs:
