@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Sets up and runs all tests. Further arguments go to pytest, for example: scripts/test.sh tests/algorithms -x
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" dev,quickstart,lora,tensorboard,wandb,mlflow,mujoco,envpool
+# Sets up and runs the tests. Further arguments go to pytest, for example:
+#   scripts/test.sh tests/algorithms -x
+#   scripts/test.sh -m slow       # the long ones, which are left out otherwise; -m '' for all
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 # Large pages: see tether/runtime/huge_pages.py.
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1
 exec python -m pytest "$@"

@@ -14,23 +14,13 @@ install_import_hook(["tether.algorithms"], "tests.typecheck.check")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.real_data import pytest_runtest_makereport, test_data  # noqa: E402, F401
 from tether.models.language.registry_download import pull_model  # noqa: E402
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> None:
     torch.set_num_threads(2)
-
-
-@pytest.fixture(scope="session")
-def test_data() -> Path:
-    """The folder with gsm8k/ and math/, which is not part of the repository."""
-    folder = Path(os.environ.get("TETHER_TEST_DATA", ROOT.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"no test data at {folder}; set TETHER_TEST_DATA")
-    return folder
 
 
 @pytest.fixture

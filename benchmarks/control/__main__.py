@@ -1,12 +1,13 @@
 """Control policies side by side with Stable-Baselines3 and CleanRL: same hyperparameters, seeds and machine.
 
     python -m benchmarks.control CartPole-v1 Acrobot-v1 --seeds 3
+    python -m benchmarks.control MiniGrid-DoorKey-6x6-v0 MiniGrid-MemoryS7-v0   # a CNN, a CNN with an LSTM
     python -m benchmarks.control HalfCheetah-v5 Hopper-v5 Walker2d-v5 --results runs/control.jsonl --plot control.png
 
 The runs of all sides take turns, each in a process of its own. Speed is environment steps of the whole training over
 its seconds, without imports and without the test at the end. The peers are fetched from the package registry into
 folders of their own, without torch and MuJoCo, so that all sides use the same. With --results runs that are in the file
-are not made again, and each new one is added: an interrupted benchmark goes on.
+are not made again, and each new one is added: an interrupted benchmark resumes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fetch_peer(side: str) -> Path:
-    """Install a peer, once, into a folder beside this machine's other temporary files."""
-    folder = Path(tempfile.gettempdir()) / f"tether-benchmark-{side}"
+    """Install a peer, once per list of packages, into a folder beside this machine's other temporary files."""
+    version = zlib.crc32(" ".join(PEERS[side]).encode())
+    folder = Path(tempfile.gettempdir()) / f"tether-benchmark-{side}-{version:08x}"
     if not (folder / "complete").exists():
         pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--ignore-requires-python", "--upgrade"]
         subprocess.run([*pip, "--target", str(folder), *PEERS[side]], check=True)
@@ -80,9 +83,10 @@ def main() -> None:
     for name in given.tasks or TASKS:
         asked_for = {"steps": given.steps, "value_coeff": given.value_coeff}
         task = replace(TASKS[name], **{key: value for key, value in asked_for.items() if value is not None})
-        results: dict[str, list[dict[str, Any]]] = {side: [] for side in given.only}
+        sides = [side for side in given.only if side in task.sides]
+        results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for seed in range(1, given.seeds + 1):
-            for side in given.only:
+            for side in sides:
                 asked = f"{side} {name} seed {seed} threads {given.threads} {task}"
                 if asked not in done:
                     done[asked] = measure(side, name, task, seed, given.threads)

@@ -57,8 +57,8 @@ def _returns(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _training(runs: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The last point of each curve: returns with noise, over more episodes than a test has."""
-    return [run["curve"][-1][1] for run in runs]
+    """The last point of each curve: returns with noise, over more episodes than a test has; NaN before the first."""
+    return [run["curve"][-1][1] if run["curve"] else float("nan") for run in runs]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,9 +60,8 @@ def over_last(logged: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
-    """Train and test with Stable-Baselines3."""
+    """Train and test with Stable-Baselines3, or sb3-contrib where the policy has an LSTM."""
     import torch
-    from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
@@ -78,12 +78,19 @@ def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
                 curve.append([self.num_timesteps, fmean(info["r"] for info in self.model.ep_info_buffer)])
 
     torch.set_num_threads(threads)
-    env = make_vec_env(name, task.num_envs, seed=seed)
-    test = make_vec_env(name, task.num_envs, seed=TEST_SEED)
+    wrapper = None
+    if name.startswith("MiniGrid-"):
+        import minigrid  # noqa: F401  # registers the environments
+        from gymnasium.wrappers import FilterObservation
+
+        wrapper = partial(FilterObservation, filter_keys=["image", "direction"])
+    env = make_vec_env(name, task.num_envs, seed=seed, wrapper_class=wrapper)
+    test = make_vec_env(name, task.num_envs, seed=TEST_SEED, wrapper_class=wrapper)
     if task.normalize:
         env = VecNormalize(env, gamma=task.gamma)
         test = VecNormalize(test, training=False, norm_reward=False)
-    model = PPO("MlpPolicy", env, seed=seed, device="cpu", **sb3_options(task))
+    algorithm, policy = sb3_policy(name, task)
+    model = algorithm(env=env, seed=seed, device="cpu", **policy, **sb3_options(task))
     start = time.perf_counter()
     model.learn(task.steps, callback=Curve())
     seconds = time.perf_counter() - start
@@ -91,6 +98,25 @@ def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
         test.obs_rms = env.obs_rms
     mean, _ = evaluate_policy(model, test, TEST_EPISODES, deterministic=True, warn=False)
     return {"sps": model.num_timesteps / seconds, "return": float(mean), "curve": curve}
+
+
+def sb3_policy(name: str, task: Task) -> tuple[Any, dict[str, Any]]:
+    """The algorithm, and the policy that it is given: for MiniGrid tether's CNN, with actor and critic on one torso."""
+    if not name.startswith("MiniGrid-"):
+        from stable_baselines3 import PPO
+
+        return PPO, {"policy": "MlpPolicy"}
+    from benchmarks.control.sb3_minigrid import Features
+
+    network: dict[str, Any] = {"features_extractor_class": Features, "normalize_images": False, "net_arch": []}
+    if task.lstm_dim is None:
+        from stable_baselines3 import PPO
+
+        return PPO, {"policy": "MultiInputPolicy", "policy_kwargs": network}
+    from sb3_contrib import RecurrentPPO
+
+    memory = {"lstm_hidden_size": task.lstm_dim, "shared_lstm": True, "enable_critic_lstm": False}
+    return RecurrentPPO, {"policy": "MultiInputLstmPolicy", "policy_kwargs": network | memory}
 
 
 def sb3_options(task: Task) -> dict[str, Any]:
@@ -135,7 +161,7 @@ def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
 
 SIDES = {"tether": run_tether, "sb3": run_sb3, "cleanrl": run_cleanrl}
 PEERS: dict[str, tuple[str, ...]] = {
-    "sb3": ("stable-baselines3==2.9.2", "cloudpickle", "farama-notifications"),
+    "sb3": ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2", "cloudpickle", "farama-notifications"),
     # Its scripts are for the versions of these that were current then.
     "cleanrl": (
         "cleanrl==1.2.0", "gymnasium==0.29.1", "gym==0.23.1", "gym-notices", "numpy==1.26.4", "cloudpickle",

@@ -30,6 +30,10 @@ class Task:
     grad_clip: float = 0.5
     schedule: str = "linear"
     """Of the learning rate: down to 0, or constant."""
+    lstm_dim: int | None = None
+    """Width of an LSTM after the hidden layers; None: there is none."""
+    sides: tuple[str, ...] = ("tether", "sb3", "cleanrl")
+    """Libraries that have this kind of policy."""
 
 
 TASKS = {
@@ -41,6 +45,11 @@ TASKS = {
     # The defaults of Stable-Baselines3, whose value loss is not halved.
     "InvertedDoublePendulum-v5": Task(
         61_440, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True, value_coeff=1.0, schedule="constant"
+    ),
+    # Partial views of 7 x 7 cells: a CNN, and a CNN with an LSTM where the task needs a memory.
+    "MiniGrid-DoorKey-6x6-v0": Task(400_000, 16, 128, 256, 4, 1e-3, 0.01, normalize=False, sides=("tether", "sb3")),
+    "MiniGrid-MemoryS7-v0": Task(
+        400_000, 16, 128, 256, 4, 1e-3, 0.01, normalize=False, lstm_dim=128, sides=("tether", "sb3")
     ),
 }
 
@@ -66,6 +75,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         f"critic.loss_coef={task.value_coeff}",
         f"policy.normalize_observations={task.normalize}",
         f"policy.normalize_rewards={task.normalize}",
+        *([f"policy.lstm_dim={task.lstm_dim}"] if task.lstm_dim else []),
         f"trainer.total_env_steps={task.steps}",
         f"trainer.seed={seed}",
         f"trainer.num_threads={threads}",

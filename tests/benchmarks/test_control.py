@@ -63,6 +63,20 @@ def test_every_peer_is_a_side() -> None:
     assert set(SIDES) == {"tether", *PEERS}
 
 
+def test_a_task_with_a_memory_names_its_lstm_and_only_sides_that_have_one(tmp_path) -> None:
+    name = "MiniGrid-MemoryS7-v0"
+    policy = load_config(None, overrides(name, TASKS[name], 1, 1, tmp_path)).config.policy
+    assert (policy.model_type, policy.lstm_dim) == ("cnn_policy", 128)
+    assert TASKS[name].sides == ("tether", "sb3")
+    assert all(set(task.sides) <= set(SIDES) for task in TASKS.values())
+
+
+def test_a_run_too_short_for_an_episode_is_shown(capsys) -> None:
+    run = {"sps": 1.0, "return": 9.0, "curve": []}
+    show("CartPole-v1", TASKS["CartPole-v1"], {"sb3": [run]})
+    assert "nan" in capsys.readouterr().out
+
+
 def test_a_run_gives_what_the_table_shows(capsys) -> None:
     task = replace(TASKS["CartPole-v1"], steps=2048)
     result = run_tether("CartPole-v1", task, seed=1, threads=1)

@@ -30,7 +30,11 @@ def learn(case: Case, folder: Path, seed: int = 1) -> Learned:
     return train(case.task, case.settings, steps=case.steps, seed=seed, folder=folder, sabotage=sabotage)
 
 
-@pytest.mark.parametrize("key", [("advantages", "gae"), ("advantages", "grpo"), ("policy loss", "gspo")])
+@pytest.mark.parametrize(
+    "key",
+    [("advantages", "gae"), ("advantages", "grpo"), pytest.param(("policy loss", "gspo"), marks=pytest.mark.slow)],
+    ids="-".join,
+)
 def test_it_learns(key: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     learned = learn(CASES[key], tmp_path)
     assert learned.start < BROKEN / 2
@@ -38,7 +42,7 @@ def test_it_learns(key: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptu
     assert caplog.text == ""  # no alarm of a run that learns
 
 
-@pytest.mark.parametrize("name", ["grpo, flipped", "grpo, shuffled"])
+@pytest.mark.parametrize("name", ["grpo, flipped", pytest.param("grpo, shuffled", marks=pytest.mark.slow)])
 def test_a_broken_run_does_not(name: str, tmp_path: Path) -> None:
     assert learn(CASES["control", name], tmp_path).end <= BROKEN
 

@@ -1,0 +1,28 @@
+"""tether's CNN of MiniGrid's pictures as a features extractor of Stable-Baselines3."""
+
+from __future__ import annotations
+
+import torch
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from torch import Tensor, nn
+
+CELL_SCALE = 10.0
+"""The bytes are numbers of objects, up to 10, of colours and of states."""
+
+
+class Features(BaseFeaturesExtractor):
+    """Two convolutions and a hidden layer of 128, which actor and critic share."""
+
+    def __init__(self, observation_space) -> None:  # noqa: ANN001  # gymnasium's Dict
+        super().__init__(observation_space, features_dim=128)
+        channels, height, width = observation_space["image"].shape  # VecTransposeImage puts channels first
+        self.cnn = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten()
+        )
+        sees = 32 * ((height + 1) // 2) * ((width + 1) // 2) + int(observation_space["direction"].n)
+        self.hidden = nn.Sequential(nn.Linear(sees, 128), nn.ReLU())
+
+    def forward(self, observations: dict[str, Tensor]) -> Tensor:
+        """Picture [B, C, H, W] and one-hot direction [B, 4] -> features [B, 128]."""
+        seen = self.cnn(observations["image"].float() / CELL_SCALE)
+        return self.hidden(torch.cat([seen, observations["direction"].flatten(1)], dim=1))
