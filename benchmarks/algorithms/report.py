@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.algorithms.cases import TOLERANCE, Case
-from benchmarks.algorithms.tasks import Learned
+from benchmarks.algorithms.tasks import Learned, Task, validation_answers
 from tether.metrics.plot import COLORS, STYLE
 
 CURVES = ("reference", "advantages", "policy loss", "aggregation", "off-policy", "critic", "control")
@@ -97,6 +97,7 @@ def markdown(rows: Sequence[Row]) -> str:
         f"`python -m benchmarks.algorithms`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {processor}, {packages}: "
         f"{sum(len(row.runs) for row in rows)} runs in {core_minutes(rows):.0f} minutes of one core, "
         f"{sum(row.passed for row in rows)} of {len(rows)} rows pass.",
+        *(questions(task) for task in {row.case.task.name: row.case.task for row in rows}.values()),
         f"![Curves of all runs](assets/{PICTURE})",
     ]
     for group in dict.fromkeys(row.case.group for row in rows):
@@ -105,6 +106,15 @@ def markdown(rows: Sequence[Row]) -> str:
         body = [f"| {' | '.join([*row.cells(), row.case.why])} |" for row in members]
         parts.append("\n".join([f"| {' | '.join([*HEADER, ''])} |", "|---" * (len(HEADER) + 1) + "|", *body]))
     return "\n\n".join(parts)
+
+
+def questions(task: Task) -> str:
+    """How many distinct questions a score is of."""
+    count, answers = len(set(task.prompts)), validation_answers(task)
+    return (
+        f"`{task.name}` has {count} distinct questions, and a score is the mean over {answers} sampled answers to each."
+        " Training asks the same questions: the table shows what is learned, not what carries over to others."
+    )
 
 
 PICTURE = "learning.png"

@@ -99,6 +99,11 @@ def write_inputs(task: Task, seed: int, folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def validation_answers(task: Task) -> int:
+    """Answers sampled per prompt, so that a score is of about as many of them in every task."""
+    return 192 // len(task.prompts)
+
+
 def overrides(task: Task, steps: int, seed: int, folder: Path) -> list[str]:
     """What all runs of a task have in common; the algorithm is still to be named."""
     rollout = "actor_rollout_ref.rollout"
@@ -116,7 +121,7 @@ def overrides(task: Task, steps: int, seed: int, folder: Path) -> list[str]:
         f"{rollout}.dtype=float32",
         f"{rollout}.val_kwargs.do_sample=True",
         f"{rollout}.val_kwargs.temperature=1",
-        f"{rollout}.val_kwargs.n={192 // len(task.prompts)}",
+        f"{rollout}.val_kwargs.n={validation_answers(task)}",
         f"custom_reward_function.path={REWARD_FILE}",
         "reward_model.num_workers=1",
         f"trainer.seed={seed}",

@@ -95,6 +95,7 @@ def test_explain_says_what_is_refused_and_what_does_nothing():
     assert "refused: any value but the default (tether keeps" in explain("trainer.default_hdfs_dir")
     assert "no effect here: " in explain("actor_rollout_ref.rollout.gpu_memory_utilization")
     assert "acts only while algorithm.use_pf_ppo is True" in explain("algorithm.pf_ppo.weight_pow")
+    assert "from this step on, counted from 1" in explain("trainer.critic_warmup")
     assert "second name of: data.chat_template" in explain("actor_rollout_ref.model.custom_chat_template")
 
 

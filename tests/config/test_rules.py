@@ -122,11 +122,11 @@ CASES = {
         "8 contradicts data.max_response_length=512",
         ["data.max_response_length=8"],
     ),
-    "context_holds_a_row": (
-        ["data.max_prompt_length=512", "data.max_response_length=512", f"{ROLLOUT}.max_model_len=1023"],
+    "longest_prompt_leaves_room": (
+        ["data.max_prompt_length=512", f"{ROLLOUT}.max_model_len=512"],
         f"{ROLLOUT}.max_model_len",
-        "1023 would cut responses of long prompts",
-        [f"{ROLLOUT}.max_model_len=1024"],
+        "512 leaves a prompt of data.max_prompt_length=512 tokens no room",
+        [f"{ROLLOUT}.max_model_len=513"],
     ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],

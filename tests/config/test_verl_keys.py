@@ -271,12 +271,12 @@ def test_temperature_decides_how_validation_samples(overrides, says):
     assert not any("validation" in note for note in load(f"{section}.temperature=1", f"{section}.do_sample=True").notes)
 
 
-def test_bypass_mode_takes_importance_weights_that_have_no_effect():
+def test_bypass_mode_takes_importance_weights_which_it_logs_and_does_not_normalise():
     section = "algorithm.rollout_correction"
     given = [f"{section}.bypass_mode=True", f"{section}.rollout_is=token"]
-    note = f"no effect: {section}.rollout_is=token"
-    assert any(text.startswith(note) for text in load(*given).notes)
-    assert not any(text.startswith(note) for text in load(*given, f"{section}.loss_type=reinforce").notes)
+    assert not any("rollout_is" in text for text in load(*given).notes)
+    normalised = load(*given, f"{section}.rollout_is_batch_normalize=True").notes
+    assert any(text.startswith(f"no effect: {section}.rollout_is_batch_normalize=True") for text in normalised)
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,18 @@ def test_validation_on_a_file_without_a_name_is_refused():
 def test_training_names_everything_that_is_missing_at_once(files):
     files()
     named = ["custom_reward_function.path=r.py", "actor_rollout_ref.model.path=./m"]
+    wrong = ["algorithm.gama=1", "critic.enable=7", "trainer.nnodes=2", "trainer.resume_mode=resume_path"]
     with pytest.raises(ConfigError) as error:
-        CliRunner().invoke(app, ["train", *BASE, *named], catch_exceptions=False)
+        CliRunner().invoke(app, ["train", *BASE, *named, *wrong], catch_exceptions=False)
     assert {problem.path for problem in error.value.problems} == {
         "actor_rollout_ref.model.path", "data.train_files", "data.val_files", "custom_reward_function.path",
+        "algorithm.gama", "critic.enable", "trainer.nnodes", "trainer.resume_from_path",
     }  # fmt: skip
+
+
+def test_a_model_that_is_not_named_is_missing_once(files):
+    files()
+    with pytest.raises(ConfigError) as error:
+        CliRunner().invoke(app, ["config", "check", "data.train_files=x.jsonl"], catch_exceptions=False)
+    found = [problem.path for problem in error.value.problems]
+    assert sorted(found) == ["actor_rollout_ref.model.path", "data.train_files"]

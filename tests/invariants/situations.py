@@ -136,6 +136,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         "custom_reward_function.path": [f"{folder / 'reward2.py'}"],
         "custom_reward_function.name": ["other_score"],
         "custom_reward_function.reward_kwargs": ["{weight: 2.0}"],
+        f"{ROLLOUT}.max_model_len": ["65"],
         "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
         "trainer.logger": ["console"],
         "trainer.resume_mode": ["disable"],

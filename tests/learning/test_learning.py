@@ -8,12 +8,13 @@ import torch
 
 from benchmarks.algorithms.cases import BROKEN, LEARNED, Case, all_cases
 from benchmarks.algorithms.optimum import answers, best_score
-from benchmarks.algorithms.report import Row
+from benchmarks.algorithms.report import Row, questions
 from benchmarks.algorithms.sabotage import SABOTAGES
-from benchmarks.algorithms.tasks import SPELL, Learned, overrides, train
+from benchmarks.algorithms.tasks import LEDGER, SPELL, Learned, overrides, train
 from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tether.config import load_config
 
+PAGE = Path(__file__).parents[2] / "docs" / "learning.md"
 CASES = {(case.group, case.name): case for case in all_cases()}
 
 
@@ -28,6 +29,12 @@ def _one_thread():
 def learn(case: Case, folder: Path, seed: int = 1) -> Learned:
     sabotage = SABOTAGES[case.sabotage] if case.sabotage else None
     return train(case.task, case.settings, steps=case.steps, seed=seed, folder=folder, sabotage=sabotage)
+
+
+def test_the_page_says_how_many_questions_a_score_is_of() -> None:
+    assert "`spell` has 6 distinct questions, and a score is the mean over 32 sampled answers" in questions(SPELL)
+    text = PAGE.read_text()
+    assert all(questions(task) in text for task in (SPELL, LEDGER))
 
 
 @pytest.mark.parametrize(

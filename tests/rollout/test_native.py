@@ -185,6 +185,18 @@ def test_ignore_eos_and_the_length_limit() -> None:
     assert not one.truncated.any()  # it ended by itself, at the limit
 
 
+def test_a_cap_on_prompt_and_response_together_cuts_each_row_by_itself() -> None:
+    engine = NativeEngine(tiny_model("llama"), eos_token_ids=NO_EOS, max_num_seqs=4)
+    free = engine.generate(PROMPTS, SamplingParams(5, n=2), KEY)
+    capped = engine.generate(PROMPTS, SamplingParams(5, n=2, max_length=16), KEY)
+    room = [5, 5, 5, 5, 2, 5, 5]  # prompts of 3, 9, 1, 6, 14, 2 and 5 tokens
+    assert capped.response_length.tolist() == [most for most in room for _ in range(2)]
+    assert capped.truncated.all()
+    assert responses(capped) == [row[: room[at // 2]] for at, row in enumerate(responses(free))]
+    with pytest.raises(ValueError, match=r"prompts\[4\]: 14 prompt tokens leave no room .* 14 tokens"):
+        engine.generate(PROMPTS, SamplingParams(5, max_length=14), KEY)
+
+
 def test_finished_responses_are_handed_over_at_once_and_progress_is_told() -> None:
     events: list[FinishedResponse | RolloutProgress] = []
     engine = NativeEngine(tiny_model("llama"), eos_token_ids=frozenset(range(0, VOCAB_SIZE, 9)), max_num_seqs=4)

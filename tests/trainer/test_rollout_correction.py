@@ -197,7 +197,11 @@ def test_everything_rejected_is_no_update(inputs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        [f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=1e-6"],
+        [
+            f"{CORRECTION}.rollout_rs=token_k2",
+            f"{CORRECTION}.rollout_rs_threshold=1e-6",
+            f"{CORRECTION}.rollout_is=sequence",
+        ],
         [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"],
         [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_token_veto_threshold=0.999"],
     ],
@@ -209,6 +213,8 @@ def test_bypass_mode(settings: list[str], inputs: Path, tmp_path: Path) -> None:
     first = metrics[1]
     assert first["rollout_corr/k3_kl"] > 0
     assert first["actor/entropy"] > 0
+    if any("rollout_is=" in setting for setting in settings):  # logged by either loss, whatever the micro-batches
+        assert first["rollout_corr/rollout_is_min"] < 1 < first["rollout_corr/rollout_is_max"]
     assert (first["actor/rejected"] > 0) == any("threshold" in setting for setting in settings)
     assert "training/rollout_probs_diff_max" not in first  # nothing was recomputed
     assert not [key for step in metrics.values() for key in step if describe(key) is None]

@@ -16,6 +16,7 @@ from tether.algorithms.checks import Positive
 from tether.algorithms.masking import largest, masked_mean, masked_sum, masked_var, select
 from tether.algorithms.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from tether.algorithms.shapes import Mask, Rows, Tokens
+from tether.algorithms.token_loss import Max, Mean, Metric, Min
 
 RejectionBounds = Mapping[str, tuple[float, float]]
 """Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
@@ -67,35 +68,62 @@ def importance_metrics(
 ) -> dict[str, float]:
     """Describe the weights of `importance_weights` over the whole batch, before truncation.
 
-    One weight a token or, for level ``sequence``, a row; ``seq_*`` is of the mean weight of each row. Standard
-    deviation and effective sample size, 1 / mean((w / mean w)^2), are of weights held in [1 / threshold, threshold],
-    since one outlier would be all they show.
+    Those of `importance_statistics`, and what does not add up over pieces of a batch: standard deviations, and the
+    effective sample size 1 / mean((w / mean w)^2). Both are of weights held in [1 / threshold, threshold], since one
+    outlier would be all they show.
     """
     mask = response_mask.bool()
-    tokens = _ratio(log_probs, rollout_log_probs, mask, level)
-    row_mean, rows = masked_mean(tokens, mask, dim=-1), mask.any(dim=-1)
-    weights, valid = (row_mean, rows) if level == "sequence" else (tokens, mask)
+    weights, valid, row_mean, rows = _described(log_probs, rollout_log_probs, mask, level)
     bounded = weights.clamp(1 / threshold, threshold)
     mean = masked_mean(bounded, valid)
     normalized = bounded / mean.clamp(min=1e-8)
-    metrics: dict[str, Tensor | float] = {
-        "mean": masked_mean(weights, valid),
-        "max": _largest(weights, valid),
-        "min": -_largest(-weights, valid),
+    spread = {
         "std": masked_mean((bounded - mean).square(), valid).sqrt(),
         "eff_sample_size": 1 / masked_mean(normalized.square(), valid).clamp(min=1e-8),
-        "ratio_fraction_high": _fraction(weights > threshold, valid),
-        "ratio_fraction_low": _fraction(weights < 1 / threshold, valid),
-        "seq_mean": masked_mean(row_mean, rows),
         "seq_std": masked_var(row_mean, rows).sqrt(),
-        "seq_max": _largest(row_mean, rows),
-        "seq_min": -_largest(-row_mean, rows),
-        "seq_max_deviation": _largest((row_mean - 1).abs(), rows),
-        "seq_fraction_high": _fraction(row_mean > threshold, rows),
-        "seq_fraction_low": _fraction(row_mean < 1 / threshold, rows),
-        "batch_norm_factor": _batch_mean(tokens.clamp(max=threshold), mask, level),
     }
-    return {f"rollout_corr/rollout_is_{name}": float(value) for name, value in metrics.items()}
+    statistics = importance_statistics(log_probs, rollout_log_probs, mask, level=level, threshold=threshold)
+    return {name: float(value) for name, value in statistics.items()} | {
+        f"rollout_corr/rollout_is_{name}": float(value) for name, value in spread.items()
+    }
+
+
+@torch.no_grad()
+def importance_statistics(
+    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
+) -> dict[str, Metric]:
+    """Describe the weights of `importance_weights` before truncation, so that micro-batches add up to the mini-batch.
+
+    One weight per token or, for level ``sequence``, per row; ``seq_*`` is of the mean weight of each row.
+    """
+    mask = response_mask.bool()
+    weights, valid, row_mean, rows = _described(log_probs, rollout_log_probs, mask, level)
+    tokens = _ratio(log_probs, rollout_log_probs, mask, level).clamp(max=threshold)
+    row_factor = Mean.of(masked_mean(tokens, mask, dim=-1), rows)
+    metrics: dict[str, Metric] = {
+        "mean": Mean.of(weights, valid),
+        "max": Max.of(weights, valid),
+        "min": Min.of(weights, valid),
+        "ratio_fraction_high": Mean.of(weights > threshold, valid),
+        "ratio_fraction_low": Mean.of(weights < 1 / threshold, valid),
+        "seq_mean": Mean.of(row_mean, rows),
+        "seq_max": Max.of(row_mean, rows),
+        "seq_min": Min.of(row_mean, rows),
+        "seq_max_deviation": Max.of((row_mean - 1).abs(), rows),
+        "seq_fraction_high": Mean.of(row_mean > threshold, rows),
+        "seq_fraction_low": Mean.of(row_mean < 1 / threshold, rows),
+        "batch_norm_factor": row_factor if level == "sequence" else Mean.of(tokens, mask),
+    }
+    return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+
+
+def _described(
+    log_probs: Tokens, rollout_log_probs: Tokens, mask: Bool[Tensor, "B T"], level: str
+) -> tuple[Tensor, Tensor, Rows, Bool[Tensor, " B"]]:
+    """Weights of tokens or rows with their mask, then the mean weight of each row with the rows that have one."""
+    tokens = _ratio(log_probs, rollout_log_probs, mask, level)
+    row_mean, rows = masked_mean(tokens, mask, dim=-1), mask.any(dim=-1)
+    return (row_mean, rows, row_mean, rows) if level == "sequence" else (tokens, mask, row_mean, rows)
 
 
 _TOKEN_DIVERGENCES: dict[str, Callable[[Tokens], Tokens]] = {

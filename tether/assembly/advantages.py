@@ -91,7 +91,12 @@ def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
     if not asks_for(config, "reward_baselines"):
         return None
     rollout = config.actor_rollout_ref.rollout
-    greedy = SamplingParams(max_new_tokens=rollout.response_length, temperature=0.0, ignore_eos=rollout.ignore_eos)
+    greedy = SamplingParams(
+        max_new_tokens=rollout.response_length,
+        max_length=rollout.max_model_len,
+        temperature=0.0,
+        ignore_eos=rollout.ignore_eos,
+    )
     return GreedyBaseline(greedy, _length_penalty(config), config.reward_model.reward_scale)
 
 

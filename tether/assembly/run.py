@@ -194,6 +194,7 @@ def _sampling(config: RunConfig) -> SamplingParams:
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=rollout.response_length,
+        max_length=rollout.max_model_len,
         n=rollout.n,
         temperature=rollout.temperature if rollout.do_sample else 0.0,
         top_k=rollout.top_k,
@@ -214,6 +215,7 @@ def validation_sampling(config: RunConfig) -> SamplingParams:
     val = rollout.val_kwargs
     return SamplingParams(
         max_new_tokens=rollout.response_length,
+        max_length=rollout.max_model_len,
         n=val.n,
         temperature=val.temperature if val.do_sample else 0.0,
         top_k=val.top_k,

@@ -90,8 +90,14 @@ def _importing() -> Iterator[None]:
 
 
 def _load(
-    arguments: Sequence[str] | None, config_path: Path | None = None, config_name: str | None = None
+    arguments: Sequence[str] | None,
+    config_path: Path | None = None,
+    config_name: str | None = None,
+    *,
+    files: bool = False,
 ) -> LoadedConfig:
+    """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it."""
+    from tether.assembly.named_inputs import missing_inputs
     from tether.config import load_config
 
     path, overrides = _split(arguments)
@@ -100,7 +106,7 @@ def _load(
         raise ValueError(
             f"{path} and {named} are two configurations. give the file, or --config-path and --config-name"
         )
-    return load_config(path or named, overrides)
+    return load_config(path or named, overrides, missing_inputs if files else lambda config: [])
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
@@ -117,15 +123,6 @@ def _file_by_name(folder: Path | None, name: str | None) -> Path | None:
     return file if file.suffix in (".yaml", ".yml") else file.with_name(f"{file.name}.yaml")
 
 
-def _look_for_inputs(loaded: LoadedConfig) -> None:
-    """Name everything at once that the configuration names and that is not there."""
-    from tether.assembly.named_inputs import missing_inputs
-    from tether.config import ConfigError
-
-    if problems := missing_inputs(loaded.config):
-        raise ConfigError(problems)
-
-
 def _load_embodied(arguments: Sequence[str] | None) -> LoadedConfig:
     loaded = _load(arguments)
     if loaded.config.env.train.id is None:
@@ -139,8 +136,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
-    loaded = _load(arguments, config_path, config_name)
-    _look_for_inputs(loaded)
+    loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config.secrets import masked_command
     from tether.runtime.huge_pages import restart_with_huge_pages
 
@@ -327,9 +323,7 @@ def check(
     config_name: ConfigName = None,
 ) -> None:
     """Check a configuration; prints every problem at once."""
-    loaded = _load(arguments, config_path, config_name)
-    if files:
-        _look_for_inputs(loaded)
+    loaded = _load(arguments, config_path, config_name, files=files)
     for note in loaded.notes:
         typer.echo(f"note: {note}")
     typer.echo("the configuration is sound")

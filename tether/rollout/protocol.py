@@ -25,6 +25,13 @@ class SamplingParams:
     ignore_eos: bool = False
     record_kept: bool = True
     """Record which tokens top_k and top_p kept, for training to replay; where they keep all nothing is recorded."""
+    max_length: int | None = None
+    """Prompt and response together; a response that reaches it is cut. None: only max_new_tokens limits it."""
+
+    def room(self, prompt_length: int) -> int:
+        """Most tokens of a response to a prompt of this length; below 1 where the prompt leaves none."""
+        most = self.max_new_tokens
+        return most if self.max_length is None else min(most, self.max_length - prompt_length)
 
     def cuts(self, vocabulary: int) -> bool:
         """Whether some of the tokens can never be drawn; greedy sampling has no distribution to cut."""
@@ -82,7 +89,7 @@ class RolloutEngine(Protocol):
             A batch of ``len(prompts) * n`` rows ordered by prompt, then response; `uid` is the prompt's index.
 
         Raises:
-            ValueError: no prompts, an empty prompt, or one too long for the model's context with `max_new_tokens`.
+            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context.
         """
         ...
 

@@ -121,6 +121,9 @@ def test_two_keys_for_one_quantity(imported):
         (["critic.optim.lr=1e-4", "critic.lr_sched.min_lr=1e-5"], {"critic.optim.min_lr_ratio": pytest.approx(0.1)}),
         (["runner.resume_dir=null"], {"trainer.resume_mode": "auto"}),
         (["runner.resume_dir=a/b"], {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "a/b"}),
+        # RLinf counts the steps that the policy waits, trainer.critic_warmup names the first in which it learns.
+        (["algorithm.critic_warmup_steps=3"], {"trainer.critic_warmup": 4}),
+        (["algorithm.critic_warmup_steps=0"], {"trainer.critic_warmup": 0}),
         (["algorithm.recompute_logprobs=False"], {"algorithm.rollout_correction.bypass_mode": True}),
         (["algorithm.bootstrap_type=standard"], {"algorithm.bootstrap_truncated": True}),
         (["algorithm.adv_type=raw"], {"algorithm.adv_estimator": "raw"}),

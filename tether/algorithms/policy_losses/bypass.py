@@ -5,7 +5,13 @@ from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.clipped import vanilla
 from tether.algorithms.policy_losses.common import ratio_metrics, weighted
 from tether.algorithms.ratio import bounded_log_ratio
-from tether.algorithms.rollout_correction import RejectionBounds, importance_weights, rejection_mask, veto_mask
+from tether.algorithms.rollout_correction import (
+    RejectionBounds,
+    importance_statistics,
+    importance_weights,
+    rejection_mask,
+    veto_mask,
+)
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Mean, Metric, TokenLoss
 
@@ -31,7 +37,7 @@ def bypass_mode(
     ``reinforce``: L = -w A log p with w the truncated importance weight of the current policy (`importance_weights`),
     1 if rollout_is is None. Tokens or rows that rollout_rs (`rejection_mask`) or veto_threshold (`veto_mask`) rejects,
     current policy against sampler, have loss 0 but stay in the denominators of the aggregation, which are fixed before
-    the split.
+    the split. Weights of rollout_is are logged with either loss (`importance_statistics`).
 
     Assumes: the sampler's probabilities are exact enough to be the old policy.
     Use it: where the extra forward pass costs much, and the sampler agrees with the trainer.
@@ -53,6 +59,10 @@ def bypass_mode(
         "rollout_corr/kl": Mean.of(-log_ratio, response_mask),
         "rollout_corr/k3_kl": Mean.of(log_ratio.expm1() - log_ratio, response_mask),
     }
+    if rollout_is is not None:
+        off_policy |= importance_statistics(
+            log_probs.detach(), old_log_probs, response_mask, level=rollout_is, threshold=rollout_is_threshold
+        )
     if loss_type == "ppo_clip":
         clipped = vanilla(
             log_probs,

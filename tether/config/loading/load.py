@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from tether.config.secrets import has_secrets, masked
 from tether.config.support.notes import notes
 from tether.config.support.refused import refusals
 from tether.config.support.verl_keys import unread_notes, unread_problems
+
+Look = Callable[[RunConfig], Sequence[Problem]]
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,13 @@ class LoadedConfig:
         return to_yaml(values_of(self.config), self.sources)
 
 
-def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
+def load_config(path: Path | None, overrides: Sequence[str], look: Look = lambda config: []) -> LoadedConfig:
     """Load a run's config.
 
     Args:
         path: YAML file in verl's key names, or None.
         overrides: in Hydra's grammar; they go over the file, and later ones over earlier ones.
+        look: what else may be wrong with a config, such as files that are not there; told with all the rest.
 
     Raises:
         ConfigError: with every problem that there is.
@@ -71,12 +74,12 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     problems += [*resolved.problems, *unread_problems(_values(resolved.unread))]
     try:
         config = RunConfig.model_validate(nest(resolved.values))
-        problems += _check(resolved.given, config)
+        problems += _check(resolved.given, config, look)
     except ValidationError as error:
         mistyped = type_problems(error, resolved)
         named = {problem.path for problem in resolved.problems}
         problems += [problem for problem in mistyped if problem.path not in named]
-        problems += _check_the_rest(given, _every_name(named | {problem.path for problem in mistyped}))
+        problems += _check_the_rest(given, _every_name(named | {problem.path for problem in mistyped}), look)
     if problems:
         raise ConfigError([_as_written(problem, given) for problem in problems])
     idle = (
@@ -101,8 +104,8 @@ def _as_written(problem: Problem, given: Given) -> Problem:
     return problem if written is None else replace(problem, what=f"{problem.what} (it follows from {written})")
 
 
-def _check(given: Given, config: RunConfig) -> list[Problem]:
-    return refusals(given, values_of(config)) + contradictions(config)
+def _check(given: Given, config: RunConfig, look: Look) -> list[Problem]:
+    return [*refusals(given, values_of(config)), *contradictions(config), *look(config)]
 
 
 def _every_name(paths: set[str]) -> set[str]:
@@ -111,10 +114,11 @@ def _every_name(paths: set[str]) -> set[str]:
     return paths | first | {key.path for key in keys().values() if key.alias_of in first}
 
 
-def _check_the_rest(given: Given, bad: set[str]) -> list[Problem]:
+def _check_the_rest(given: Given, bad: set[str], look: Look) -> list[Problem]:
     """Check a config whose bad keys, by each of their names, give way to their defaults, without a word about them."""
     stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required}
     good = {key: setting for key, setting in given.items() if key not in bad}
     resolved = resolve(with_defaults(good | stand_ins))
     config = RunConfig.model_validate(nest(resolved.values))
-    return [problem for problem in _check(resolved.given, config) if not any(key in str(problem) for key in bad)]
+    found = _check(resolved.given, config, look)
+    return [problem for problem in found if not any(key in str(problem) for key in bad)]

@@ -163,15 +163,13 @@ def _length_is_one(name: str, rollout: int, data: int) -> Problem | None:
     return Problem(key, f"{rollout} contradicts data.max_{name}_length={data}", f"leave {key} out")
 
 
-def context_holds_a_row(cfg: RunConfig) -> Problem | None:
-    """verl cuts responses where prompt and response together reach this length."""
-    limit, key = cfg.actor_rollout_ref.rollout.max_model_len, f"{ROLLOUT}.max_model_len"
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    if limit is None or limit >= longest:
+def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
+    """Responses are cut where prompt and response together reach this length."""
+    limit, longest = cfg.actor_rollout_ref.rollout.max_model_len, cfg.data.max_prompt_length
+    if limit is None or limit > longest:
         return None
-    what = f"{limit} would cut responses of long prompts, which is not supported: data.max_prompt_length and "
-    fix = "lower one of these two, or leave it out"
-    return Problem(key, f"{what}data.max_response_length are {longest} together", fix)
+    what = f"{limit} leaves a prompt of data.max_prompt_length={longest} tokens no room for a response"
+    return Problem(f"{ROLLOUT}.max_model_len", what, f"set it above {longest}, or lower data.max_prompt_length")
 
 
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
@@ -247,7 +245,7 @@ RULES: tuple[Rule, ...] = (
     critic_is_there_to_wait_for,
     prompt_length_is_one,
     response_length_is_one,
-    context_holds_a_row,
+    longest_prompt_leaves_room,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

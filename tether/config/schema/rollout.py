@@ -178,7 +178,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int | None = 8192
     """Tokens a step of the inference server."""
     max_model_len: Positive | None = None
-    """Longest prompt and response together."""
+    """Longest prompt and response together: a response that reaches it is cut; null: no such limit."""
     enforce_eager: bool = False
     """Run without CUDA graphs."""
     cudagraph_capture_sizes: list[int] | None = None

@@ -18,7 +18,6 @@ ELSEWHERE: Mapping[str, str] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": NO_SERVER,
     "actor_rollout_ref.rollout.*parallel_size": NO_SERVER,
     "actor_rollout_ref.rollout.max_num_batched_tokens": NO_SERVER,
-    "actor_rollout_ref.rollout.max_model_len": NO_SERVER,
     "actor_rollout_ref.rollout.enforce_eager": NO_SERVER,
     "actor_rollout_ref.rollout.cudagraph_capture_sizes": NO_SERVER,
     "actor_rollout_ref.rollout.enable_chunked_prefill": NO_SERVER,

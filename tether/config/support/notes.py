@@ -56,10 +56,11 @@ def _validation(values: Mapping[str, Any]) -> str | None:
 
 def _bypass(values: Mapping[str, Any]) -> str | None:
     section = "algorithm.rollout_correction"
-    level = values[f"{section}.rollout_is"]
-    if level is None or not values[f"{section}.bypass_mode"] or values[f"{section}.loss_type"] != "ppo_clip":
+    level, normalize = values[f"{section}.rollout_is"], f"{section}.rollout_is_batch_normalize"
+    clips = values[f"{section}.bypass_mode"] and values[f"{section}.loss_type"] == "ppo_clip"
+    if level is None or not clips or not values[normalize]:
         return None
-    return f"no effect: {section}.rollout_is={level} (the clipped ratio of bypass mode already is that to the sampler)"
+    return f"no effect: {normalize}=True (the clipped loss of bypass mode logs importance weights and uses none)"
 
 
 def _idle(given: Given, values: Mapping[str, Any]) -> list[str]:

@@ -95,7 +95,7 @@ class NativeEngine:
         """See `RolloutEngine.generate`; the batch lies on the model's device and is as wide as its longest response.
 
         Raises:
-            ValueError: no prompts, an empty prompt, or one too long for the model's context with `max_new_tokens`.
+            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context.
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
         self._check(prompts, sampling)
@@ -147,9 +147,15 @@ class NativeEngine:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompts[{index}]: no tokens. A prompt needs at least one, such as the BOS token")
-            if context is not None and len(prompt) + sampling.max_new_tokens > context:
+            room = sampling.room(len(prompt))
+            if room < 1:
                 raise ValueError(
-                    f"prompts[{index}]: {len(prompt)} prompt tokens + {sampling.max_new_tokens} new tokens exceed the "
+                    f"prompts[{index}]: {len(prompt)} prompt tokens leave no room for a response in "
+                    f"{sampling.max_length} tokens. Raise actor_rollout_ref.rollout.max_model_len"
+                )
+            if context is not None and len(prompt) + room > context:
+                raise ValueError(
+                    f"prompts[{index}]: {len(prompt)} prompt tokens + {room} new tokens exceed the "
                     f"model's max_position_embeddings of {context}. "
                     "Lower data.max_prompt_length or data.max_response_length"
                 )

@@ -48,7 +48,7 @@ class Generation:
         self._num_finished = 0
         self._num_tokens = 0
         self._active = 0
-        self._cache = KVCache(num_slots, max(map(len, prompts)) + sampling.max_new_tokens, self._device)
+        self._cache = KVCache(num_slots, max(len(p) + sampling.room(len(p)) for p in prompts), self._device)
         # By slot: the row, its last token, the position of that token, the number of tokens sampled so far.
         self._state = torch.zeros(4, num_slots, dtype=torch.int64, device=self._device)
         self._row, self._token, self._position, self._count = self._state
@@ -131,6 +131,8 @@ class Generation:
 
         broken = ~torch.isfinite(log_prob)
         ended = torch.isin(token, self._eos) | (count == self._sampling.max_new_tokens)
+        if self._sampling.max_length is not None:
+            ended |= self._position[slots] + 1 == self._sampling.max_length
         if (ended | broken).any():
             if broken.any():
                 self._refuse(int(row[broken][0]))
