@@ -38,15 +38,13 @@ def test_returns_are_the_true_discounted_sums(name, lam):
     for _ in range(2):  # the second rollout begins in the middle of an episode
         rollout = collector.collect(act, torch.zeros(1, 17, ENVS, 1))
         values = value(rollout.obs[..., 0].double())
-        after = values[1:].clone()
+        after = values[:, 1:].clone()
         after[rollout.terminated] = 0
         after[rollout.final_at] = value(rollout.final_obs[:, 0].double())
-        ends, valid = (rollout.terminated | rollout.truncated).T, rollout.valid.T
-        result = episodic_gae(
-            rollout.rewards.double().T, values[:-1].T, after.T, ends, valid, gamma=GAMMA, lam=lam
-        )  # fmt: skip
+        ends, valid = rollout.terminated | rollout.truncated, rollout.valid
+        result = episodic_gae(rollout.rewards.double(), values[:, :-1], after, ends, valid, gamma=GAMMA, lam=lam)
         torch.testing.assert_close(result.advantages, torch.zeros_like(result.advantages), atol=1e-9, rtol=0)
-        torch.testing.assert_close(result.returns[valid], values[:-1].T[valid])
+        torch.testing.assert_close(result.returns[valid], values[:, :-1][valid])
         assert bool(rollout.truncated.any())
     collector.env.close()
 
@@ -66,7 +64,7 @@ def test_the_end_of_every_episode_can_be_kept():
     collector.restart(seed=0)
     rollout = collector.collect(act, torch.zeros(1, 6, ENVS, 1))
     assert rollout.final_obs[:, 0].tolist() == [3.0] * 2 * ENVS
-    assert rollout.final_at[0].tolist() == [2] * ENVS + [5] * ENVS
+    assert rollout.final_at[1].tolist() == [2] * ENVS + [5] * ENVS
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_episodes_reach_over_rollouts():
     tracker = EpisodeTracker(2)
     rewards = np.ones((2, 2), dtype=np.float32)
     valid = np.array([[True, True], [True, False]])
-    ended = np.array([[False, True], [False, False]])
+    ended = np.array([[False, False], [True, False]])
     success = np.array([[True, False], [False, False]])
     assert tracker.add(rewards, ended, valid, success) == (Episode(1.0, 1, False, False),)
     ended = np.array([[True, False], [False, True]])

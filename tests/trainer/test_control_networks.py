@@ -132,9 +132,9 @@ def test_what_is_learned_from_is_what_was_done_in_every_mode(name):
 
         noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(number))
         rollout = collector.collect(act, noise)
-        samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.9, 0.9))
-        done = torch.stack(outputs).log_softmax(-1).gather(-1, rollout.actions)
-        torch.testing.assert_close(samples.old_log_probs[rollout.valid.T], done.transpose(0, 1)[rollout.valid.T])
+        samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 0.9))
+        done = torch.stack(outputs, dim=1).log_softmax(-1).gather(-1, rollout.actions)
+        torch.testing.assert_close(samples.old_log_probs[rollout.valid], done[rollout.valid])
         assert bool(rollout.valid.all()) == (name != "NextStep")
 
 
@@ -144,11 +144,11 @@ def test_a_step_that_only_resets_has_no_part_in_anything():
     collector.restart(0)
     noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
     rollout = collector.collect(policy.acting(), noise)
-    expected, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.9, 0.9))
+    expected, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 0.9))
     lost = ~rollout.valid
-    numbers_of(rollout.obs)[:-1][lost] = torch.nan
+    numbers_of(rollout.obs)[:, :-1][lost] = torch.nan
     rollout.rewards[lost] = torch.nan
-    found, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.9, 0.9))
+    found, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 0.9))
     assert same(vars(found.decisions()) | {"obs": found.obs}, vars(expected.decisions()) | {"obs": expected.obs})
     assert bool(lost.any())
     assert torch.isfinite(found.obs).all()
@@ -163,7 +163,7 @@ def test_the_value_of_an_end_is_that_of_a_memory_of_its_episode():
     collector.restart(0)
     noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
     rollout = collector.collect(policy.acting(), noise)
-    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(0.5, 1.0, normalize_advantages=False))
+    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.5, 1.0, normalize_advantages=False))
     with torch.no_grad():  # the observations of an episode of five steps, and its last one
         values = policy.step(torch.arange(6.0)[None, :, None], None, torch.zeros(1, policy.state_width))[1][0, :, 0]
     torch.testing.assert_close(samples.returns[0, 4, 0], 5 + 0.5 * values[5])
@@ -175,8 +175,8 @@ def test_pictures_are_kept_as_bytes(tmp_path):
     assert isinstance(run.trainer.policy, NetworkPolicy)
     kept = run.trainer.collector._obs.tensors
     assert kept["picture"].dtype == torch.uint8
-    assert kept["picture"].shape == (17, 4, 3, 5, 5)
-    assert kept["numbers"].shape == (17, 4, 3)
+    assert kept["picture"].shape == (4, 17, 3, 5, 5)
+    assert kept["numbers"].shape == (4, 17, 3)
     run.close()
 
 

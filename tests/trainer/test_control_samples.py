@@ -48,7 +48,7 @@ def first(columns, decisions=3):
 def test_returns_of_actions_in_chunks():
     policy = constant_policy(chunk=2, values=2)
     rollout = countdown(policy, 6, chunk=2)
-    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN))
+    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN))
     r5 = 5 + 0.5 * VALUE
     r4 = 4 + 0.5 * r5
     r3 = 3 + 0.5 * r4
@@ -63,7 +63,7 @@ def test_returns_of_chunks():
     policy = constant_policy(chunk=2)
     rollout = countdown(policy, 6, chunk=2)
     options = SampleOptions(**PLAIN, reward_level="chunk_level", logprob_level="chunk_level")
-    samples, metrics = make_samples(rollout, rollout.rewards.T, policy, options)
+    samples, metrics = make_samples(rollout, rollout.rewards, policy, options)
     r3 = 5 + 0.5 * VALUE
     r2 = 3 + 4 + 0.5 * r3
     assert first(samples.returns) == [[1 + 2 + 0.5 * r2], [r2], [r3]]
@@ -77,16 +77,16 @@ def test_returns_of_chunks():
 def test_the_tail_of_a_rollout_is_worth_what_the_critic_says():
     policy = constant_policy()
     rollout = countdown(policy, 3)
-    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN))
+    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN))
     assert first(samples.returns)[-1] == [3 + 0.5 * VALUE]
 
 
 def test_without_auto_reset_what_follows_an_end_is_no_sample():
     policy = constant_policy()
     rollout = countdown(policy, 8, auto_reset=False, epochs=2)
-    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN))
+    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN))
     assert len(samples) == 5 * 4
-    assert rollout.valid.sum(dim=0).tolist() == [5] * 4
+    assert rollout.valid.sum(dim=1).tolist() == [5] * 4
     assert rollout.episodes == (Episode(15.0, 5, True, False),) * 4
     # The limit cuts the episode, which is worth something afterwards: RLinf lacks this bootstrap here.
     assert samples.returns[-4:].unique().tolist() == [5 + 0.5 * VALUE]
@@ -109,19 +109,19 @@ def test_chunks_of_one_are_no_chunks():
 
 def made_up(rewards, lengths, lost=()):
     """A rollout of one-step decisions: a column is an episode of some length that terminates, or is lost."""
-    rewards = torch.tensor(rewards).T
-    steps, columns = rewards.shape
-    valid = torch.arange(steps)[:, None] < torch.tensor(lengths)
-    last = torch.arange(steps)[:, None] == torch.tensor(lengths) - 1
+    rewards = torch.tensor(rewards)
+    columns, steps = rewards.shape
+    valid = torch.arange(steps) < torch.tensor(lengths)[:, None]
+    last = torch.arange(steps) == torch.tensor(lengths)[:, None] - 1
     cut = torch.zeros_like(valid)
     for column in lost:
-        last[:, column], cut[lengths[column], column] = False, True
+        last[column], cut[column, lengths[column]] = False, True
     return EnvRollout(
-        obs=torch.randn(steps + 1, columns, 1, generator=torch.Generator().manual_seed(0)),
-        actions=torch.zeros(steps, columns, 1, dtype=torch.int64),
+        obs=torch.randn(columns, steps + 1, 1, generator=torch.Generator().manual_seed(0)),
+        actions=torch.zeros(columns, steps, 1, dtype=torch.int64),
         rewards=torch.where(valid, rewards, torch.nan),
         terminated=last, truncated=cut, valid=valid,
-        starts=torch.zeros(steps + 1, columns, dtype=torch.bool), state=torch.zeros(columns, 0),
+        starts=torch.zeros(columns, steps + 1, dtype=torch.bool), state=torch.zeros(columns, 0),
         final_obs=torch.zeros(0, 1), final_at=(torch.zeros(0).long(), torch.zeros(0).long()), episodes=(),
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_groups_by_hand():
     policy = ControlPolicy(PolicySpec(1, (2,), 1, value_width=0, hidden_dim=4), 0)
     options = SampleOptions(0.9, 1.0, estimator="grpo", group_size=2)
     rollout = made_up(REWARDS, LENGTHS)
-    samples, metrics = make_samples(rollout, rollout.rewards.T, policy, options)
+    samples, metrics = make_samples(rollout, rollout.rewards, policy, options)
     # Scores 1 and 3: mean 2, std sqrt(2); 5 and 5: no advantage. Rows are steps, in each the episodes still alive.
     up = 1 / 2**0.5
     torch.testing.assert_close(
@@ -147,9 +147,7 @@ def test_groups_by_hand():
 def test_a_lost_episode_has_no_score():
     policy = ControlPolicy(PolicySpec(1, (2,), 1, value_width=0, hidden_dim=4), 0)
     rollout = made_up(REWARDS, [1, 2, 2, 3], lost=[2])
-    samples, _ = make_samples(
-        rollout, rollout.rewards.T, policy, SampleOptions(0.9, 1.0, estimator="grpo", group_size=2)
-    )
+    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 1.0, estimator="grpo", group_size=2))
     assert len(samples) == 1 + 2 + 3
 
 
@@ -157,11 +155,11 @@ def test_groups_outside_the_bounds_teach_nothing():
     policy = constant_policy()
     rollout = made_up(REWARDS, LENGTHS)
     options = SampleOptions(**PLAIN, group_size=2, reward_bounds=(2.5, 5.0))
-    samples, metrics = make_samples(rollout, rollout.rewards.T, policy, options)
+    samples, metrics = make_samples(rollout, rollout.rewards, policy, options)
     assert len(samples) == 6
     assert metrics["group/kept_fraction"] == 0.5
     nothing, _ = make_samples(
-        rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN, group_size=2, reward_bounds=(8.0, 9.0))
+        rollout, rollout.rewards, policy, SampleOptions(**PLAIN, group_size=2, reward_bounds=(8.0, 9.0))
     )
     assert len(nothing) == 0
 
@@ -169,13 +167,13 @@ def test_groups_outside_the_bounds_teach_nothing():
 def test_episodes_weigh_alike_as_in_rlinf():
     policy = constant_policy()
     rollout = made_up(REWARDS, LENGTHS)
-    samples, _ = make_samples(rollout, rollout.rewards.T, policy, SampleOptions(**PLAIN, episode_length=7))
-    loss = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN, episode_length=7))
+    loss = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor(LENGTHS)[:, None]
     expected = masked_mean_ratio(
-        loss.T, rollout.valid.T, episode_length=lengths, max_episode_length=7, num_elements=loss.numel()
+        loss, rollout.valid, episode_length=lengths, max_episode_length=7, num_elements=loss.numel()
     )
-    rows = loss[rollout.valid][:, None]
+    rows = loss.T[rollout.valid.T][:, None]  # samples are in the order of time
     found = (rows * loss_weights("masked_mean_ratio", rows, None, samples.weights, None)).sum()
     torch.testing.assert_close(found, expected)
 

@@ -149,23 +149,23 @@ def test_weights_of_the_lstm_before_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("name", SPECS)
 def test_acting_and_learning_see_the_same(name):
     policy, decisions, columns = make(SPECS[name]), 5, 4
-    rows = flat(policy.spec, decisions + 1, columns)
-    starts = torch.zeros(decisions + 1, columns, dtype=torch.bool)
-    starts[0, 0] = starts[3, 1] = True
+    rows = flat(policy.spec, columns, decisions + 1)
+    starts = torch.zeros(columns, decisions + 1, dtype=torch.bool)
+    starts[0, 0] = starts[1, 3] = True
     before = torch.randn(columns, policy.state_width, generator=torch.Generator().manual_seed(2))
-    final_at = torch.tensor([2, 4]), torch.tensor([3, 1])
+    final_at = torch.tensor([3, 1]), torch.tensor([2, 4])
     final_rows = flat(policy.spec, 2, seed=7)
     review = policy.review(seen(policy, rows), starts, before, seen(policy, final_rows), final_at)
 
     act, state, states = policy.acting(), before.numpy().copy(), []
     for t in range(decisions):
-        state[starts[t].numpy()] = 0
-        packed = policy.pictures(rows[t]) if policy.pictures else rows[t]
+        state[starts[:, t].numpy()] = 0
+        packed = policy.pictures(rows[:, t]) if policy.pictures else rows[:, t]
         again, _ = act(packed, None, state)
-        chosen, state = act(rows[t], None, state)
+        chosen, state = act(rows[:, t], None, state)
         assert np.array_equal(again, chosen)
         states.append(state.copy())
-        best = review.outputs[t]
+        best = review.outputs[:, t]
         if policy.spec.choices is None:
             torch.testing.assert_close(torch.from_numpy(chosen), best, atol=1e-5, rtol=1e-5)
         else:
@@ -174,17 +174,17 @@ def test_acting_and_learning_see_the_same(name):
 
     memory = None
     if policy.state_width:
-        memory = Memory(starts[:-1].T, before, torch.ones(columns, decisions, dtype=torch.bool))
-        obs = seen(policy, rows[:-1].swapaxes(0, 1).copy())
+        memory = Memory(starts[:, :-1], before, torch.ones(columns, decisions, dtype=torch.bool))
+        obs = seen(policy, rows[:, :-1])
     else:
-        obs = seen(policy, rows[:-1].swapaxes(0, 1).reshape(-1, rows.shape[-1]))
+        obs = seen(policy, rows[:, :-1].reshape(-1, rows.shape[-1]))
     passed = policy.run(obs, memory)
-    torch.testing.assert_close(passed.outputs, review.outputs.transpose(0, 1).flatten(0, 1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(passed.outputs, review.outputs.flatten(0, 1), atol=1e-5, rtol=1e-5)
     if policy.critic is None:
         assert passed.values is review.values is review.final_values is None
         return
-    torch.testing.assert_close(passed.values, review.values[:-1].transpose(0, 1).flatten(0, 1), atol=1e-5, rtol=1e-5)
-    for row, (t, column) in enumerate(zip(*(part.tolist() for part in final_at), strict=True)):
+    torch.testing.assert_close(passed.values, review.values[:, :-1].flatten(0, 1), atol=1e-5, rtol=1e-5)
+    for row, (column, t) in enumerate(zip(*(part.tolist() for part in final_at), strict=True)):
         with torch.no_grad():
             after = torch.from_numpy(states[t][column : column + 1])
             value = policy.step(seen(policy, final_rows[row : row + 1]).unsqueeze(1), None, after)[1][0, 0]
@@ -194,7 +194,7 @@ def test_acting_and_learning_see_the_same(name):
 @pytest.mark.parametrize("name", SPECS)
 def test_a_review_in_pieces_says_the_same(name):
     policy = make(SPECS[name])
-    rows, starts = flat(policy.spec, 4, 5), torch.rand(4, 5) < 0.3
+    rows, starts = flat(policy.spec, 5, 4), torch.rand(5, 4) < 0.3
     nobody = torch.zeros(0).long(), torch.zeros(0).long()
     arguments = (
         seen(policy, rows),

@@ -43,22 +43,22 @@ def bins(*shape, seed=2):
 def test_what_is_said_of_a_rollout_is_what_is_trained_on(kind):
     """Importance ratios are one: acting, reviewing and running agree on the log-probabilities."""
     policy = make(kind)
-    obs, final = look(4, 3), look(2, seed=5)
+    obs, final = look(3, 4), look(2, seed=5)
     noise = policy.head.noise((3, 3), torch.Generator().manual_seed(3)).double()
-    actions = torch.stack([policy.act(obs[c], noise[c]) for c in range(3)])
-    at = (torch.tensor([0, 2]), torch.tensor([1, 1]))
-    said = policy.review(obs, torch.zeros(4, 3, dtype=torch.bool), torch.zeros(3, 0), final, at, actions)
-    rows, chosen = obs[:-1].flatten(0, 1), actions.flatten(0, 1)
+    actions = torch.stack([policy.act(obs[:, c], noise[c]) for c in range(3)], dim=1)
+    at = (torch.tensor([1, 1]), torch.tensor([0, 2]))
+    said = policy.review(obs, torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 0), final, at, actions)
+    rows, chosen = obs[:, :-1].flatten(0, 1), actions.flatten(0, 1)
     passed = policy.run(rows, None, chosen)
     torch.testing.assert_close(said.outputs.flatten(0, 1), passed.outputs)
-    torch.testing.assert_close(said.values[:-1].flatten(0, 1), passed.values)
-    torch.testing.assert_close(said.values[-1], policy.values(obs[-1]))
+    torch.testing.assert_close(said.values[:, :-1].flatten(0, 1), passed.values)
+    torch.testing.assert_close(said.values[:, -1], policy.values(obs[:, -1]))
     torch.testing.assert_close(said.final_values, policy.values(final))
     torch.testing.assert_close(policy.outputs(rows, None, chosen), passed.outputs)
     columns = policy.head.evaluate(passed.outputs, chosen).log_probs
     torch.testing.assert_close(policy.log_probs(rows, chosen), columns)
     # What was sampled is the largest of score + noise.
-    perturbed = (passed.outputs + noise.flatten(0, 1)).unflatten(1, (4, -1))
+    perturbed = (passed.outputs + noise.transpose(0, 1).flatten(0, 1)).unflatten(1, (4, -1))
     assert torch.equal(perturbed.argmax(-1), chosen)
 
 

@@ -48,7 +48,7 @@ class CategoricalHead(nn.Module):
         return torch.empty(*shape, self.outputs).exponential_(generator=generator).log_().neg_()
 
     def evaluate(self, logits: Tensor, actions: Tensor) -> Evaluated:
-        """[B, outputs], [B, width] -> log-probabilities and entropies."""
+        """[..., outputs], [..., width] -> log-probabilities and entropies, [..., width] each."""
         if self.width == 1:
             everything = logits.log_softmax(dim=-1)
             entropy = -(everything.exp() * everything).sum(dim=-1, keepdim=True)
@@ -56,7 +56,7 @@ class CategoricalHead(nn.Module):
             parts = [part.log_softmax(dim=-1) for part in logits.split(self.choices, dim=-1)]
             everything = torch.cat(parts, dim=-1)
             entropy = torch.cat([-(part.exp() * part).sum(dim=-1, keepdim=True) for part in parts], dim=-1)
-        return Evaluated(everything.gather(1, self._chosen(actions)), entropy, everything)
+        return Evaluated(everything.gather(-1, self._chosen(actions)), entropy, everything)
 
     def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Gradient of the logits, [B, outputs].
@@ -105,7 +105,7 @@ class GaussianHead(nn.Module):
         return torch.randn(*shape, self.width, generator=generator)
 
     def evaluate(self, mean: Tensor, actions: Tensor) -> Evaluated:
-        """[B, width], [B, width] -> log-probabilities and entropies."""
+        """[..., width], [..., width] -> log-probabilities and entropies, [..., width] each."""
         scaled = (actions - mean) * torch.exp(-self.logstd)
         log_probs = -0.5 * scaled.square() - (self.logstd + HALF_LOG_2PI)
         return Evaluated(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)

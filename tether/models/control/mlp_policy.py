@@ -116,8 +116,8 @@ class ControlPolicy(nn.Module):
         final_at: tuple[Tensor, Tensor],
         actions: Tensor | None = None,
     ) -> Review:
-        """Pass over a rollout: normalised observations [C + 1, M, O] and [F, O]; see `NetworkPolicy.review`."""
-        outputs = self.actor(obs[:-1].flatten(0, 1)).unflatten(0, (len(obs) - 1, -1))
+        """Pass over a rollout: normalised observations [M, C + 1, O] and [F, O]; see `NetworkPolicy.review`."""
+        outputs = self.actor(obs[:, :-1].flatten(0, 1)).unflatten(0, (len(obs), -1))
         if self.critic is None:
             return Review(outputs, None, None)
         values = self.values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])

@@ -205,26 +205,23 @@ class NetworkPolicy(nn.Module):
         """Pass over a rollout.
 
         Args:
-            obs: normalised, [C + 1, M, ...].
-            starts: [C + 1, M]: decisions that begin an episode.
+            obs: normalised, [M, C + 1, ...].
+            starts: [M, C + 1]: decisions that begin an episode.
             state: [M, S]: before the first decision.
             final_obs: normalised, [F, ...]: last observations of episodes.
-            final_at: [F], [F]: decision and column after which they were seen.
-            actions: [C, M, K * D]: see `run`.
+            final_at: [F], [F]: column and decision after which they were seen.
+            actions: [M, C, K * D]: see `run`.
         """
-        columns = starts.shape[1]
-        size = columns if self.micro_batch is None else max(1, self.micro_batch // len(starts))
-        parts = []
-        for first in range(0, columns, size):
-            piece = slice(first, first + size)
-            parts.append(self.step(obs[:, piece].transpose(0, 1), starts[:, piece].T, state[piece]))
-        outputs = torch.cat([part[0] for part in parts])[:, :-1].transpose(0, 1)
+        columns, decisions = starts.shape
+        size = columns if self.micro_batch is None else max(1, self.micro_batch // decisions)
+        pieces = [slice(first, first + size) for first in range(0, columns, size)]
+        parts = [self.step(obs[piece], starts[piece], state[piece]) for piece in pieces]
+        outputs = torch.cat([part[0] for part in parts])[:, :-1]
         if self.critic is None:
             return Review(outputs, None, None)
-        values = torch.cat([part[1] for part in parts if part[1] is not None]).transpose(0, 1)
-        decision, column = final_at
+        values = torch.cat([part[1] for part in parts if part[1] is not None])
         after = torch.cat([part[2] for part in parts])
-        after = after[column, decision] if self.spec.lstm_dim else after[column]
+        after = after[final_at] if self.spec.lstm_dim else after[final_at[0]]
         _, final_values, _ = self.step(final_obs.unsqueeze(1), None, after)
         return Review(outputs, values, None if final_values is None else final_values[:, 0])
 

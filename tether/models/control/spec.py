@@ -99,9 +99,9 @@ class Review:
     """What a policy says of a whole rollout of C decisions in M columns."""
 
     outputs: Tensor
-    """[C, M, outputs of the head]"""
+    """[M, C, outputs of the head]"""
     values: Tensor | None
-    """[C + 1, M, V]; None: there is no critic."""
+    """[M, C + 1, V]; None: there is no critic."""
     final_values: Tensor | None
     """[F, V]: of the last observations of episodes."""
 

@@ -109,15 +109,16 @@ class VlaPolicy(nn.Module):
         final_at: tuple[Tensor, Tensor],
         actions: Tensor,
     ) -> Review:
-        """Pass over a rollout: observations [C + 1, M, ...] and [F, ...], actions [C, M, A]."""
+        """Pass over a rollout: observations [M, C + 1, ...] and [F, ...], actions [M, C, A]."""
         shape = actions.shape[:2]
-        pieces = zip(obs[:-1].flatten(0, 1).split(ROWS), actions.flatten(0, 1).split(ROWS), strict=True)
+        pieces = zip(obs[:, :-1].flatten(0, 1).split(ROWS), actions.flatten(0, 1).split(ROWS), strict=True)
         said = [self(*piece) for piece in pieces]
         outputs = torch.cat([scores for scores, _ in said]).unflatten(0, shape)
         if self.critic is None:
             return Review(outputs, None, None)
-        values = torch.cat([*(piece for _, piece in said if piece is not None), self.values(obs[-1])])
-        return Review(outputs, values.unflatten(0, (len(obs), -1)), self.values(final_obs))
+        values = torch.cat([piece for _, piece in said if piece is not None]).unflatten(0, shape)
+        values = torch.cat([values, self.values(obs[:, -1])[:, None]], dim=1)
+        return Review(outputs, values, self.values(final_obs))
 
     def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Passed:
         """Say something of B decisions, for `backward`; see

@@ -1,7 +1,7 @@
 """Experience from simulators: T steps of N environments, in buffers that are allocated once.
 
 A policy decides on the actions of K steps at once, an action chunk; T = C K. M = E N columns hold E rollouts of N
-environments, one after the other.
+environments, one after the other. Everything is [M, T] or [M, C]: a row of memory is the time of one environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tether.rollout.env.episodes import Episode, EpisodeTracker
 from tether.rollout.env.observation_buffer import ObservationBuffer
 
 Finals = list[tuple[int, int, Floats]]
-"""(step, environment, last observation of its episode)."""
+"""(column, step, last observation of its episode)."""
 
 
 @dataclass(frozen=True)
@@ -32,42 +32,48 @@ class EnvRollout:
     """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
 
     obs: Observations
-    """[C + 1, M, ...]: before each decision, and after the last step."""
+    """[M, C + 1, ...]: before each decision, and after the last step."""
     actions: Tensor
-    """[C, M, K * width]: the actions of a chunk one after the other."""
+    """[M, C, K * width]: the actions of a chunk one after the other."""
     rewards: Tensor
-    """[T, M]: as the environment gave them."""
+    """[M, T]: as the environment gave them."""
     terminated: Tensor
-    """[T, M]"""
+    """[M, T]"""
     truncated: Tensor
-    """[T, M]"""
+    """[M, T]"""
     valid: Tensor
-    """[T, M]: False where no action was carried out."""
+    """[M, T]: False where no action was carried out."""
     starts: Tensor
-    """[C + 1, M]: decisions that begin an episode. Where none was carried out, the next one does, too."""
+    """[M, C + 1]: decisions that begin an episode. Where none was carried out, the next one does, too."""
     state: Tensor
     """[M, S]: of the policy's memory, before the first decision."""
     final_obs: Observations
     """[F, ...]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
-    """[F], [F]: step and column of each."""
+    """[F], [F]: column and step of each."""
     episodes: tuple[Episode, ...]
     """Those that ended, in the order in which they did."""
 
     @property
     def chunk(self) -> int:
         """K: actions that are decided on at once."""
-        return len(self.rewards) // len(self.actions)
+        return self.rewards.shape[1] // self.actions.shape[1]
 
     @property
     def decided(self) -> Tensor:
-        """[C, M]: decisions of which at least the first action was carried out."""
-        return self.valid[:: self.chunk]
+        """[M, C]: decisions of which at least the first action was carried out."""
+        return self.valid[:, :: self.chunk]
+
+    @property
+    def carried_out(self) -> tuple[Tensor, Tensor]:
+        """[S], [S]: column and number of the `decided`, in the order of time."""
+        decision, column = self.decided.T.nonzero(as_tuple=True)
+        return column, decision
 
 
 @dataclass
 class _Rows:
-    """Columns of the buffers."""
+    """Columns of the buffers, [M, T, ...] each."""
 
     obs: ObservationBuffer
     actions: NDArray[Any]
@@ -80,7 +86,7 @@ class _Rows:
 
     def part(self, columns: slice) -> _Rows:
         """Some of the columns."""
-        others = {name: column[:, columns] for name, column in vars(self).items() if name != "obs"}
+        others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
         return _Rows(obs=self.obs.part(columns), **others)
 
 
@@ -114,17 +120,18 @@ class EnvCollector:
         self.chunk = chunk
         self.epochs = epochs
         self._bootstrap_terminations = bootstrap_terminations
-        shape = (steps, epochs * env.num_envs)
-        decisions = (steps // chunk, epochs * env.num_envs, chunk * env.actions.width)
+        columns = epochs * env.num_envs
+        shape = (columns, steps)
+        decisions = (columns, steps // chunk, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = ObservationBuffer.allocate((steps + 1, shape[1]), env.obs_dim, pictures)
+        self._obs = ObservationBuffer.allocate((columns, steps + 1), env.obs_dim, pictures)
         self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
         self._valid = torch.ones(shape, dtype=torch.bool)
-        self._starts = torch.zeros(decisions[0] + 1, shape[1], dtype=torch.bool)
-        self._states = torch.zeros(shape[1], state_width)
+        self._starts = torch.zeros(columns, steps // chunk + 1, dtype=torch.bool)
+        self._states = torch.zeros(columns, state_width)
         self._rows = _Rows(
             self._obs,
             self._actions.numpy(),
@@ -193,7 +200,7 @@ class EnvCollector:
             episodes += ended
         rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
         return EnvRollout(
-            self._obs.tensors[:: self.chunk],
+            self._obs.tensors[:, :: self.chunk],
             self._actions,
             self._rewards,
             self._terminated,
@@ -202,7 +209,7 @@ class EnvCollector:
             self._starts,
             self._states,
             self._obs.pack(rows),
-            (torch.tensor([t for t, _, _ in finals]).long(), torch.tensor([n for _, n, _ in finals]).long()),
+            (torch.tensor([n for n, _, _ in finals]).long(), torch.tensor([t for _, t, _ in finals]).long()),
             tuple(episodes),
         )
 
@@ -217,12 +224,12 @@ class EnvCollector:
         rows.success.fill(False)
         self._tells_success = False
         finals = self._play(act, noise.numpy(), rows)
-        rows.starts[-1] = self._fresh
+        rows.starts[:, -1] = self._fresh
         self._check(rows.obs, rows.rewards, finals)
         self._done += self.steps
         success = rows.success if self._tells_success else None
         episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
-        return [(t, columns.start + n, row) for t, n, row in finals], episodes
+        return [(columns.start + n, t, row) for n, t, row in finals], episodes
 
     def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
         """Fill the columns of one time; returns what is bootstrapped."""
@@ -231,20 +238,20 @@ class EnvCollector:
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
-                rows.starts[decision] = fresh
+                rows.starts[:, decision] = fresh
                 state[fresh] = 0.0
-                rows.actions[decision], state[:] = act(rows.obs.read(t), noise[decision], state)
-            step = self._step(rows.actions[decision][:, k * width : (k + 1) * width], t)
+                rows.actions[:, decision], state[:] = act(rows.obs.read(t), noise[decision], state)
+            step = self._step(rows.actions[:, decision, k * width : (k + 1) * width], t)
             rows.obs.write(t + 1, step.obs)
-            rows.rewards[t] = step.reward
-            rows.terminated[t], rows.truncated[t] = step.terminated, step.truncated
+            rows.rewards[:, t] = step.reward
+            rows.terminated[:, t], rows.truncated[:, t] = step.terminated, step.truncated
             if step.valid is not None:
-                rows.valid[t] = step.valid
-            fresh[:] = (fresh & ~rows.valid[t]) | step.terminated | step.truncated
+                rows.valid[:, t] = step.valid
+            fresh[:] = (fresh & ~rows.valid[:, t]) | step.terminated | step.truncated
             if step.final_obs is not None:
-                finals += [(t, n, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+                finals += [(n, t, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
             if step.success is not None:
-                self._tells_success, rows.success[t] = True, step.success
+                self._tells_success, rows.success[:, t] = True, step.success
         self._now[:] = step.obs
         return finals
 
@@ -268,12 +275,12 @@ class EnvCollector:
         return np.flatnonzero(cut).tolist()
 
     def _check(self, obs: ObservationBuffer, rewards: Floats, finals: Finals) -> None:
-        numbers = obs.numbers[1:]
-        bad = [(t, n, f"entry {obs.entry(i)} of the observation is {numbers[t, n, i]}") for t, n, i in _bad(numbers)]
-        bad += [(t, n, f"the reward is {rewards[t, n]}") for t, n in _bad(rewards)]
+        numbers = obs.numbers[:, 1:]
+        bad = [(t, n, f"entry {obs.entry(i)} of the observation is {numbers[n, t, i]}") for n, t, i in _bad(numbers)]
+        bad += [(t, n, f"the reward is {rewards[n, t]}") for n, t in _bad(rewards)]
         bad += [
             (t, n, f"entry {entry} of the last observation is {row[entry]}")
-            for t, n, row in finals
+            for n, t, row in finals
             for (entry,) in _bad(row)
         ]
         if bad:

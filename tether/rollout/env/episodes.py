@@ -55,29 +55,29 @@ class EpisodeTracker:
         valid: NDArray[np.bool_],
         success: NDArray[np.bool_] | None,
     ) -> tuple[Episode, ...]:
-        """Take T steps of each environment in, [T, N] each; returns the episodes that ended in them.
+        """Take T steps of each environment in, [N, T] each; returns the episodes that ended in them.
 
         An episode whose last step is not valid was lost, and is not among them.
         """
-        reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=0, dtype=np.float64) + self._reward
-        length_so_far = np.cumsum(valid, axis=0) + self._length
+        reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=1, dtype=np.float64) + self._reward[:, None]
+        length_so_far = np.cumsum(valid, axis=1) + self._length[:, None]
         reward_before, length_before = np.zeros_like(self._reward), np.zeros_like(self._length)
         first = np.zeros_like(self._length)
         episodes = []
-        for t, n in np.argwhere(ended).tolist():
+        for t, n in np.argwhere(ended.T).tolist():
             once = at_end = None
             if success is not None:
-                once = bool(success[first[n] : t + 1, n].any() or self._success[n])
-                at_end = bool(success[t, n])
-            reward = float(reward_so_far[t, n] - reward_before[n])
-            if valid[t, n]:
-                episodes.append(Episode(reward, int(length_so_far[t, n] - length_before[n]), once, at_end))
-            reward_before[n], length_before[n] = reward_so_far[t, n], length_so_far[t, n]
+                once = bool(success[n, first[n] : t + 1].any() or self._success[n])
+                at_end = bool(success[n, t])
+            reward = float(reward_so_far[n, t] - reward_before[n])
+            if valid[n, t]:
+                episodes.append(Episode(reward, int(length_so_far[n, t] - length_before[n]), once, at_end))
+            reward_before[n], length_before[n] = reward_so_far[n, t], length_so_far[n, t]
             first[n], self._success[n] = t + 1, False
-        self._reward = reward_so_far[-1] - reward_before
-        self._length = length_so_far[-1] - length_before
+        self._reward = reward_so_far[:, -1] - reward_before
+        self._length = length_so_far[:, -1] - length_before
         if success is not None:
-            self._success |= np.array([success[first[n] :, n].any() for n in range(len(first))])
+            self._success |= np.array([success[n, first[n] :].any() for n in range(len(first))])
         return tuple(episodes)
 
 

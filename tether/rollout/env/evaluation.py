@@ -52,8 +52,8 @@ def evaluate(
             ended = step.terminated | step.truncated
             valid = np.ones_like(ended) if step.valid is None else step.valid
             fresh = (fresh & ~valid) | ended
-            success = None if step.success is None else step.success[None]
-            finished = tracker.add(step.reward[None], ended[None], valid[None], success)
+            success = None if step.success is None else step.success[:, None]
+            finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success)
             for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
                 if wanted[n]:
                     wanted[n] -= 1

@@ -16,7 +16,7 @@ class ObservationBuffer:
     """Observations of T steps in M columns.
 
     Args:
-        tensors: [T, M, ...]
+        tensors: [M, T, ...]
         pictures: what the policy sees as a picture, which is kept as bytes; None: nothing.
     """
 
@@ -24,11 +24,11 @@ class ObservationBuffer:
         self.tensors = tensors
         self._pictures = pictures
         self.numbers: Floats = numbers_of(tensors).numpy()
-        """[T, M, ...]: what could be not finite."""
+        """[M, T, ...]: what could be not finite."""
 
     @classmethod
     def allocate(cls, shape: tuple[int, int], size: int, pictures: Pictures | None) -> ObservationBuffer:
-        """Room for observations of `size` entries; `shape` is T, M."""
+        """Room for observations of `size` entries; `shape` is M, T."""
         if pictures is None:
             return cls(torch.zeros(*shape, size), None)
         numbers = torch.zeros(*shape, len(pictures.numbers))
@@ -37,18 +37,18 @@ class ObservationBuffer:
 
     def part(self, columns: slice) -> ObservationBuffer:
         """Some of the columns."""
-        return ObservationBuffer(self.tensors[:, columns], self._pictures)
+        return ObservationBuffer(self.tensors[columns], self._pictures)
 
     def write(self, step: int, rows: Floats) -> None:
         """Keep flat observations [M, size]."""
         if self._pictures is None:
-            self.numbers[step] = rows
+            self.numbers[:, step] = rows
         else:
-            self.tensors[step] = self._pictures(rows)
+            self.tensors[:, step] = self._pictures(rows)
 
     def read(self, step: int) -> Any:
         """What a policy acts on, [M, ...]."""
-        return self.numbers[step] if self._pictures is None else self.tensors[step]
+        return self.numbers[:, step] if self._pictures is None else self.tensors[:, step]
 
     def pack(self, rows: Floats) -> Observations:
         """Flat observations [F, size] as they are kept."""

@@ -117,8 +117,7 @@ class ControlTrainer(TrainingLoop):
                 self.weights_change = True
                 metrics |= self.learner.update(samples, number - 1, order, train_policy=train_policy)
             if self.policy.normalizer:  # for the next rollout: this one was sampled, and learned from, without
-                numbers = numbers_of(rollout.obs)[:-1]
-                self.policy.normalizer.update(numbers.flatten(0, 1)[rollout.decided.flatten()])
+                self.policy.normalizer.update(numbers_of(rollout.obs)[rollout.carried_out])
         self.step_number = number
         taken = int(rollout.valid.sum())
         self.env_steps += taken

@@ -108,8 +108,8 @@ class RewardShaping:
 
     def __call__(self, rollout: EnvRollout) -> Tensor:
         """Rewards [M, T] to learn from."""
-        rewards, valid = rollout.rewards.T * self._coef, rollout.valid.T
-        ended = (rollout.terminated | rollout.truncated).T
+        rewards, valid = rollout.rewards * self._coef, rollout.valid
+        ended = rollout.terminated | rollout.truncated
         parts = []
         for first in range(0, len(rewards), self._num_envs):
             piece = slice(first, first + self._num_envs)

@@ -23,7 +23,7 @@ from tether.algorithms import (
 )
 from tether.metrics.data import group_metrics
 from tether.models.control.mlp_policy import Policy
-from tether.models.control.spec import Memory, Observations, Review, numbers_of, with_numbers
+from tether.models.control.spec import Memory, Review, numbers_of, with_numbers
 from tether.rollout.env.collector import EnvRollout
 from tether.training.control.chunk_levels import Level, at_level, per_column
 from tether.training.control.samples import Samples
@@ -63,39 +63,7 @@ class _Steps:
     ended: Tensor
     valid: Tensor
     final_at: tuple[Tensor, Tensor]
-    """Step and column of what is bootstrapped."""
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How what C decisions in M columns have becomes rows of samples: [S, ...] of those that are kept, or, to be cut
-    into sequences, [M * C, ...] of all."""
-
-    kept: Tensor
-    """[C, M]: decisions that are learned from."""
-    in_sequences: bool
-
-    def decisions(self, of: Observations) -> Any:
-        """Rows of what is [C, M, ...]."""
-        if self.in_sequences:
-            return of.transpose(0, 1).flatten(0, 1)
-        return of.flatten(0, 1)[self.kept.flatten()]
-
-    def columns(self, of: Tensor) -> Tensor:
-        """Rows [..., R / C] of what is [M, R]."""
-        return self.decisions(of.unflatten(1, (len(self.kept), -1)).transpose(0, 1))
-
-    def sequences(self, samples: Samples, starts: Tensor, state: Tensor) -> Samples:
-        """Cut rows of all decisions into the columns [M, C, ...] in which something is kept.
-
-        What a decision saw that is not kept is set to zero, so that it has no part in any gradient.
-        """
-        kept = self.kept.T
-        some = kept.any(dim=1)
-        numbers = torch.where(kept.flatten()[:, None], numbers_of(samples.obs), 0.0)
-        samples = replace(samples, obs=with_numbers(samples.obs, numbers))
-        samples = samples.each(lambda column: column.unflatten(0, kept.shape)[some])
-        return replace(samples, memory=Memory(starts[:-1].T, state, kept).rows(some))
+    """Column and step of what is bootstrapped."""
 
 
 @torch.no_grad()
@@ -117,29 +85,33 @@ def make_samples(
     """
     chunk = rollout.chunk
     valid, metrics = _valid(rollout, options)
+    learned = valid[:, ::chunk]
     obs = policy.normalized(rollout.obs)
-    decided = (rollout.final_at[0] // chunk, rollout.final_at[1])
-    final_obs = policy.normalized(rollout.final_obs)
-    said = policy.review(obs, rollout.starts, rollout.state, final_obs, decided, rollout.actions)
+    column, step = rollout.final_at
+    review = policy.review(
+        obs,
+        rollout.starts,
+        rollout.state,
+        policy.normalized(rollout.final_obs),
+        (column, step // chunk),
+        rollout.actions,
+    )
     steps = _steps(rollout, rewards, valid, options.reward_level)
-    values, estimate = _estimate(steps, said, options)
-    lay = _Layout(valid.T[::chunk], in_sequences=policy.state_width > 0)
-    actions = lay.decisions(rollout.actions)
-    mask = lay.columns(valid) if chunk > 1 else None
-    columns = policy.head.evaluate(lay.decisions(said.outputs), actions).log_probs
+    values, estimate = _estimate(steps, review, options)
+    mask = _of_decisions(valid, learned) if chunk > 1 else None
+    columns = policy.head.evaluate(review.outputs, rollout.actions).log_probs
     log_probs = at_level(columns, options.logprob_level, chunk, mask)
     samples = Samples(
-        obs=lay.decisions(obs[:-1]),
-        actions=actions,
+        obs=obs[:, :-1],
+        actions=rollout.actions,
         old_log_probs=log_probs,
-        advantages=per_column(lay.columns(estimate.advantages), log_probs.shape[1]),
-        values=None if values is None else lay.columns(values),
-        returns=None if values is None else lay.columns(estimate.returns),
+        advantages=per_column(_of_decisions(estimate.advantages, learned), log_probs.shape[-1]),
+        values=None if values is None else _of_decisions(values, learned),
+        returns=None if values is None else _of_decisions(estimate.returns, learned),
         mask=mask,
-        weights=None if options.episode_length is None else _episode_weights(valid, lay, options.episode_length),
+        weights=None if options.episode_length is None else _episode_weights(valid, learned, options.episode_length),
     )
-    if policy.state_width:
-        samples = lay.sequences(samples, rollout.starts, rollout.state)
+    samples = _in_sequences(samples, rollout, learned) if policy.state_width else _in_rows(samples, learned)
     if len(samples):
         metrics["critic/rewards/mean"] = float(steps.rewards[steps.valid].mean())
     if len(samples) and values is not None:
@@ -153,14 +125,14 @@ def make_samples(
 
 def _valid(rollout: EnvRollout, options: SampleOptions) -> tuple[Tensor, dict[str, float]]:
     """Steps [M, T] that teach something, and metrics of the groups of columns that began alike."""
-    valid, lost = rollout.valid.T, (rollout.truncated & ~rollout.valid).T
+    valid, lost = rollout.valid, rollout.truncated & ~rollout.valid
     if options.estimator != CRITIC:  # an episode that was lost with its process has no score
         valid = valid & ~lost.any(dim=1, keepdim=True)
     elif rollout.chunk > 1:  # a part of a chunk leads to no state that could be valued
         valid = valid & ~per_column(lost.unflatten(1, (-1, rollout.chunk)).any(dim=-1), lost.shape[1])
     if options.group_size == 1 and options.reward_bounds is None:
         return valid, {}
-    scores = masked_sum(rollout.rewards.T, valid, dim=-1)
+    scores = masked_sum(rollout.rewards, valid, dim=-1)
     uid = torch.arange(len(scores)) // options.group_size
     metrics = group_metrics(scores, uid, valid.any(dim=1)) if options.estimator != CRITIC else {}
     if options.reward_bounds is None:
@@ -172,19 +144,19 @@ def _valid(rollout: EnvRollout, options: SampleOptions) -> tuple[Tensor, dict[st
 
 
 def _steps(rollout: EnvRollout, rewards: Tensor, valid: Tensor, level: str) -> _Steps:
-    terminated, ended = rollout.terminated.T, (rollout.terminated | rollout.truncated).T
-    steps = _Steps(rewards, terminated, ended, valid, rollout.final_at)
+    steps = _Steps(rewards, rollout.terminated, rollout.terminated | rollout.truncated, valid, rollout.final_at)
     if level == "action_level" or rollout.chunk == 1:
         return steps
     flags = {
         name: getattr(steps, name).unflatten(1, (-1, rollout.chunk)).any(dim=-1)
         for name in ("terminated", "ended", "valid")
     }
+    column, step = rollout.final_at
     sums = masked_sum(rewards.unflatten(1, (-1, rollout.chunk)), valid.unflatten(1, (-1, rollout.chunk)), dim=-1)
-    return replace(steps, rewards=sums, **flags, final_at=(rollout.final_at[0] // rollout.chunk, rollout.final_at[1]))
+    return replace(steps, rewards=sums, **flags, final_at=(column, step // rollout.chunk))
 
 
-def _estimate(steps: _Steps, said: Review, options: SampleOptions) -> tuple[Tensor | None, Advantages]:
+def _estimate(steps: _Steps, review: Review, options: SampleOptions) -> tuple[Tensor | None, Advantages]:
     """Values [M, R], where there is a critic, and advantages."""
     count = steps.rewards.shape[1]
     if options.estimator != CRITIC:
@@ -192,25 +164,47 @@ def _estimate(steps: _Steps, said: Review, options: SampleOptions) -> tuple[Tens
         estimator = ADVANTAGE_ESTIMATORS[options.estimator]
         return None, estimator(steps.rewards, steps.valid, uid=uid, gamma=options.gamma, **options.estimator_options)
     # Of a chunk's observation come the values before each of its actions: in the order of time, one after the other.
-    assert said.values is not None
-    assert said.final_values is not None
-    values = said.values.transpose(1, 2).flatten(0, 1)[: count + 1]
-    next_values = values[1:].clone()
-    next_values[steps.terminated.T] = 0.0
-    next_values[steps.final_at] = said.final_values[:, 0]
+    assert review.values is not None
+    assert review.final_values is not None
+    values = review.values.flatten(1)[:, : count + 1]
+    next_values = values[:, 1:].clone()
+    next_values[steps.terminated] = 0.0
+    next_values[steps.final_at] = review.final_values[:, 0]
     estimate = episodic_gae(
-        steps.rewards, values[:-1].T, next_values.T, steps.ended, steps.valid, gamma=options.gamma, lam=options.lam
+        steps.rewards, values[:, :-1], next_values, steps.ended, steps.valid, gamma=options.gamma, lam=options.lam
     )
     if options.normalize_advantages:
         estimate = replace(estimate, advantages=masked_whiten(estimate.advantages, steps.valid))
-    return values[:-1].T, estimate
+    return values[:, :-1], estimate
 
 
-def _episode_weights(valid: Tensor, lay: _Layout, episode_length: float) -> Tensor:
-    """Weight [S, 1] of each row: episode_length over the steps of its episode, the column.
+def _of_decisions(of: Tensor, learned: Tensor) -> Tensor:
+    """Group the steps [M, R] by the decisions [M, C] that they belong to, [M, C, R / C]."""
+    return of.unflatten(1, (learned.shape[1], -1))
 
-    RLinf's mean runs over all rows, of which only those that were carried out are here; so the weight has their share
-    in it.
+
+def _in_rows(samples: Samples, learned: Tensor) -> Samples:
+    """Lay the decisions [M, C, ...] that are learned from out as rows [S, ...], in the order of time."""
+    decision, column = learned.T.nonzero(as_tuple=True)
+    return samples.each(lambda of: of[column, decision])
+
+
+def _in_sequences(samples: Samples, rollout: EnvRollout, learned: Tensor) -> Samples:
+    """Keep the columns [M, C, ...] in which something is learned from.
+
+    What the other decisions saw is set to zero, so that it has no part in any gradient.
     """
-    weights = (episode_length / valid.sum(dim=1).clamp(min=1)) * lay.kept.float().mean()
-    return lay.decisions(weights.expand(len(lay.kept), -1)[..., None])
+    numbers = torch.where(learned[..., None], numbers_of(samples.obs), 0.0)
+    memory = Memory(rollout.starts[:, :-1], rollout.state, learned)
+    some = learned.any(dim=1)
+    return replace(samples, obs=with_numbers(samples.obs, numbers), memory=memory).each(lambda of: of[some])
+
+
+def _episode_weights(valid: Tensor, learned: Tensor, episode_length: float) -> Tensor:
+    """Weight [M, C, 1] of each decision: episode_length over the steps of its episode, the column.
+
+    RLinf's mean runs over all decisions, of which only those that were carried out are learned from; so the weight has
+    their share in it.
+    """
+    weights = (episode_length / valid.sum(dim=1).clamp(min=1)) * learned.float().mean()
+    return weights[:, None, None].expand(*learned.shape, 1)

@@ -1,8 +1,8 @@
 """The three levels at which a policy of action chunks is looked at: a column of an action, an action, a chunk.
 
-A chunk is K actions of D columns each, side by side: columns [B, K * D]. At a level it has L numbers: K * D at
+A chunk is K actions of D columns each, side by side: columns [..., K * D]. At a level it has L numbers: K * D at
 ``token_level``, K at ``action_level``, 1 at ``chunk_level``. Where an episode ended in the middle of a chunk, a mask
-[B, K] says which of its actions were carried out; the others count nowhere.
+[..., K] says which of its actions were carried out; the others count nowhere.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ Level = Literal["token_level", "action_level", "chunk_level"]
 
 
 def at_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | None = None) -> Tensor:
-    """Sum columns [B, K * D] to a level, [B, L].
+    """Sum columns [..., K * D] to a level, [..., L].
 
     Args:
         columns: log-probabilities, or entropies.
         level: of the result.
         chunk: K.
-        mask: [B, K]: actions that were carried out; None: all.
+        mask: [..., K]: actions that were carried out; None: all.
     """
     if mask is not None:
-        columns = torch.where(per_column(mask, columns.shape[1]), columns, 0.0)
-    if level == "token_level" or columns.shape[1] == 1:
+        columns = torch.where(per_column(mask, columns.shape[-1]), columns, 0.0)
+    if level == "token_level" or columns.shape[-1] == 1:
         return columns
     if level == "action_level" and chunk > 1:
-        return columns.unflatten(1, (chunk, -1)).sum(dim=-1)
+        return columns.unflatten(-1, (chunk, -1)).sum(dim=-1)
     return columns.sum(dim=-1, keepdim=True)
 
 
@@ -41,8 +41,8 @@ def to_columns(grad: Tensor, width: int, mask: Tensor | None = None) -> Tensor:
 
 
 def per_column(values: Tensor, width: int) -> Tensor:
-    """Give each column, [B, width], the number of the action or chunk that it belongs to, [B, L]."""
-    return values if values.shape[1] == width else values.repeat_interleave(width // values.shape[1], dim=1)
+    """Give each column, [..., width], the number of the action or chunk that it belongs to, [..., L]."""
+    return values if values.shape[-1] == width else values.repeat_interleave(width // values.shape[-1], dim=-1)
 
 
 def mask_at(level: Level, mask: Tensor | None, width: int) -> Tensor | None:
