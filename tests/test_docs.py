@@ -54,11 +54,14 @@ def test_there_are_pages() -> None:
 
 
 @each_page
-def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The examples of a page are one module, in a folder with the recipes, where they may write."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    # "__main__" parts reach out to the network; they are compiled, not run.
+    module: dict[str, object] = {"__name__": "example"}
     for number, code in enumerate(blocks(page, "python")):
-        # "__main__" parts reach out to the network; they are compiled, not run.
-        exec(compile(code, f"{page.name}, example {number + 1}", "exec"), {"__name__": "example"})
+        exec(compile(code, f"{page.name}, example {number + 1}", "exec"), module)
 
 
 @each_page

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.tiny_run import GAE, measured, train
 from tether.assembly.run import build_run
-from tether.commands.text import evaluate
+from tether.commands.evaluate import evaluate
 from tether.config import load_config
 from tether.rollout.protocol import NoiseKey
 from tether.trainer.text.evaluation import EvaluationResult

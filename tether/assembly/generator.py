@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,19 +17,29 @@ from tether.rollout.native.engine import NativeEngine
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import resolve_device, set_threads
 
-Encode = Callable[[str, str | None], list[int]]
-"""(user message, system message) -> the ids of the templated prompt."""
+Encode = Callable[[Sequence[Mapping[str, Any]]], list[int]]
+"""A conversation -> the ids of the templated prompt."""
 
 
-def build_generator(model: str) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
-    """An engine for a model, its tokenizer, and the encoding of a question."""
+def build_generator(
+    model: Path | str, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
+    """An engine for a model, its tokenizer, and the encoding of a conversation.
+
+    Args:
+        model: a directory, a known name or a hub id.
+        chat_template: instead of the tokenizer's.
+        template_kwargs: further variables of the template.
+
+    Raises:
+        ValueError: there is no such model, or it has no tokenizer.
+    """
     set_threads(None)
-    path = resolve_model_path(model, cache_dir())
+    path = resolve_model_path(str(model), cache_dir())
     tokenizer = load_tokenizer(path)
 
-    def encode(user: str, system: str | None) -> list[int]:
-        before = ({"role": "system", "content": system},) if system else ()
-        row = Row((*before, {"role": "user", "content": user}), "", None, file="the command line", number=0)
-        return tokenize([render(row, tokenizer, None, {})], tokenizer)[0].tolist()
+    def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        row = Row(tuple(dict(message) for message in messages), "", None, file="prompts", number=0)
+        return tokenize([render(row, tokenizer, chat_template, template_kwargs or {})], tokenizer)[0].tolist()
 
     return load_engine(path, resolve_device("auto"), "bfloat16"), tokenizer, encode

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tether import __version__
-from tether.runtime.terminal import printable, replace_what_the_terminal_cannot_write
+from tether.runtime.terminal import Screen, printable, replace_what_the_terminal_cannot_write
 
 if TYPE_CHECKING:
     from tether.config import LoadedConfig
@@ -142,16 +142,19 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     restart_with_huge_pages()
     with _importing():
-        if loaded.config.env.train.id is None:
-            from tether.commands.text import train as run
-        else:
-            from tether.commands.control import train as run
+        from tether.commands.report import command_to_resume, show_report
+        from tether.commands.train import train as run
 
     try:
-        run(loaded, command=shlex.join(masked_command(["tether", *sys.argv[1:]])))
+        result = run(loaded)
     except KeyboardInterrupt:  # outside of training, which takes the signal itself
         typer.echo("interrupted; the same command starts again, or resumes from the last checkpoint", err=True)
         raise typer.Exit(130) from None
+    screen, command = Screen(), shlex.join(masked_command(["tether", *sys.argv[1:]]))
+    show_report(result.folder, screen, command_to_resume(command, loaded, result.step, result.total_steps))
+    if result.stopped_by:
+        stopped = f"stopped by {result.stopped_by} after step {result.step} of {result.total_steps}"
+        screen.print(f"{stopped}; the command above resumes")
 
 
 @app.command(name="eval")
@@ -175,7 +178,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint, or a model before training, on held-out prompts or in its environments."""
     with _importing():
-        from tether.commands.text import evaluate as run
+        from tether.commands.evaluate import evaluate as run
 
     run(model, *_split(arguments))
 
@@ -189,7 +192,7 @@ def play(
 ) -> None:
     """Record episodes of a control policy to an mp4."""
     with _importing():
-        from tether.commands.text import play as run
+        from tether.commands.evaluate import play as run
 
     run(checkpoint, overrides or [], episodes, out)
 
@@ -270,9 +273,17 @@ def generate(
     """Ask a model and print its replies."""
     with _importing():
         from tether.commands.model import generate as run
-        from tether.rollout.protocol import SamplingParams
 
-    run(model, prompts, SamplingParams(max_new_tokens, n, temperature, top_p=top_p), system, seed)
+    run(
+        model,
+        prompts,
+        n=n,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        system=system,
+        seed=seed,
+    )
 
 
 @app.command()
@@ -384,7 +395,7 @@ def pretrain(
     """
     loaded = _load(arguments)
     with _importing():
-        from tether.commands.text import pretrain_critic
+        from tether.commands.critic import pretrain_critic
 
     pretrain_critic(loaded, rollouts, out, epochs=epochs, held_out=held_out)
 

@@ -1,19 +1,32 @@
-"""The report at the end of a run: the score and some answers before and after, and where its files are."""
+"""The report at the end of a run: its scores, some answers before and after, and where its files are."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from tether.checkpoints.store import CheckpointStore
-from tether.config import LoadedConfig, changes_since
+from tether.config import LoadedConfig
 from tether.metrics.loggers.headline import VALIDATION, validation_means
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
 from tether.runtime.terminal import Screen, shortened
 
+EPISODES = (
+    "eval/return",
+    "eval/episode_len",
+    "eval/success_once",
+    "eval/success_at_end",
+    "env/return",
+    "env/success_once",
+)
+"""Metrics of an embodied run that are reported."""
+AUXILIARY = {"questions": ("num_distinct", "{:.0f} distinct"), "most frequent answer": ("majority_answer", "{:.3f}")}
+"""Column of a held-out score -> the metric beside it, and its format."""
 SAMPLES_SHOWN = 3
 PROMPT_TAIL = 120
 RESPONSE_WIDTH = 200
@@ -27,51 +40,79 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
         console: to print on.
         command: starts the run again, which resumes from its last checkpoint.
     """
-    console.print(_scores(directory))
+    steps = read_metrics(directory)
+    console.print(_scores(steps))
     samples = read_samples(directory)
     if len(samples) > 1:
         console.print(_samples(samples[min(samples)], samples[max(samples)]))
-    checkpoint = CheckpointStore(directory).last_saved()
+    speeds = [metrics["perf/sps"] for metrics in steps.values() if "perf/sps" in metrics]
+    if speeds:
+        console.print(f"speed       {median(speeds):,.0f} environment steps a second (median of the logged steps)")
     console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
-    if checkpoint:
-        console.print(f"checkpoint  {checkpoint}   (the policy: {checkpoint / 'actor'})", soft_wrap=True)
-        console.print(f'try it      tether generate {checkpoint / "actor"} "your question"', soft_wrap=True)
-        console.print(f"resume      {command}", soft_wrap=True)
-    else:
-        console.print("checkpoint  none: this run is lost but for its logs. Set trainer.save_freq to keep the policy.")
+    for line in _files(CheckpointStore(directory).last_saved(), command):
+        console.print(line, soft_wrap=True)
 
 
-def show_resumed(console: Screen, checkpoint: Path, loaded: LoadedConfig, step: int, total_steps: int) -> None:
-    """Say where a run resumes, and which of its settings are not those of the checkpoint."""
-    console.print(f"resuming from {checkpoint}, step {step} of {total_steps}", soft_wrap=True)
-    for change in changes_since(checkpoint / "run.yaml", loaded):
-        console.print(f"changed since that checkpoint: {change}", soft_wrap=True)
+def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps: int) -> str:
+    """The command that goes on after one that ended at a step."""
+    trainer = loaded.config.trainer
+    if trainer.resume_mode != "auto":
+        command += " trainer.resume_mode=auto '~trainer.resume_from_path'"
+    if step == total_steps:  # the same command would find nothing left to do
+        by_env_steps = trainer.total_training_steps is None and trainer.total_env_steps is not None
+        key, done = ("total_env_steps", trainer.total_env_steps) if by_env_steps else ("total_training_steps", step)
+        command += f" trainer.{key}={2 * (done or 0)}"
+    return command
 
 
-def _scores(directory: Path) -> Table:
-    steps = read_metrics(directory)
-    tested = {step: validation_means(metrics) for step, metrics in steps.items()}
-    tested = {step: means for step, means in tested.items() if means}
-    table = Table(title="held-out score")
-    if not tested:
-        table.add_column("none: set data.val_files and trainer.test_freq")
+def _files(checkpoint: Path | None, command: str) -> list[str]:
+    if checkpoint is None:
+        return ["checkpoint  none: this run is lost but for its logs. Set trainer.save_freq to keep the policy."]
+    resume, actor = f"resume      {command}", checkpoint / "actor"
+    if actor.is_dir():
+        return [
+            f"checkpoint  {checkpoint}   (the policy: {actor})",
+            f'try it      tether generate {actor} "your question"',
+            resume,
+        ]
+    return [
+        f"checkpoint  {checkpoint}",
+        f"test it     tether eval {checkpoint} env.eval.num_episodes=100",
+        f"watch it    tether play {checkpoint}",
+        resume,
+    ]
+
+
+def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
+    """First, last and best of every reported metric."""
+    rows: dict[str, dict[int, float]] = {}
+    for step, metrics in steps.items():
+        for key in [*validation_means(metrics), *(key for key in EPISODES if key in metrics)]:
+            rows.setdefault(key, {})[step] = metrics[key]
+    table = Table(title="episodes" if rows.keys() & set(EPISODES) else "held-out score")
+    if not rows:
+        table.add_column("none: set trainer.test_freq, and data.val_files for a language model")
         return table
-    first, last = min(tested), max(tested)
-    for column in ("", "questions", f"step {first}", f"step {last}", "change", "best", "most frequent answer"):
+    beside = {key: _beside(key, steps[max(series)]) for key, series in rows.items()}
+    auxiliary = [name for name in AUXILIARY if any(cells.get(name) for cells in beside.values())]
+    ends = [
+        f"step {found.pop()}" if len(found := {pick(series) for series in rows.values()}) == 1 else name
+        for name, pick in (("first", min), ("last", max))
+    ]
+    for column in ("", *ends, "change", "best", *auxiliary):
         table.add_column(column)
-    asked = steps[last]
-    for key, before in tested[first].items():
-        after = tested[last].get(key, float("nan"))
-        best = max(means.get(key, before) for means in tested.values())
-        source = key.removeprefix(VALIDATION).rsplit("/", 2)[0]
-        distinct, majority = (asked.get(f"val-aux/{source}/{name}") for name in ("num_distinct", "majority_answer"))
-        table.add_row(
-            key,
-            "" if distinct is None else f"{distinct:.0f} distinct",
-            *(f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}", f"{best:.3f}"),
-            "" if majority is None else f"{majority:.3f}",
-        )
+    for key, series in rows.items():
+        first, last = series[min(series)], series[max(series)]
+        cells = (f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", f"{max(series.values()):.3f}")
+        table.add_row(key, *cells, *(beside[key][name] for name in auxiliary))
     return table
+
+
+def _beside(key: str, metrics: Mapping[str, float]) -> dict[str, str]:
+    """What stands beside a held-out score: how many questions differ, what the most frequent answer would score."""
+    source = key.removeprefix(VALIDATION).rsplit("/", 2)[0]
+    found = {name: metrics.get(f"val-aux/{source}/{aux}") for name, (aux, _) in AUXILIARY.items()}
+    return {name: "" if value is None else AUXILIARY[name][1].format(value) for name, value in found.items()}
 
 
 def _samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:

@@ -10,6 +10,7 @@
 from tether.config.changes import changes_since
 from tether.config.explain import explain, format_inheritance, format_tree
 from tether.config.loading.load import LoadedConfig, load_config
+from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
 from tether.config.schema.root import RunConfig
 from tether.config.support.live_keys import live_keys
@@ -17,6 +18,7 @@ from tether.config.support.live_keys import live_keys
 __all__ = [
     "ConfigError",
     "LoadedConfig",
+    "Override",
     "Problem",
     "RunConfig",
     "changes_since",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,10 +58,14 @@ _current: Interrupt | None = None  # of this process: signals come to all of it
 def graceful_interrupt() -> Iterator[Interrupt]:
     """While inside, SIGINT, SIGTERM and SIGHUP only set a flag; `Interrupted` ends the inside, and a line says so.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored.
+    A SIGHUP that is ignored, as under nohup, stays ignored. Outside of the main thread, which alone gets signals, all
+    stays as it is.
     """
     global _current
     interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)

@@ -44,7 +44,7 @@ Given = dict[str, Setting]
 """Keys of the schema, and those of verl that nothing reads."""
 
 
-def read_given(path: Path | None, overrides: Sequence[str]) -> tuple[Given, list[Problem], list[str]]:
+def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[Given, list[Problem], list[str]]:
     """Read the file, then the overrides over it. Unknown keys become problems and are left out.
 
     Over a file of RLinf, overrides in RLinf's keys change the file; the others go over what it is translated to.

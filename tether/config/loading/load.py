@@ -13,6 +13,7 @@ from tether.config.control_defaults import with_defaults
 from tether.config.keys import keys, values_of
 from tether.config.loading.given import COMMAND_LINE, STAND_IN, Given, Setting, read_given
 from tether.config.loading.interpolation import nest
+from tether.config.loading.overrides import Override
 from tether.config.loading.resolve import resolve
 from tether.config.loading.type_errors import type_problems
 from tether.config.problems import ConfigError, Problem
@@ -58,12 +59,12 @@ class LoadedConfig:
         return to_yaml(values_of(self.config), self.sources)
 
 
-def load_config(path: Path | None, overrides: Sequence[str], look: Look = lambda config: []) -> LoadedConfig:
+def load_config(path: Path | None, overrides: Sequence[str | Override], look: Look = lambda config: []) -> LoadedConfig:
     """Load a run's config.
 
     Args:
         path: YAML file in verl's key names, or None.
-        overrides: in Hydra's grammar; they go over the file, and later ones over earlier ones.
+        overrides: in Hydra's grammar, or parsed; they go over the file, and later ones over earlier ones.
         look: what else may be wrong with a config, such as files that are not there; told with all the rest.
 
     Raises:

@@ -24,9 +24,9 @@ class Override:
     """`~a.b`: back to the default. With a value, only if the key has it, as in Hydra."""
 
 
-def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-    """Parse each text by itself, so that one bad override does not hide another."""
-    parsed = [_parse(text) for text in texts]
+def parse_overrides(given: Sequence[str | Override]) -> tuple[list[Override], list[Problem]]:
+    """Parse each text by itself, so that one bad override does not hide another; parsed ones stay as they are."""
+    parsed = [_parse(one) if isinstance(one, str) else one for one in given]
     return (
         [item for item in parsed if isinstance(item, Override)],
         [item for item in parsed if isinstance(item, Problem)],

@@ -1,0 +1,208 @@
+"""`tether.train` and `tether.load`: what the commands do, from Python."""
+
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tether
+from tests.trainer.loops import Control, Text
+from tests.trainer.tiny_run import write_inputs
+from tether.commands.result import run_scores
+from tether.config import ConfigError, Override, load_config
+from tether.metrics.loggers.jsonl import read_metrics
+from tether.runtime.interrupt import graceful_interrupt
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.preflight": False}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def text_run(inputs: Path, tmp_path_factory) -> tether.TrainingResult:
+    folder = tmp_path_factory.mktemp("text") / "run"
+    config = load_config(None, Text(inputs).overrides(folder)).tree()
+    return tether.train(config, SHORT)
+
+
+@pytest.fixture(scope="module")
+def control_run(tmp_path_factory) -> tether.TrainingResult:
+    pytest.importorskip("gymnasium")
+    folder = tmp_path_factory.mktemp("control") / "run"
+    return tether.train(overrides=[*Control().overrides(folder), *(f"{key}={value}" for key, value in SHORT.items())])
+
+
+def test_importing_tether_loads_nothing_heavy():
+    code = "import sys, tether; sys.exit(bool({'torch', 'transformers', 'gymnasium', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        tether.trian  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["text", "control"])
+def test_a_result_is_what_the_folder_says(kind: str, request: pytest.FixtureRequest):
+    result: tether.TrainingResult = request.getfixturevalue(f"{kind}_run")
+    logged = read_metrics(result.folder)
+    assert result.metrics == [{"step": step, **metrics} for step, metrics in logged.items()]
+    assert (result.step, result.total_steps, result.stopped_by) == (2, 2, None)
+    assert result.checkpoint == result.folder / "global_step_2"
+    scores = dict(zip(result.column("step"), result.column(result.score), strict=True)) if kind == "control" else None
+    if scores:
+        assert result.score == "eval/return"
+        assert (result.best_score, result.last_score) == (max(scores.values()), scores[2])
+        assert scores[result.best_step] == result.best_score
+    with pytest.raises(ValueError, match="eval/retrun: not logged"):
+        result.column("eval/retrun")
+    assert list(result.to_pandas().index) == [1, 2]
+
+
+def test_the_score_is_of_tests_where_there_were_any_else_of_training():
+    """Two sources of 0.25 and 0.75 score 0.5; a NaN is no score, and the first of two equal steps is the best."""
+    held_out = {"val-core/a/reward/mean@1": 0.25, "val-core/b/reward/mean@1": 0.75, "critic/score/mean": 9.0}
+    assert run_scores({0: held_out, 1: {"critic/score/mean": 9.0}}) == ("val-core", {0: 0.5})
+    one = {"val-core/a/reward/mean@1": 0.25}
+    assert run_scores({3: one}) == ("val-core/a/reward/mean@1", {3: 0.25})
+    assert run_scores({1: {"critic/score/mean": math.nan}, 2: {"critic/score/mean": 1.5}}) == (
+        "critic/score/mean",
+        {2: 1.5},
+    )
+    assert run_scores({1: {"actor/lr": 1.0}}) == ("", {})
+
+
+def test_the_same_call_resumes(control_run: tether.TrainingResult):
+    again = tether.train(control_run.checkpoint / "run.yaml", {"trainer": {"total_training_steps": 3}})
+    assert again.folder == control_run.folder
+    assert [row["step"] for row in again.metrics] == [1, 2, 3]
+    assert again.metrics[:2] == control_run.metrics
+
+
+def test_mistakes_are_one_error_as_on_the_command_line(inputs: Path, tmp_path: Path):
+    overrides = Text(inputs).overrides(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"trainer\.total_epoch: .*total_epochs"):
+        tether.train(overrides=[*overrides, "trainer.total_epoch=3"])
+    with pytest.raises(ConfigError, match=r"trainer\.total_epochs: .*'x'"):
+        tether.train(load_config(None, overrides).tree(), {"trainer.total_epochs": "x"})
+    with pytest.raises(ConfigError, match="no such file"):
+        tether.train(load_config(None, overrides).tree(), {"data.train_files": [tmp_path / "none.parquet"]})
+    with pytest.raises(ValueError, match="give a mapping of keys, or a list of texts"):
+        tether.train(overrides="trainer.total_epochs=2")
+    with pytest.raises(ValueError, match="config is a int"):
+        tether.train(3)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_values_need_no_quotes():
+    """What Hydra's grammar would take apart, a mapping gives as it is."""
+    name = "a,b=[1]: 'c'"
+    given = [Override("trainer.experiment_name", name, delete=False), "env.train.id=CartPole-v1"]
+    assert load_config(None, given).config.trainer.experiment_name == name
+
+
+def test_outside_of_the_main_thread_signals_are_left_alone():
+    seen = []
+
+    def run() -> None:
+        with graceful_interrupt() as interrupted:
+            seen.append(interrupted())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+# --- asking a language model --------------------------------------------------------------------------------------
+
+
+def test_generate(text_run: tether.TrainingResult):
+    policy = tether.load(text_run.folder)
+    talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    one = policy.generate("1+1?", max_new_tokens=4)
+    both = policy.generate(["1+1?", talk], n=2, max_new_tokens=4, temperature=1.0, seed=7)
+    assert len(one) == 1
+    assert [response.prompt for response in both] == [0, 0, 1, 1]
+    for response in (*one, *both):
+        assert 1 <= len(response.token_ids) == len(response.log_probs) <= 4
+        assert all(log_prob <= 0 for log_prob in response.log_probs)
+        assert response.truncated == (len(response.token_ids) == 4) or not response.truncated
+        assert "<|im_end|>" not in response.text
+    assert both == policy.generate(["1+1?", talk], n=2, max_new_tokens=4, temperature=1.0, seed=7)
+    assert both != policy.generate(["1+1?", talk], n=2, max_new_tokens=4, temperature=1.0, seed=8)
+    assert policy.generate("1+1?", system="Add.") == policy.generate(talk)
+    assert tether.load(text_run.checkpoint / "actor").generate("1+1?", max_new_tokens=4) == one
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [3], [[{"role": "user"}]], [["1+1?"]]])
+def test_what_is_no_prompt_is_refused(text_run: tether.TrainingResult, prompt: object):
+    with pytest.raises(ValueError, match="prompts"):
+        tether.load(text_run.folder).generate(prompt)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult, inputs: Path, tmp_path: Path):
+    """A template that hides the question: all prompts are one, and only where the run had this template."""
+    hiding = "{{ '<|im_start|>' }}"
+    given = {**SHORT, "data.chat_template": hiding, "trainer.default_local_dir": tmp_path / "run"}
+    config = load_config(None, Text(inputs).overrides(tmp_path)).tree()
+    policy = tether.load(tether.train(config, given).folder)
+    first, second = policy.generate(["1+1?", "a longer question"], temperature=0.0, max_new_tokens=8)
+    assert first.token_ids == second.token_ids
+    one, other = tether.load(text_run.folder).generate(["1+1?", "a longer question"], max_new_tokens=8)
+    assert one.token_ids != other.token_ids
+
+
+def test_each_kind_names_the_method_of_the_other(
+    text_run: tether.TrainingResult, control_run: tether.TrainingResult, tmp_path: Path
+):
+    with pytest.raises(ValueError, match=r"predict: .*generate\(prompts\)"):
+        tether.load(text_run.folder).predict(np.zeros(4))
+    with pytest.raises(ValueError, match=r"generate: .*predict\(observation\)"):
+        tether.load(control_run.folder).generate("1+1?")
+    with pytest.raises(ValueError, match="no checkpoint here"):
+        tether.load(tmp_path)
+
+
+# --- asking a control policy --------------------------------------------------------------------------------------
+
+
+def test_predict_plays_what_the_run_tested(control_run: tether.TrainingResult):
+    """Three episodes from the seeds of the test have the return that the last step of the run logged."""
+    policy = tether.load(control_run.checkpoint)
+    returns = []
+    for seed in (10000, 10001, 10002):
+        env = policy.make_env()
+        obs, _ = env.reset(seed=seed)
+        total, ended = 0.0, False
+        while not ended:
+            action = policy.predict(obs)
+            assert env.action_space.contains(action)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, ended = total + float(reward), terminated or truncated
+        returns.append(total)
+    assert sum(returns) / 3 == pytest.approx(control_run.metrics[-1]["eval/return"])
+
+
+def test_predict_takes_batches_and_draws(control_run: tether.TrainingResult):
+    policy, again = (tether.load(control_run.folder, seed=3) for _ in range(2))
+    batch = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    likeliest = policy.predict(batch)
+    assert likeliest.tolist() == [policy.predict(row) for row in batch]
+    drawn = policy.predict(batch, deterministic=False)
+    assert drawn.tolist() == again.predict(batch, deterministic=False).tolist()
+    assert drawn.tolist() != likeliest.tolist()
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [(np.zeros(3), r"shape \(3,\); give \(4,\)"), ([0, 0, 0, math.nan], "entry 3 of row 0 is nan"), ("x", r"\(4,\)")],
+)
+def test_observations_that_do_not_fit_are_refused(control_run: tether.TrainingResult, observation, message: str):
+    with pytest.raises(ValueError, match=message):
+        tether.load(control_run.folder).predict(observation)

@@ -1,0 +1,44 @@
+"""A saved control policy, with the spaces of its environment, to be asked for actions."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tether.assembly.control import env_options, view_of
+from tether.assembly.policies import bounds_of
+from tether.config import RunConfig
+from tether.models.control.mlp_policy import load_policy
+from tether.runtime.machine import set_threads
+from tether.trainer.control.loop import POLICY
+
+
+def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Any, Callable[[], Any]]:
+    """The `tether.rollout.env.agent.Agent` of a checkpoint, and what makes an environment of ``env.eval``.
+
+    Args:
+        config: of the run.
+        checkpoint: the ``global_step_N`` folder.
+        seed: of the noise that actions are drawn with.
+
+    Raises:
+        ValueError: the environment cannot be made alone, or needs what is not installed.
+    """
+    set_threads(config.trainer.num_threads)
+    section = config.env.eval
+    options = env_options(section, "env.eval", {}, view_of(config))
+    if section.env_type == "envpool":
+        raise ValueError(
+            f"{checkpoint}: envpool makes no single environment. Say env.eval.env_type=gymnasium in its run."
+        )
+    make_env = partial(importlib.import_module("tether.envs.make").make_one, options)
+    policy = load_policy(checkpoint / POLICY)
+    bounds = bounds_of(policy)
+    decode = importlib.import_module("tether.envs.spaces.action_bins").ActionBins(*bounds).decode if bounds else None
+    agent_type = importlib.import_module("tether.rollout.env.agent").Agent
+    with closing(make_env()) as env:
+        return agent_type(policy, env.observation_space, env.action_space, options.id, decode, seed), make_env

@@ -1,0 +1,55 @@
+"""A critic trained on its own, on the stored rollouts of an earlier run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from tether.assembly.standalone import build_critic_pretraining
+from tether.config import LoadedConfig
+from tether.metrics.loggers import build_loggers
+from tether.metrics.loggers.protocol import RunInfo
+from tether.runtime.run_lock import RunLock
+from tether.runtime.terminal import Screen
+from tether.trainer.text.critic_pretraining import EXPLAINED
+
+
+def pretrain_critic(
+    loaded: LoadedConfig, rollouts: Path | None, out: Path | None, *, epochs: int, held_out: float
+) -> None:
+    """Train a critic on stored rollouts and write it as a Hugging Face directory, with its metrics beside it.
+
+    Args:
+        loaded: the configuration of the run that the critic is for.
+        rollouts: folder with the files of ``trainer.rollout_data_dir``; None: that folder.
+        out: where the critic goes; None: ``pretrained_critic`` in the folder of the run.
+        epochs: passes over the rollouts.
+        held_out: share of the prompts that the critic is measured on.
+
+    Raises:
+        ValueError: no rollouts are named, or they are not usable.
+    """
+    disable_progress_bar()
+    trainer = loaded.config.trainer
+    folder = rollouts or (Path(trainer.rollout_data_dir) if trainer.rollout_data_dir else None)
+    if folder is None:
+        raise ValueError("name the stored rollouts: --rollouts FOLDER, or trainer.rollout_data_dir=FOLDER")
+    out = out or Path(trainer.default_local_dir) / "pretrained_critic"
+    console = Screen()
+    with RunLock(out, key="--out"):
+        pretraining, tokenizer = build_critic_pretraining(loaded.config, folder, epochs=epochs, held_out=held_out)
+        learned, apart, total = len(pretraining.learned), len(pretraining.held_out), pretraining.total_steps
+        console.print(f"{learned} responses to learn from, {apart} held out, {total} steps", soft_wrap=True)
+        info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.shown(), total_steps=total)
+        loggers, explained = build_loggers(trainer.logger, info), []
+        try:
+            for step, metrics in pretraining.run():
+                loggers.log(step, metrics)
+                explained += [metrics[EXPLAINED]] if EXPLAINED in metrics else []
+        finally:
+            loggers.close()
+        pretraining.learner.engine.save_model(out)
+        tokenizer.save_pretrained(out)
+    console.print(f"held-out explained variance: {explained[0]:.3f} before, {explained[-1]:.3f} after", soft_wrap=True)
+    console.print(f"start the run with critic.model.path={out}", soft_wrap=True)

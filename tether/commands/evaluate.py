@@ -1,0 +1,112 @@
+"""Scores a checkpoint, or a model before training: on held-out prompts, or in environments; and records episodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from tether.assembly.control import build_evaluation, video_folder
+from tether.assembly.standalone import build_evaluator
+from tether.checkpoints.store import step_of
+from tether.commands.policy import checkpoint_at
+from tether.commands.report import EPISODES
+from tether.config import LoadedConfig, load_config
+from tether.models.control.mlp_policy import load_policy
+from tether.models.language.model_path import resolve_model_path
+from tether.rollout.protocol import NoiseKey
+from tether.runtime.cache import cache_dir
+from tether.runtime.machine import set_threads
+from tether.runtime.terminal import Screen
+from tether.trainer.control.loop import POLICY
+from tether.trainer.text.evaluation import EvaluationResult
+
+
+def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
+    """Score a model on held-out prompts or in its environments; prints the metrics and writes them to a file.
+
+    Args:
+        model: a checkpoint or the folder of a run, whose configuration counts; or a model that was not trained here.
+        file: the configuration of the latter; None: the overrides are all of it.
+        overrides: over the configuration.
+
+    Raises:
+        ValueError: no checkpoint, or unusable inputs.
+        CheckpointDamaged: a file of the checkpoint is not what was saved.
+    """
+    disable_progress_bar()
+    screen, folder = Screen(), Path(model)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        # Without a file, what only training needs is filled in.
+        trained_on = [] if file else ["data.train_files=unused"]
+        quoted = model.replace("'", "\\'")
+        loaded = load_config(file, [*trained_on, f"actor_rollout_ref.model.path='{quoted}'", *overrides])
+        path = resolve_model_path(model, cache_dir())
+        result, out = _sampled(loaded, path, 0, screen), Path(f"eval_{folder.name}.json")
+    elif file is not None:
+        raise ValueError(f"{file}: {folder} was trained here and has its own configuration; give overrides of it only")
+    else:
+        checkpoint = checkpoint_at(folder)
+        loaded = load_config(checkpoint / "run.yaml", overrides)
+        out = checkpoint.parent / f"eval_{checkpoint.name}.json"  # not in it: its manifest lists every file
+        if loaded.config.env.train.id is None:
+            result = _sampled(loaded, checkpoint / "actor", step_of(checkpoint), screen)
+        else:
+            result = EvaluationResult(_played(loaded, checkpoint, screen), [])
+    for name, value in result.metrics.items():
+        screen.print(f"{name:60} {value:.4f}", soft_wrap=True)
+    out.write_text(json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str))
+    screen.print(f"written to {out}", soft_wrap=True)
+
+
+def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path | None) -> None:
+    """Record episodes of a control policy.
+
+    Args:
+        checkpoint: a global_step_N folder, or the folder of a run (its last one).
+        overrides: of the run's configuration.
+        episodes: how many.
+        folder: where the video goes; None: as the configuration says.
+
+    Raises:
+        ValueError: it is no checkpoint of a control policy; the environments show nothing; or what writes videos is not
+            installed.
+    """
+    checkpoint = checkpoint_at(checkpoint)
+    asked = [
+        f"env.eval.num_episodes={episodes}",
+        "env.eval.total_num_envs=1",
+        "env.eval.video_cfg.save_video=True",
+        *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
+    ]
+    loaded = load_config(checkpoint / "run.yaml", [*asked, *overrides])
+    if loaded.config.env.train.id is None:
+        raise ValueError(f"{checkpoint}: a language model; ask it with `tether generate {checkpoint}`")
+    screen = Screen()
+    metrics = _played(loaded, checkpoint, screen)
+    for name in EPISODES:
+        if name in metrics:
+            screen.print(f"{name:20} {metrics[name]:.2f}")
+    screen.print(f"written to {video_folder(loaded.config) / checkpoint.name}.mp4", soft_wrap=True)
+
+
+def _sampled(loaded: LoadedConfig, model: Path | str, step: int, screen: Screen) -> EvaluationResult:
+    evaluator, waiting = build_evaluator(loaded, model), screen.status("sampling")
+    with evaluator as (evaluation, collector), waiting as status:
+        return evaluation.run(
+            collector,
+            NoiseKey(loaded.config.trainer.seed, step),
+            lambda done, total: status.update(f"sampling: {done} of {total} responses"),
+        )
+
+
+def _played(loaded: LoadedConfig, checkpoint: Path, screen: Screen) -> dict[str, float]:
+    set_threads(loaded.config.trainer.num_threads)
+    policy = load_policy(checkpoint / POLICY)
+    with ExitStack() as envs, screen.status("playing") as status:
+        return build_evaluation(loaded.config, policy, envs).run(
+            policy, checkpoint.name, lambda done, total: status.update(f"playing: {done} of {total} episodes")
+        )

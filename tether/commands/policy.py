@@ -1,0 +1,182 @@
+"""A trained policy, to be asked: responses of a language model, actions of a control policy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.assembly.generator import Encode, build_generator
+from tether.checkpoints.store import find_checkpoint
+from tether.config import load_config
+from tether.data.chat import decode
+from tether.rollout.native.engine import NativeEngine
+from tether.rollout.protocol import NoiseKey, SamplingParams
+
+
+@dataclass(frozen=True)
+class Response:
+    """One answer of a language model."""
+
+    prompt: int
+    """Number of the prompt that it answers."""
+    text: str
+    """Without special tokens."""
+    token_ids: list[int] = field(repr=False)
+    log_probs: list[float] = field(repr=False)
+    """Of each token, under the distribution that it was drawn from."""
+    truncated: bool
+    """It was cut at max_new_tokens: it did not end by itself."""
+
+
+class Policy:
+    """A policy to be asked: `generate` of a language model, `predict` of a control policy; the other one raises.
+
+    Args:
+        text: what `tether.assembly.generator.build_generator` gives; None: this is a control policy.
+        control: what `tether.assembly.agent.build_agent` gives; None: this is a language model.
+    """
+
+    def __init__(
+        self,
+        text: tuple[NativeEngine, PreTrainedTokenizerBase, Encode] | None,
+        control: tuple[Any, Callable[[], Any]] | None = None,
+    ) -> None:
+        self._text, self._control = text, control
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        n: int = 1,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        system: str | None = None,
+        seed: int = 1,
+    ) -> list[Response]:
+        """Responses to prompts, in their order, the n of a prompt side by side.
+
+        Args:
+            prompts: one or several; each a string, which is a user message, or a list of {role, content}. The chat
+                template is that of training.
+            n: responses a prompt.
+            max_new_tokens: tokens of a response at most.
+            temperature: 0 is greedy.
+            top_p: keep the smallest set of tokens whose mass reaches this.
+            top_k: keep the k most likely tokens; -1 keeps all.
+            system: a system message in front of every prompt.
+            seed: of the draws; equal seeds give equal responses.
+
+        Raises:
+            ValueError: this is a control policy; no prompt, one that is neither, or one too long for the model.
+        """
+        if self._text is None:
+            raise ValueError("generate: this is a control policy; ask it with predict(observation)")
+        for name, value, lowest in (
+            ("n", n, 1),
+            ("max_new_tokens", max_new_tokens, 1),
+            ("temperature", temperature, 0),
+        ):
+            if value < lowest:
+                raise ValueError(f"{name}={value}: give {lowest} or more")
+        engine, tokenizer, encode = self._text
+        before = [{"role": "system", "content": system}] if system else []
+        ids = [encode([*before, *_messages(prompt, number)]) for number, prompt in enumerate(_several(prompts))]
+        sampling = SamplingParams(max_new_tokens, n, temperature, top_k, top_p, record_kept=False)
+        batch = engine.generate(ids, sampling, NoiseKey(seed, step=0))
+        responses = []
+        for row, length in enumerate(batch.response_length.tolist()):
+            tokens = batch.response_ids[row, :length].tolist()
+            text = decode(tokenizer, tokens, skip_special_tokens=True)
+            log_probs = batch.rollout_log_probs[row, :length].tolist()
+            responses.append(Response(row // n, text, tokens, log_probs, bool(batch.truncated[row])))
+        return responses
+
+    def predict(self, observation: Any, *, deterministic: bool = True, begins: bool | Sequence[bool] = False) -> Any:
+        """The next action, as the environment takes it.
+
+        Args:
+            observation: of one environment, as it gives it; or a batch (arrays with one more axis in front, for Dict
+                and Tuple spaces in each part), for an action of each row.
+            deterministic: the likeliest action; else one is drawn.
+            begins: an episode begins with this observation; for a batch also one flag a row. It matters to policies
+                with a memory or with action chunks.
+
+        Raises:
+            ValueError: this is a language model; or the observation does not fit the environment's space.
+        """
+        return self._of_control("predict")[0].predict(observation, deterministic=deterministic, begins=begins)
+
+    def reset(self) -> None:
+        """Begin new episodes everywhere: a control policy with a memory forgets what it saw."""
+        self._of_control("reset")[0].reset()
+
+    def make_env(self) -> Any:
+        """A `gymnasium.Env` as the policy was tested in it, with its wrappers."""
+        return self._of_control("make_env")[1]()
+
+    def _of_control(self, method: str) -> tuple[Any, Callable[[], Any]]:
+        if self._control is None:
+            raise ValueError(f"{method}: this is a language model; ask it with generate(prompts)")
+        return self._control
+
+
+def load(folder: Path | str, *, seed: int = 0) -> Policy:
+    """The policy of a checkpoint, to be asked.
+
+    Args:
+        folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also a model's
+            directory.
+        seed: of the actions that a control policy draws with ``deterministic=False``.
+
+    Raises:
+        ValueError: there is none, or its environment needs what is not installed.
+        CheckpointDamaged: a file of it is not what was saved.
+    """
+    folder = Path(folder).expanduser()
+    if (folder / "config.json").is_file():
+        return Policy(build_generator(folder))
+    checkpoint = checkpoint_at(folder)
+    config = load_config(checkpoint / "run.yaml", []).config
+    if config.env.train.id is None:
+        data = config.data
+        return Policy(build_generator(checkpoint / "actor", data.chat_template, data.apply_chat_template_kwargs))
+    # Imported where it is needed: what asks a language model waits for it otherwise.
+    return Policy(None, importlib.import_module("tether.assembly.agent").build_agent(config, checkpoint, seed))
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that a path names, verified; of a run's folder, its last one.
+
+    Raises:
+        ValueError: there is none.
+        CheckpointDamaged: a file of it is not what was saved.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
+    return checkpoint
+
+
+def _several(prompts: str | Sequence[Any]) -> list[Any]:
+    """A list of prompts, also of a single one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping)):
+        return [prompts]
+    return list(prompts)
+
+
+def _messages(prompt: Any, number: int) -> list[Mapping[str, Any]]:
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    fits = isinstance(prompt, Sequence) and all(
+        isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in prompt
+    )
+    if not fits or not prompt:
+        raise ValueError(f"prompts[{number}]: {prompt!r:.80} is no prompt; give a text, or a list of {{role, content}}")
+    return list(prompt)

@@ -1,0 +1,75 @@
+"""Training, for the command line and for Python: to the last step, or to a signal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from tether.assembly.control import ControlRun, build_control_run
+from tether.assembly.run import Run, build_run
+from tether.commands.result import TrainingResult, read_result
+from tether.config import LoadedConfig, changes_since
+from tether.runtime.interrupt import graceful_interrupt
+from tether.runtime.terminal import Screen
+from tether.trainer.text.preflight import preflight
+
+
+def train(loaded: LoadedConfig) -> TrainingResult:
+    """Train what a configuration describes; a run that was begun in its folder goes on.
+
+    Raises:
+        ValueError: unusable inputs, a checkpoint of another run, or a preflight that refuses.
+    """
+    disable_progress_bar()  # transformers' own, which would appear at every checkpoint
+    screen = Screen()
+    for note in loaded.notes:
+        screen.print(f"note: {note}", style="dim", soft_wrap=True)
+    run: Run | ControlRun = build_run(loaded) if loaded.config.env.train.id is None else build_control_run(loaded)
+    trainer = run.trainer
+    try:
+        for line in _header(run):
+            screen.print(line, soft_wrap=True)
+        if run.resumed_from:
+            _show_resumed(screen, run.resumed_from, loaded, trainer.step_number, trainer.schedule.total_steps)
+        elif isinstance(run, Run) and loaded.config.trainer.preflight:
+            _check_first(run, screen)
+        with graceful_interrupt() as interrupted:
+            if loaded.config.trainer.val_only:
+                trainer.loggers.log(trainer.step_number, trainer.evaluate())
+            else:
+                trainer.fit(interrupted)
+    finally:
+        run.close()
+    return read_result(
+        run.directory,
+        step=trainer.step_number,
+        total_steps=trainer.schedule.total_steps,
+        stopped_by=interrupted.signal.name if interrupted.signal else None,
+    )
+
+
+def _header(run: Run | ControlRun) -> list[str]:
+    """What the run learns from."""
+    if isinstance(run, Run):
+        evaluation = run.trainer.evaluation
+        held_out = [f"validation prompts: {evaluation.dataset.report}"] if evaluation else []
+        return [f"training prompts: {run.trainer.dataset.report}", *held_out]
+    env = run.trainer.collector.env
+    return [f"{env.id}: {env.num_envs} environments, observations {env.obs_dim}, actions {env.actions}"]
+
+
+def _check_first(run: Run, screen: Screen) -> None:
+    """Sample before the first step, and refuse what cannot be meant."""
+    plan = run.trainer.actor.plan
+    checked = preflight(run.trainer, plan.mini_batch_rows, plan.epochs)
+    checked.show(screen)
+    if checked.refused:
+        raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it all the same.")
+
+
+def _show_resumed(screen: Screen, checkpoint: Path, loaded: LoadedConfig, step: int, total_steps: int) -> None:
+    """Say where a run resumes, and which of its settings are not those of the checkpoint."""
+    screen.print(f"resuming from {checkpoint}, step {step} of {total_steps}", soft_wrap=True)
+    for change in changes_since(checkpoint / "run.yaml", loaded):
+        screen.print(f"changed since that checkpoint: {change}", soft_wrap=True)
