@@ -1,9 +1,14 @@
 """The published hash, and numbers that look independent along every part of their address."""
 
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
-from tether.keyed_random import _mix, uniform
+from tether.keyed_random import _mix, generator, permutation, seed_of, uniform
 
 WORD = 1 << 64
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -49,3 +54,59 @@ def test_numbers_are_uniform_and_neighbours_unrelated(part: str) -> None:
     assert 30 < chi_square < 110  # 63 degrees of freedom: both ends beyond one in a thousand
     correlation = torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1]
     assert abs(correlation) < 0.06
+
+
+def word_of(*address: int | str) -> int:
+    """The hash of an address, in integers."""
+    word = 0
+    for part in address:
+        if isinstance(part, str):
+            part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest())
+        word = mix_of_integers(((word ^ part % WORD) + GAMMA) % WORD)
+    return word
+
+
+@pytest.mark.parametrize("seed", [0, 42, -1, WORD - 1])
+def test_seeds_generators_and_orders_are_of_one_hash(seed: int) -> None:
+    word = word_of(seed, 9, "order", 3)
+    assert seed_of(seed, 9, "order", 3) == word % 2**31
+    expected = torch.Generator().manual_seed(word)
+    assert torch.equal(torch.rand(4, generator=generator(seed, 9, "order", 3)), torch.rand(4, generator=expected))
+    keys = [word_of(seed, 9, "order", 3, row) for row in range(50)]
+    order = sorted(range(50), key=lambda row: keys[row] - WORD * (keys[row] >> 63))
+    assert permutation(50, seed, 9, "order", 3).tolist() == order
+
+
+def test_known_values() -> None:
+    """Written down once: other numbers would change every run that resumes, and the same seed on another machine."""
+    assert seed_of(1, 2, "start") == 1568420669
+    assert permutation(8, 1, 0, "epoch").tolist() == [1, 5, 7, 3, 4, 2, 0, 6]
+    assert uniform(1, 2, torch.tensor([3]), torch.tensor([4])).tolist() == [0.8334472949893438]
+
+
+ADDRESSES = {
+    "seed": lambda i: (i, 5, "start"),
+    "step": lambda i: (5, i, "start"),
+    "purpose": lambda i: (5, 5, f"start {i}"),
+    "index": lambda i: (5, 5, "start", i),
+}
+
+
+@pytest.mark.parametrize("part", ADDRESSES)
+def test_seeds_of_neighbours_are_unrelated(part: str) -> None:
+    seeds = np.array([seed_of(*ADDRESSES[part](i)) for i in range(4096)]) / 2**31
+    counts, _ = np.histogram(seeds, 64, (0, 1))
+    assert 30 < ((counts - 64) ** 2 / 64).sum() < 110
+    assert abs(np.corrcoef(seeds[:-1], seeds[1:])[0, 1]) < 0.06
+
+
+def test_each_purpose_has_an_order_of_its_own() -> None:
+    one, other = permutation(4096, 1, 2, "order"), permutation(4096, 1, 2, "held out")
+    assert sorted(one) == sorted(other) == list(range(4096))
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.06
+    assert permutation(0, 1, 2, "order").tolist() == []
+
+
+def test_seeds_need_no_torch() -> None:
+    code = "import sys, tether.keyed_random as k; k.seed_of(1, 2, 'start'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,8 @@
 """Random numbers that are addressed, not drawn in order.
 
-The uniform for a token is a hash of (seed, step, sample, token). No generator state exists, so a token gets the same
-number whatever batch, slot or process it is sampled in, and nothing has to be saved to resume.
+Every draw is a hash of (seed, step, what it is for, its number): no generator state exists, so nothing that was drawn
+before changes what comes, a token gets the same number whatever batch, slot or process it is sampled in, and nothing
+has to be saved to resume.
 
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
 applied once for each part of the address. int64 arithmetic wraps, which is the arithmetic modulo 2**64 that it needs.
@@ -9,8 +10,17 @@ applied once for each part of the address. int64 arithmetic wraps, which is the 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import hashlib
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Words = TypeVar("Words", "Tensor", NDArray[np.int64])
 
 
 def _signed(word: int) -> int:
@@ -33,20 +43,57 @@ def uniform(seed: int, step: int, sample: Tensor, token: Tensor) -> Tensor:
         sample: [R] int64, number of the response within the step.
         token: [R] int64, number of the token within the response.
     """
-    word = torch.zeros_like(sample)
-    for part in (_signed(seed), _signed(step), sample, token):
-        word = _mix((word ^ part) + _GAMMA)
+    word = _hash(_hash(_hash(_hash(sample ^ sample, seed), step), sample), token)
     if word.device.type == "mps":
-        return _shift_right(word, 40).to(torch.float32) * 2.0**-24
-    return _shift_right(word, 11).to(torch.float64) * 2.0**-53
+        return _shift_right(word, 40).float() * 2.0**-24
+    return _shift_right(word, 11).double() * 2.0**-53
 
 
-def _mix(word: Tensor) -> Tensor:
+def generator(seed: int, step: int, purpose: str, *index: int) -> torch.Generator:
+    """A generator on the CPU for one purpose in one training step.
+
+    Args:
+        seed: of the run; any integer, taken modulo 2**64.
+        step: training step, epoch, or whatever counts the draws of this purpose.
+        purpose: a word for what is drawn; other words give other numbers.
+        index: further numbers of the draw, such as that of a mini-batch.
+    """
+    import torch  # processes of environments have seeds too, and do without torch
+
+    return torch.Generator().manual_seed(int(_addressed(seed, step, purpose, *index)[0]))
+
+
+def seed_of(seed: int, step: int, purpose: str, *index: int) -> int:
+    """A seed below 2**31, which every simulator takes; arguments as for `generator`."""
+    return int(_addressed(seed, step, purpose, *index)[0]) % 2**31
+
+
+def permutation(size: int, seed: int, step: int, purpose: str, *index: int) -> NDArray[np.int64]:
+    """``range(size)`` in a random order, the same on every machine; arguments as for `generator`."""
+    words = _hash(_addressed(seed, step, purpose, *index).repeat(size), np.arange(size))
+    return np.argsort(words, kind="stable")
+
+
+def _addressed(seed: int, step: int, purpose: str, *index: int) -> NDArray[np.int64]:
+    """[1] the hash of an address that has a purpose, whose 64 bits are no number of a sample."""
+    word = np.zeros(1, dtype=np.int64)
+    digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
+    for part in (seed, step, int.from_bytes(digest), *index):
+        word = _hash(word, part)
+    return word
+
+
+def _hash(word: Words, part: int | Words) -> Words:
+    """The hash of an address so far, and of its next part."""
+    return _mix((word ^ (_signed(part) if isinstance(part, int) else part)) + _GAMMA)
+
+
+def _mix(word: Words) -> Words:
     word = (word ^ _shift_right(word, 30)) * _FIRST
     word = (word ^ _shift_right(word, 27)) * _SECOND
     return word ^ _shift_right(word, 31)
 
 
-def _shift_right(word: Tensor, bits: int) -> Tensor:
+def _shift_right(word: Words, bits: int) -> Words:
     """Shift in zeros; int64's own shift would copy the sign."""
     return (word >> bits) & ((1 << (64 - bits)) - 1)

@@ -146,6 +146,7 @@ def settings(inputs: Path, tmp_path_factory) -> list[str]:
         "algorithm.filter_groups.enable=True",
         "algorithm.filter_groups.metric=acc",
         "data.gen_batch_size=3",
+        "data.seed=4",
         "critic.enable=True",
         "critic.optim.lr=3e-3",
         "critic.ppo_epochs=3",

@@ -18,7 +18,7 @@ from tether.batch import Prompt
 from tether.data.chat import TRUNCATIONS, TokenIds, render, tokenize
 from tether.data.control_tokens import ControlTokens
 from tether.data.rows import Row, Rows, raise_problems
-from tether.data.sampler import keyed_permutation
+from tether.keyed_random import permutation
 from tether.runtime.terminal import Screen
 from tether.spelling import did_you_mean
 
@@ -26,8 +26,6 @@ CHUNK = 512
 """Rows rendered and tokenized at once."""
 QUIET_SECONDS = 2.0
 """Shorter waits show no progress bar."""
-SUBSET_STREAM = 2**64 - 1
-"""Keeps the pick of `max_samples` apart from the sampler's epochs, which may have the same seed."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def choose_rows(num_rows: int, options: PromptOptions) -> list[int]:
         return list(range(num_rows))
     if not options.shuffle:
         return list(range(options.max_samples))
-    return sorted(keyed_permutation(num_rows, options.seed, SUBSET_STREAM)[: options.max_samples].tolist())
+    return sorted(permutation(num_rows, options.seed, 0, "max_samples")[: options.max_samples].tolist())
 
 
 def _encode(

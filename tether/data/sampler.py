@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-
-def keyed_permutation(size: int, seed: int, stream: int) -> NDArray[np.int64]:
-    """Shuffle ``range(size)`` in an order that depends on (seed, stream) alone.
-
-    The numbers are sorted by the raw output of a counter-based generator (Philox) with that key: a stream that numpy
-    promises never to change, unlike its own shuffles.
-    """
-    noise = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(size)
-    return np.argsort(noise, kind="stable")
+from tether.keyed_random import permutation
 
 
 class PromptSampler:
@@ -29,7 +21,7 @@ class PromptSampler:
         num_prompts: size of the dataset, at least 1.
         batch_size: rows a batch, at least 1.
         shuffle: False deals rows in their own order.
-        seed: not negative; only shuffling uses it.
+        seed: only shuffling uses it.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -82,5 +74,5 @@ class PromptSampler:
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if self._shuffle:
-            return keyed_permutation(self._num_prompts, self._seed, epoch)
+            return permutation(self._num_prompts, self._seed, epoch, "epoch")
         return np.arange(self._num_prompts)

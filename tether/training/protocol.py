@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch
+from tether.keyed_random import generator, permutation
 from tether.training.text.forward import PolicyOutputs, ValueOutputs
 from tether.training.text.micro_batches import MicroBatching
 
@@ -68,13 +68,12 @@ class UpdatePlan:
         """
         order = torch.arange(rows)
         if self.shuffle:
-            order = torch.from_numpy(np.random.default_rng([self.seed, step, epoch]).permutation(rows))
+            order = torch.from_numpy(permutation(rows, self.seed, step, "mini-batches", epoch))
         yield from order.split(self.mini_batch_rows) if rows else ()
 
     def generator(self, step: int, epoch: int, number: int) -> torch.Generator:
         """Draws for mini-batch `number` of an epoch, on the CPU; they depend on (seed, step, epoch, number) alone."""
-        (seed,) = np.random.SeedSequence([self.seed, step, epoch, number]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(seed))
+        return generator(self.seed, step, "mini-batch", epoch, number)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.envs.protocol import EnvState, EnvStep, Floats, HeldEnv
+from tether.keyed_random import seed_of
 
 
 class PacedEnv:
@@ -89,12 +90,7 @@ class PacedEnv:
         """Seed of the next episode of an environment; None where its own generator may go on."""
         group = n // self._group_size
         if self._fixed_seed is not None:
-            return _mix(self._fixed_seed, group, 0)
+            return seed_of(self._fixed_seed, 0, "episode", group)
         if self._group_size > 1:
-            return _mix(self._seed, group, self._begun[n])
+            return seed_of(self._seed, self._begun[n], "episode", group)
         return self._seed + n if self._begun[n] == 0 else None
-
-
-def _mix(seed: int, group: int, episode: int) -> int:
-    words = np.random.SeedSequence([seed % 2**32, group, episode]).generate_state(1)
-    return int(words[0]) % 2**31

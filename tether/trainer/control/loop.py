@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from tether.envs.protocol import EnvState, VectorEnv
+from tether.keyed_random import generator, seed_of
 from tether.metrics.timing import Timer
 from tether.models.control.mlp_policy import Policy, save_policy
 from tether.models.control.spec import numbers_of
@@ -232,15 +230,4 @@ class ControlTrainer(TrainingLoop):
         """Seeds of the rollouts of a training step, where each begins new episodes."""
         if self.auto_reset:
             return []
-        return [seed_of(self.env_seed, number, f"start {epoch}") for epoch in range(self.collector.epochs)]
-
-
-def seed_of(seed: int, step: int, purpose: str) -> int:
-    """A seed for one purpose in one training step."""
-    words = np.random.SeedSequence([seed % 2**32, step, *purpose.encode()]).generate_state(1)
-    return int(words[0]) % 2**31
-
-
-def generator(seed: int, step: int, purpose: str) -> torch.Generator:
-    """A generator for one purpose in one training step: nothing that was drawn before changes what it gives."""
-    return torch.Generator().manual_seed(seed_of(seed, step, purpose))
+        return [seed_of(self.env_seed, number, "start", epoch) for epoch in range(self.collector.epochs)]

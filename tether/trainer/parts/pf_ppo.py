@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
 from tether.algorithms import masked_sum, pf_ppo_indices
 from tether.batch import TrainBatch
-
-STREAM = 0x9F
-"""Keeps these draws apart from the other ones of (seed, step)."""
+from tether.keyed_random import generator
 
 
 @dataclass(frozen=True)
@@ -32,10 +27,12 @@ class PolicyFiltration:
         if not valid.any():
             return batch, {}
         scores = masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
-        word = np.random.SeedSequence([self.seed, step, STREAM]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(word))
         rows = pf_ppo_indices(
-            scores, valid, reweight_method=self.method, weight_pow=self.weight_pow, generator=generator
+            scores,
+            valid,
+            reweight_method=self.method,
+            weight_pow=self.weight_pow,
+            generator=generator(self.seed, step, "pf_ppo"),
         )
         metrics = {
             "pf_ppo/distinct_fraction": len(rows.unique()) / int(valid.sum()),

@@ -17,14 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 from tether.algorithms import explained_variance
 from tether.algorithms.advantages.gae import discounted_returns
 from tether.batch import TrainBatch, filled
-from tether.data.sampler import keyed_permutation
+from tether.keyed_random import permutation
 from tether.trainer.text.rollout_files import StoredResponse
 from tether.training.learner import Learner
 from tether.training.protocol import UpdatePlan
 from tether.training.text.forward import ValueOutputs
 
-STREAM = 2**63
-"""Keeps the pick of held-out prompts apart from the sampler's epochs, which may have the same seed."""
 EXPLAINED = "critic/vf_explained_var"
 
 
@@ -45,7 +43,7 @@ def split_by_prompt(
     if len(prompts) < 2:
         raise ValueError("the stored rollouts are all to one prompt, so none can be held out; give more of them")
     count = min(max(round(held_out * len(prompts)), 1), len(prompts) - 1)
-    chosen = {prompts[number] for number in keyed_permutation(len(prompts), seed, STREAM)[:count]}
+    chosen = {prompts[number] for number in permutation(len(prompts), seed, 0, "held out")[:count]}
     learned = [response for response in responses if tuple(response.prompt_ids) not in chosen]
     return learned, [response for response in responses if tuple(response.prompt_ids) in chosen]
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tether.keyed_random import permutation
 from tether.models.control.spec import Observations
 from tether.training.control.chunk_levels import per_column
 
@@ -97,7 +98,7 @@ def split_episodes(count: int, held_out: float, seed: int) -> tuple[list[int], l
     """
     if count < 2:
         raise ValueError(f"{count} episode: none can be held out; give at least 2")
-    order = np.random.default_rng(seed).permutation(count).tolist()
+    order = permutation(count, seed, 0, "held out").tolist()
     apart = min(max(round(held_out * count), 1), count - 1)
     return sorted(order[apart:]), sorted(order[:apart])
 
@@ -118,12 +119,11 @@ class Cloning:
     def run(self) -> Iterator[dict[str, float]]:
         """Train; yields the metrics before the first epoch and after each. At the end the best weights are in place."""
         optimizer = torch.optim.AdamW(self.parameters, lr=self.options.lr, weight_decay=self.options.weight_decay)
-        generator = torch.Generator().manual_seed(self.seed)
         best = self.measure(self.held_out)
         yield {"bc/held_out_loss": best}
         kept, since = self._weights(), 0
-        for _ in range(self.options.epochs):
-            learned = self._epoch(optimizer, generator)
+        for epoch in range(self.options.epochs):
+            learned = self._epoch(optimizer, epoch)
             loss = self.measure(self.held_out)
             since += 1
             if loss < best:
@@ -142,9 +142,10 @@ class Cloning:
         sums = [self._losses(piece) for piece in pieces]
         return float(sum(total for total, _ in sums) / sum(count for _, count in sums))
 
-    def _epoch(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> float:
+    def _epoch(self, optimizer: torch.optim.Optimizer, epoch: int) -> float:
         losses = []
-        for rows in torch.randperm(len(self.learned), generator=generator).split(self.options.batch_size):
+        order = torch.from_numpy(permutation(len(self.learned), self.seed, epoch, "order"))
+        for rows in order.split(self.options.batch_size):
             total, count = self._losses(self.learned.rows(rows))
             optimizer.zero_grad()
             (total / count).backward()
