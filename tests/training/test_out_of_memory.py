@@ -12,11 +12,15 @@ from tests.training.batches import ROWS, gradients, make_batch, make_critic, mak
 from tests.training.test_control_network import SPECS, make, random_samples
 from tests.training.test_control_network import gradients as control_gradients
 from tether.batch import TrainBatch
-from tether.models.control.mlp_policy import make_policy as make_control_policy
-from tether.models.control.spec import PolicySpec
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.models.control.mlp import Mlp
+from tether.models.control.mlp_policy import ControlPolicy
+from tether.models.control.network_policy import Torso
+from tether.models.control.spec import PolicySpec, Review
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan, policy_within_memory
+from tether.training.control.samples import Samples
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.out_of_memory import is_out_of_memory
+from tether.training.protocol import UpdatePlan
 from tether.training.text.forward import PolicyModel
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching, RowSize
@@ -172,12 +176,126 @@ def test_gradients_of_control_are_the_same(name: str, loss_name: str, caplog, mo
     assert said.endswith(f"{KEY}={policy.micro_batch}")
 
 
+PERCEPTRONS = {
+    "two networks": {"choices": (3,), "hidden_dim": 6},
+    "shared": {"choices": None, "hidden_dim": 6, "share_critic": True},
+    "no critic": {"choices": (3,), "hidden_dim": 6, "value_width": 0},
+}
+
+
+def perceptrons(shape: str) -> ControlPolicy:
+    """In float64, and away from its first weights."""
+    policy = ControlPolicy(PolicySpec(5, action_width=1, num_layers=2, **PERCEPTRONS[shape]), seed=0).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    return policy
+
+
+def decisions_of(policy: ControlPolicy, count: int = 24) -> Samples:
+    generator = torch.Generator().manual_seed(1)
+    obs = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+    columns = torch.randn(5, count, 1, dtype=torch.float64, generator=generator)
+    actions = torch.randint(0, 3, (count, 1), generator=generator) if policy.spec.choices else columns[0]
+    values = (columns[3], columns[4]) if policy.critic is not None else (None, None)
+    return Samples(obs, actions, columns[1] - 1, columns[2], *values)
+
+
+@pytest.mark.parametrize("train_policy", [True, False], ids=["both", "critic alone"])
+@pytest.mark.parametrize("loss_name", LOSSES)
+@pytest.mark.parametrize("shape", PERCEPTRONS)
+@pytest.mark.parametrize("size", [1, 5, 8, 23])
+def test_micro_batches_of_perceptrons_change_no_gradient(
+    shape: str, loss_name: str, size: int, train_policy: bool
+) -> None:
+    policy = perceptrons(shape)
+    loss = ControlLoss(loss_name, entropy_coeff=0.05, selection={"clip_cov_lb": 0.0} if loss_name == "clip_cov" else {})
+    samples = decisions_of(policy)
+    whole = control_gradients(policy, samples, loss, None, train_policy=train_policy)
+    assert any(gradient.any() for gradient in whole.values()) or not (train_policy or policy.critic)
+    split = control_gradients(policy, samples, loss, size, train_policy=train_policy)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_sum_over_micro_batches_that_lost_one_would_show(monkeypatch) -> None:
+    """The negative control: each micro-batch writes over the gradient of the one before."""
+    policy = perceptrons("two networks")
+    samples = decisions_of(policy)
+    whole = control_gradients(policy, samples, ControlLoss())
+    backward = Mlp.backward
+    monkeypatch.setattr(Mlp, "backward", lambda self, *arguments, add=False: backward(self, *arguments))
+    wrong = control_gradients(policy, samples, ControlLoss(), 8)
+    assert any(not torch.allclose(wrong[name], gradient) for name, gradient in whole.items())
+
+
+def test_perceptrons_that_do_not_fit_are_split(caplog, monkeypatch) -> None:
+    """In the update, and where a whole rollout is valued; both say which setting makes it permanent."""
+    policy = perceptrons("two networks")
+    samples = decisions_of(policy)
+    whole = control_gradients(policy, samples, ControlLoss())
+    rollout = torch.randn(6, 4, 5, dtype=torch.float64)
+    final_at = (torch.tensor([0, 2]), torch.tensor([1, 1]))
+    nothing = torch.zeros(0)
+
+    def review() -> Review:
+        return policy.review(rollout, nothing, nothing, rollout[1, :2], final_at)
+
+    expected = review()
+    activations, fits = Mlp.activations, Fits(on_the_cpu, 5, backward=False)
+    monkeypatch.setattr(Mlp, "activations", lambda self, x: activations(self, fits(len(x), x)))
+    split = control_gradients(policy, samples, ControlLoss())
+    assert policy.micro_batch == 3  # 24, 12, 6, 3
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-10, atol=1e-12)
+    policy.micro_batch = None
+    found = policy_within_memory(policy, review, 18)
+    assert policy.micro_batch == 4  # 18, 9, 4
+    for part in ("outputs", "values", "final_values"):
+        torch.testing.assert_close(getattr(found, part), getattr(expected, part), rtol=1e-10, atol=1e-12)
+    assert [record.getMessage().split("permanent: ")[1] for record in caplog.records] == [f"{KEY}=3", f"{KEY}=4"]
+
+
+@pytest.mark.parametrize("name", ["cnn", "two cnns"])
+def test_a_long_rollout_with_pictures_is_split_below_a_column(name: str, monkeypatch) -> None:
+    """Of 7 decisions, when only 5 fit; the last observations of episodes likewise."""
+    policy = make(name)
+    rows = random_samples(policy).obs
+    rollout, final = rows[:14].reshape(2, 7), rows[14:]
+    at = (torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long))
+
+    def review() -> Review:
+        return policy.review(rollout, torch.zeros(2, 7), torch.zeros(2, 0), final, at)
+
+    expected = review()
+    look, fits = Torso._before_lstm, Fits(on_the_cpu, 5, backward=False)
+
+    def fail_on_many(self, obs):
+        return fits(obs.batch_size.numel(), look(self, obs))
+
+    monkeypatch.setattr(Torso, "_before_lstm", fail_on_many)
+    found = policy_within_memory(policy, review, 12)
+    for part in ("outputs", "values", "final_values"):
+        torch.testing.assert_close(getattr(found, part), getattr(expected, part), rtol=1e-10, atol=1e-12)
+
+
 def test_a_small_policy_that_does_not_fit_is_one_clear_error(monkeypatch) -> None:
-    policy = make_control_policy(PolicySpec(5, (3,), 1, hidden_dim=6, num_layers=1, activation="tanh"), seed=0)
+    policy = perceptrons("two networks")
     learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1), OptimizerOptions(lr=1e-2), 1e-2)
-    monkeypatch.setattr(type(policy), "run", lambda self, *arguments: on_the_cpu())
+    monkeypatch.setattr(Mlp, "activations", lambda self, x: on_the_cpu())
     with pytest.raises(ValueError, match=r"out of memory .*Lower actor_rollout_ref\.actor\.ppo_mini_batch_size"):
-        learner.gradients(random_samples(make("lstm")).decisions(), torch.Generator())
+        learner.gradients(decisions_of(policy), torch.Generator())
+
+
+@pytest.mark.parametrize("fail", [on_the_device, on_the_cpu, in_numpy])
+def test_out_of_memory_in_the_optimizers_step_is_one_clear_error(fail, batch: TrainBatch, monkeypatch) -> None:
+    """Its moments are allocated there, and a step that is half done cannot be repeated."""
+    engine = make_engine(make_policy())
+    monkeypatch.setattr(engine.optimizer, "step", fail)
+    with pytest.raises(
+        ValueError, match=r"^out of memory in the optimizer's step \(.*\)\. .*actor_rollout_ref\.model\.lora_rank"
+    ):
+        engine.update(batch, PolicyModel(engine.model), PolicyLoss(), UpdatePlan(ROWS), step=0)
 
 
 LIMITED = """

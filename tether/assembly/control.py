@@ -73,8 +73,9 @@ def build_control_run(loaded: LoadedConfig) -> ControlRun:
         env = make_env(config.env.train, "env.train", _pacing(config), view_of(config))
         envs.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
-        if not isinstance(policy, ControlPolicy):
-            policy.micro_batch = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+        actor = config.actor_rollout_ref.actor
+        if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
+            policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
         trainer = ControlTrainer(
             policy=policy,

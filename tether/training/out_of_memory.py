@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a device or on the CPU."""
     failed = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return failed or (isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error))
+
+
+@contextmanager
+def named_out_of_memory(where: str, advice: str) -> Iterator[None]:
+    """Around what cannot be repeated in smaller parts: says where memory ran out, and what to change.
+
+    Raises:
+        ValueError: an allocation failed inside.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(f"out of memory in {where} ({_reason(error)}). {advice}") from None
 
 
 def within_memory(
@@ -51,7 +67,7 @@ def within_memory(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = _reason(error)
         else:
             if limit != first:
                 logger.warning(
@@ -67,3 +83,7 @@ def within_memory(
         if smaller is None:
             raise ValueError(f"out of memory with a micro-batch of a single row ({reason}). {advice}")
         limit = smaller
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -6,9 +6,10 @@ from tensordict import TensorDict
 
 from tether.models.control.mlp_policy import load_policy, save_policy
 from tether.models.control.pictures import NUMBERS, PICTURE
+from tether.models.vla.model import VlaModel
 from tether.models.vla.policy import VlaPolicy
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan, policy_within_memory
 from tether.training.control.samples import Samples
 from tether.training.engines.optimizer import OptimizerOptions
 
@@ -202,3 +203,27 @@ class TestLora:
         obs, actions = look(4).float(), bins(4)
         obs[PICTURE] = obs[PICTURE].to(torch.uint8)
         assert torch.equal(loaded.outputs(obs, None, actions), adapted.outputs(obs, None, actions))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_that_does_not_fit_passes_in_smaller_parts(kind, monkeypatch):
+    policy = make(kind)
+    obs, final, actions = look(5, 4), look(6, seed=5), bins(5, 3)
+    at = (torch.zeros(6, dtype=torch.long), torch.zeros(6, dtype=torch.long))
+
+    def review():
+        return policy.review(obs, torch.zeros(5, 4, dtype=torch.bool), torch.zeros(5, 0), final, at, actions)
+
+    whole, prompt = review(), VlaModel.prompt
+
+    def fail_on_many(self, seen):
+        if len(seen) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prompt(self, seen)
+
+    monkeypatch.setattr(VlaModel, "prompt", fail_on_many)
+    found = policy_within_memory(policy, review, 15)
+    assert policy.micro_batch == 3  # 15, 7, 3
+    for part in ("outputs", "values", "final_values"):
+        torch.testing.assert_close(getattr(found, part), getattr(whole, part))
+    policy.outputs(obs[:, :-1].flatten(), None, actions.flatten(0, 1))  # of the KL of a rollout

@@ -22,17 +22,12 @@ def sequences_stay_whole(cfg: RunConfig) -> Problem | None:
 
 
 def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
-    """A micro-batch is a part of a mini-batch, which perceptrons take at once."""
-    actor, policy = cfg.actor_rollout_ref.actor, cfg.policy
+    """A micro-batch is a part of a mini-batch."""
+    actor = cfg.actor_rollout_ref.actor
     micro, mini, key = actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size, "ppo_micro_batch_size_per_gpu"
-    if micro > mini:
-        return Problem(
-            f"{ACTOR}.{key}", f"{micro} is more than a mini-batch ({ACTOR}.ppo_mini_batch_size)", "leave it out"
-        )
-    if micro < mini and policy.model_type == "mlp_policy" and policy.lstm_dim is None:
-        what = f"{micro} splits mini-batches, which policy.model_type=mlp_policy without policy.lstm_dim takes at once"
-        return Problem(f"{ACTOR}.{key}", what, "leave it out")
-    return None
+    if micro <= mini:
+        return None
+    return Problem(f"{ACTOR}.{key}", f"{micro} is more than a mini-batch ({ACTOR}.ppo_mini_batch_size)", "leave it out")
 
 
 def heads_fit_width(cfg: RunConfig) -> Problem | None:

@@ -87,17 +87,26 @@ class Mlp(nn.Module):
             passed.append(x)
         return passed
 
-    def backward(self, passed: list[Tensor], grad: Tensor, hidden_grad: Tensor | None = None) -> None:
-        """Write the gradient of every parameter into its existing ``grad``, without adding to what is there.
+    def backward(
+        self, passed: list[Tensor], grad: Tensor, hidden_grad: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        """Write the gradient of every parameter into its existing ``grad``.
 
         Args:
             passed: what `activations` gave.
             grad: gradient of the output, [B, last size].
             hidden_grad: further gradient of the last hidden layer, from what else reads it.
+            add: to what is there, instead of over it.
         """
         for index, (weight, bias) in reversed(list(enumerate(self.linear))):
-            torch.mm(grad.t(), passed[index], out=weight.grad)
-            torch.sum(grad, 0, out=bias.grad)
+            if add:
+                assert weight.grad is not None
+                assert bias.grad is not None
+                weight.grad.addmm_(grad.t(), passed[index])
+                bias.grad.add_(grad.sum(0))
+            else:
+                torch.mm(grad.t(), passed[index], out=weight.grad)
+                torch.sum(grad, 0, out=bias.grad)
             if index > 0:
                 grad = torch.mm(grad, weight)
                 if hidden_grad is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,6 +54,8 @@ class ControlPolicy(nn.Module):
         self.normalizer: RunningNormalizer | None = None
         if spec.normalize_observations:
             self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
+        self.micro_batch: int | None = None
+        """Decisions of a forward and backward pass; None: all at once."""
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the actor, and of the critic."""
@@ -79,15 +83,28 @@ class ControlPolicy(nn.Module):
     @torch.no_grad()
     def outputs(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
         """Outputs [B, outputs] of normalised observations [B, O]."""
-        return self.actor(obs)
+        return self._in_parts(self.actor, obs)
 
     def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Passed:
         """Say something of normalised observations [B, O], for `backward`."""
+        pieces = obs.split(self.micro_batch or len(obs))
+        if len(pieces) == 1:
+            hidden, valued = self._activations(obs)
+            return Passed(hidden[-1], valued[-1] if valued else None, (pieces, hidden, valued))
+        ends = [(hidden[-1], valued[-1:]) for hidden, valued in map(self._activations, pieces)]
+        values = [value for _, end in ends for value in end]
+        return Passed(torch.cat([end for end, _ in ends]), torch.cat(values) if values else None, (pieces, [], []))
+
+    def _activations(self, obs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the actor, and of the critic; none where there is no critic."""
         hidden = self.actor.activations(obs)
         if self.critic is None:
-            return Passed(hidden[-1], None, (hidden, None))
-        valued = self.critic.activations(hidden[-2] if self.spec.share_critic else obs)
-        return Passed(hidden[-1], valued[-1], (hidden, valued))
+            return hidden, []
+        return hidden, self.critic.activations(hidden[-2] if self.spec.share_critic else obs)
+
+    def _in_parts(self, say: Callable[[Tensor], Tensor], obs: Tensor) -> Tensor:
+        pieces = obs.split(self.micro_batch or max(1, len(obs)))
+        return torch.cat([say(piece) for piece in pieces]) if len(pieces) > 1 else say(obs)
 
     def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every parameter but the head's into its existing ``grad``.
@@ -97,14 +114,17 @@ class ControlPolicy(nn.Module):
             outputs_grad: of the loss by the outputs, [B, outputs]; None leaves the actor's gradients as they are.
             values_grad: by the values, [B, V]; None: there is no critic.
         """
-        hidden, valued = passed.saved
-        hidden_grad = None
-        if self.critic is not None and values_grad is not None:
-            self.critic.backward(valued, values_grad)
-            if self.spec.share_critic:
-                hidden_grad = values_grad @ self.critic.linear[0][0]
-        if outputs_grad is not None:
-            self.actor.backward(hidden, outputs_grad, hidden_grad)
+        pieces, hidden, valued = passed.saved
+        for number, (start, stop) in enumerate(pairwise(accumulate(map(len, pieces), initial=0))):
+            if len(pieces) > 1:
+                hidden, valued = self._activations(pieces[number])
+            hidden_grad = None
+            if self.critic is not None and values_grad is not None:
+                self.critic.backward(valued, values_grad[start:stop], add=number > 0)
+                if self.spec.share_critic:
+                    hidden_grad = values_grad[start:stop] @ self.critic.linear[0][0]
+            if outputs_grad is not None:
+                self.actor.backward(hidden, outputs_grad[start:stop], hidden_grad, add=number > 0)
 
     @torch.no_grad()
     def review(
@@ -117,11 +137,11 @@ class ControlPolicy(nn.Module):
         actions: Tensor | None = None,
     ) -> Review:
         """Pass over a rollout: normalised observations [M, C + 1, O] and [F, O]; see `NetworkPolicy.review`."""
-        outputs = self.actor(obs[:, :-1].flatten(0, 1)).unflatten(0, (len(obs), -1))
+        outputs = self._in_parts(self.actor, obs[:, :-1].flatten(0, 1)).unflatten(0, (len(obs), -1))
         if self.critic is None:
             return Review(outputs, None, None)
-        values = self.values(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
-        return Review(outputs, values, self.values(final_obs))
+        values = self._in_parts(self.values, obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+        return Review(outputs, values, self._in_parts(self.values, final_obs))
 
 
 Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy"

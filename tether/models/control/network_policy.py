@@ -212,6 +212,12 @@ class NetworkPolicy(nn.Module):
             final_at: [F], [F]: column and decision after which they were seen.
             actions: [M, C, K * D]: see `run`.
         """
+        if self.spec.lstm_dim is None:
+            outputs, values = self._in_parts(obs.flatten(0, 1))
+            outputs = outputs.unflatten(0, starts.shape)[:, :-1]
+            if values is None:
+                return Review(outputs, None, None)
+            return Review(outputs, values.unflatten(0, starts.shape), self._in_parts(final_obs)[1])
         columns, decisions = starts.shape
         size = columns if self.micro_batch is None else max(1, self.micro_batch // decisions)
         pieces = [slice(first, first + size) for first in range(0, columns, size)]
@@ -220,8 +226,7 @@ class NetworkPolicy(nn.Module):
         if self.critic is None:
             return Review(outputs, None, None)
         values = torch.cat([part[1] for part in parts if part[1] is not None])
-        after = torch.cat([part[2] for part in parts])
-        after = after[final_at] if self.spec.lstm_dim else after[final_at[0]]
+        after = torch.cat([part[2] for part in parts])[final_at]
         _, final_values, _ = self.step(final_obs.unsqueeze(1), None, after)
         return Review(outputs, values, None if final_values is None else final_values[:, 0])
 
@@ -233,9 +238,15 @@ class NetworkPolicy(nn.Module):
     def _pieces(self, obs: Observations, memory: Memory | None) -> Iterator[tuple[Observations, Memory | None]]:
         """Micro-batches of `run`."""
         rows, of_each = len(obs), 1 if memory is None else memory.kept.shape[1]
-        size = rows if self.micro_batch is None else max(1, self.micro_batch // of_each)
-        for first in range(0, rows, size):
+        size = max(1, rows if self.micro_batch is None else self.micro_batch // of_each)
+        for first in range(0, max(1, rows), size):
             yield obs[first : first + size], None if memory is None else memory.rows(slice(first, first + size))
+
+    def _in_parts(self, obs: Observations) -> tuple[Tensor, Tensor | None]:
+        """Outputs and values of observations [B, ...], without a memory."""
+        said = [self._kept(*piece) for piece in self._pieces(obs, None)]
+        values = [part for _, part in said if part is not None]
+        return torch.cat([part for part, _ in said]), torch.cat(values) if values else None
 
     def _kept(self, obs: Observations, memory: Memory | None) -> tuple[Tensor, Tensor | None]:
         """Outputs and values of the decisions that are kept."""

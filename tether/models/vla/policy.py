@@ -23,7 +23,7 @@ from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
 
 ROWS = 256
-"""Decisions of a pass without gradients."""
+"""Decisions of a pass without gradients, at most."""
 
 
 class VlaPolicy(nn.Module):
@@ -56,6 +56,10 @@ class VlaPolicy(nn.Module):
         self.micro_batch: int | None = None
         """Decisions of a forward and backward pass; None: all at once."""
 
+    @property
+    def _rows(self) -> int:
+        return min(ROWS, self.micro_batch or ROWS)
+
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What is trained: of the policy, and of the value head."""
         critic = [] if self.critic is None else list(self.critic.parameters())
@@ -80,7 +84,7 @@ class VlaPolicy(nn.Module):
         assert self.critic is not None
         if not len(obs):  # transformers cannot tell the shapes of nothing
             return torch.zeros(0, self.spec.value_width)
-        pieces = [self.critic(self.model.end_of_prompt(self.model.prompt(piece))) for piece in obs.split(ROWS)]
+        pieces = [self.critic(self.model.end_of_prompt(self.model.prompt(piece))) for piece in obs.split(self._rows)]
         return torch.cat(pieces)
 
     @torch.no_grad()
@@ -96,7 +100,7 @@ class VlaPolicy(nn.Module):
     @torch.no_grad()
     def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Tensor:
         """Outputs [B, A * bins]."""
-        pieces = zip(obs.split(ROWS), actions.split(ROWS), strict=True)
+        pieces = zip(obs.split(self._rows), actions.split(self._rows), strict=True)
         return torch.cat([self(*piece)[0] for piece in pieces])
 
     @torch.no_grad()
@@ -111,7 +115,7 @@ class VlaPolicy(nn.Module):
     ) -> Review:
         """Pass over a rollout: observations [M, C + 1, ...] and [F, ...], actions [M, C, A]."""
         shape = actions.shape[:2]
-        pieces = zip(obs[:, :-1].flatten(0, 1).split(ROWS), actions.flatten(0, 1).split(ROWS), strict=True)
+        pieces = zip(obs[:, :-1].flatten(0, 1).split(self._rows), actions.flatten(0, 1).split(self._rows), strict=True)
         said = [self(*piece) for piece in pieces]
         outputs = torch.cat([scores for scores, _ in said]).unflatten(0, shape)
         if self.critic is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tether.algorithms import TokenLoss, kl_penalty, masked_mean, merge_metrics, value_loss
-from tether.models.control.mlp_policy import ControlPolicy, Policy
+from tether.models.control.mlp_policy import Policy
 from tether.training.control.chunk_levels import Level, at_level, mask_at, per_column, to_columns
 from tether.training.control.closed_form_gradients import policy_gradient, value_gradient
 from tether.training.control.samples import EPISODES_ALIKE, Samples, loss_weights
@@ -30,7 +30,10 @@ from tether.training.out_of_memory import within_memory
 from tether.training.own_functions import policy_loss
 
 Result = TypeVar("Result")
-SMALLER = "Lower actor_rollout_ref.actor.ppo_mini_batch_size, env.train.total_num_envs or policy.hidden_dim."
+SMALLER = (
+    "Lower actor_rollout_ref.actor.ppo_mini_batch_size, env.train.total_num_envs, "
+    "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
+)
 RATE_FACTOR, RATE_BOUND = 1.5, 100.0
 """A rate that is led by the KL changes by this factor at a time, and stays within this one of the schedule's."""
 
@@ -293,7 +296,10 @@ class ControlLearner:
 
     def _kl(self, samples: Samples) -> float:
         """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats a decision."""
-        outputs = self.policy.outputs(samples.obs, samples.memory, samples.actions)
+        rows = samples.old_log_probs.shape[:-1].numel()
+        outputs = policy_within_memory(
+            self.policy, lambda: self.policy.outputs(samples.obs, samples.memory, samples.actions), rows
+        )
         samples = samples.decisions()
         columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
         log_probs = at_level(columns, self.loss.logprob_level, self._chunk, samples.mask)
@@ -350,8 +356,6 @@ def policy_within_memory(policy: Policy, attempt: Callable[[], Result], rows: in
     Raises:
         ValueError: it does not fit, a single decision at a time.
     """
-    if isinstance(policy, ControlPolicy):  # passes over a mini-batch as a whole
-        return within_memory(lambda _: attempt(), 1, lambda _: None, str, SMALLER)[0]
 
     def try_with(limit: int | None) -> Result:
         policy.micro_batch = limit

@@ -24,7 +24,7 @@ from tether.batch import TrainBatch
 from tether.training.engines.incident import Incidents
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
-from tether.training.out_of_memory import within_memory
+from tether.training.out_of_memory import named_out_of_memory, within_memory
 from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching, RowSize
 from tether.training.text.packing import row_sizes
@@ -33,6 +33,10 @@ Result = TypeVar("Result")
 TOO_LONG = (
     "Lower data.max_response_length or data.max_prompt_length, set "
     "actor_rollout_ref.model.enable_gradient_checkpointing=True, or take a smaller model or a larger machine."
+)
+MOMENTS = (
+    "AdamW keeps two numbers for each weight that trains. Train adapters alone (actor_rollout_ref.model.lora_rank), or "
+    "take a smaller actor_rollout_ref.model.path, critic.model.path or a larger machine."
 )
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
 """Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
@@ -143,7 +147,8 @@ class LocalEngine(Generic[Outputs]):
                     continue
                 norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.options.grad_clip))
                 if math.isfinite(norm):
-                    self.optimizer.step()
+                    with named_out_of_memory("the optimizer's step", MOMENTS):
+                        self.optimizer.step()
                     if self.masters:
                         self.masters.copy_to_model()
                     norms.append(norm)
