@@ -10,23 +10,33 @@ from tether.assembly.named_inputs import missing_inputs
 from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
+from tether.trainer.callbacks import Callbacks
 
 Settings = Mapping[str, Any]
 """Keys of the configuration, dotted or nested -> values."""
 
 
-def train(config: Path | str | Settings | None = None, overrides: Settings | Sequence[str] = ()) -> TrainingResult:
+def train(
+    config: Path | str | Settings | None = None,
+    overrides: Settings | Sequence[str] = (),
+    *,
+    callbacks: Sequence[object] = (),
+) -> TrainingResult:
     """Train, as `tether train` does: a run that was begun in its folder goes on; a signal stops it after a step.
 
     Args:
         config: a YAML file, or its content as a mapping; None: the overrides are all of it.
         overrides: over it: a mapping (``{"trainer.total_epochs": 2}``), or texts as on the command line
             (``["trainer.total_epochs=2"]``).
+        callbacks: objects with any of ``on_step_end(step, metrics)``, ``on_evaluation(step, metrics)`` and
+            ``on_checkpoint(step, path)``. What one raises ends the run, after a checkpoint of the step that is done.
 
     Raises:
-        ValueError: everything that is wrong with the configuration, its inputs, or the checkpoint to resume from.
+        ValueError: a callback that is none; everything that is wrong with the configuration, its inputs, or the
+            checkpoint to resume from.
     """
-    return train_loaded(_load(config, overrides))
+    told = Callbacks(callbacks)
+    return train_loaded(_load(config, overrides), told)
 
 
 def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[str]) -> LoadedConfig:

@@ -12,11 +12,12 @@ from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.terminal import Screen
+from tether.trainer.callbacks import Callbacks
 from tether.trainer.text.preflight import preflight
 
 
-def train(loaded: LoadedConfig) -> TrainingResult:
-    """Train what a configuration describes; a run that was begun in its folder goes on.
+def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
+    """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder goes on.
 
     Raises:
         ValueError: unusable inputs, a checkpoint of another run, or a preflight that refuses.
@@ -27,6 +28,7 @@ def train(loaded: LoadedConfig) -> TrainingResult:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
     run: Run | ControlRun = build_run(loaded) if loaded.config.env.train.id is None else build_control_run(loaded)
     trainer = run.trainer
+    trainer.callbacks = callbacks or Callbacks()
     try:
         for line in _header(run):
             screen.print(line, soft_wrap=True)
@@ -36,7 +38,9 @@ def train(loaded: LoadedConfig) -> TrainingResult:
             _check_first(run, screen)
         with graceful_interrupt() as interrupted:
             if loaded.config.trainer.val_only:
-                trainer.loggers.log(trainer.step_number, trainer.evaluate())
+                metrics = trainer.evaluate()
+                trainer.loggers.log(trainer.step_number, metrics)
+                trainer.callbacks.on_evaluation(trainer.step_number, metrics)
             else:
                 trainer.fit(interrupted)
     finally:

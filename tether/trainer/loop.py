@@ -13,6 +13,7 @@ from typing import Any
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.global_rng import rng_state, set_rng_state
+from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import Persistence
 from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.critic_warmup import CriticWarmup
@@ -53,6 +54,7 @@ class TrainingLoop(ABC):
     persistence: Persistence
     loggers: Loggers
     alarms: Alarms = field(default_factory=Alarms)
+    callbacks: Callbacks = field(default_factory=Callbacks)
     step_number: int = 0
     """Training steps done."""
     validation_due: bool = False
@@ -78,6 +80,7 @@ class TrainingLoop(ABC):
             if not starts:
                 self.alarms.check_validation(metrics, self.loggers.warn)
             self.loggers.log(self.step_number, metrics)
+            self.callbacks.on_evaluation(self.step_number, metrics)
         if not starts:  # after the validation, as in a run that was not interrupted before it
             self.begin()
         while self.step_number < self.schedule.total_steps:
@@ -94,9 +97,10 @@ class TrainingLoop(ABC):
                     self.alarms.check_validation(tested, self.loggers.warn)
                     self.unlogged |= tested
                     self.validation_due = False
-                if self.schedule.logs_at(done):
-                    self.log(self.unlogged)
+                    self.callbacks.on_evaluation(done, tested)
+                measured = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
                 self.unlogged = {}
+                self.callbacks.on_step_end(done, measured)
             # After the log: a run killed in between does the step again, and its line is replaced, never missing.
             if self.schedule.saves_at(done) or stopping:
                 self.save()
@@ -130,17 +134,19 @@ class TrainingLoop(ABC):
             in_step: a step was begun after that, and failed before it changed a weight.
         """
 
-    def log(self, metrics: dict[str, float]) -> None:
-        """Log the metrics of the current step."""
+    def log(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Log the metrics of the current step; returns all that was logged."""
         self.loggers.log(self.step_number, metrics)
+        return metrics
 
     def save(self) -> None:
         """Write a checkpoint of the current step; how long that took is logged under the step, too."""
         time = Timer(on_phase=self.loggers.phase)
         with time("save_checkpoint"):
-            self.write_checkpoint(self.state())
+            path = self.write_checkpoint(self.state())
         self.saved_step = self.step_number
         self.loggers.log(self.step_number, time.metrics())
+        self.callbacks.on_checkpoint(self.step_number, path)
 
     @contextmanager
     def _saving_first(self, before: dict[str, Any] | None = None, rng: dict[str, Any] | None = None) -> Iterator[None]:

@@ -141,10 +141,11 @@ class ControlTrainer(TrainingLoop):
         if reasons:
             self.loggers.warn(NOT_SAVED.format("; ".join(reasons)))
 
-    def log(self, metrics: dict[str, float]) -> None:
+    def log(self, metrics: dict[str, float]) -> dict[str, float]:
         """See `TrainingLoop.log`; with the episodes that ended since the last time."""
-        super().log(episode_metrics(self.finished, "env") | metrics)
+        logged = super().log(episode_metrics(self.finished, "env") | metrics)
         self.finished.clear()
+        return logged
 
     def evaluate(self) -> dict[str, float]:
         """Test the current policy; returns its metrics."""
