@@ -5,7 +5,6 @@ import pytest
 from tests.config.loading import problems_of
 from tether.config.keys import keys
 from tether.config.loading.foreign_words import KEYS, VALUES
-from tether.config.loading.type_errors import allowed_choices
 from tether.config.loading.typos import nearest
 from tether.config.support.verl_keys import unread
 
@@ -69,8 +68,6 @@ def test_every_word_leads_to_keys_that_exist():
 
 def test_every_value_leads_to_a_choice_that_exists():
     for name, values in VALUES.items():
-        choices = {
-            choice for key in keys().values() if key.path.endswith(f".{name}") for choice in allowed_choices(key)
-        }
+        choices = {choice for key in keys().values() if key.path.endswith(f".{name}") for choice in key.allowed}
         assert {value.split(",")[0] for value in values.values()} <= choices
         assert not choices & set(values)

@@ -5,10 +5,6 @@ import pytest
 from tether.config import ConfigError, explain, format_inheritance, live_keys, load_config
 from tether.config.keys import keys, sections
 from tether.config.loading.typos import nearest
-from tether.config.support.no_effect import ELSEWHERE
-from tether.config.support.patterns import look_up
-from tether.config.support.refused import REFUSED
-from tether.config.support.switches import SWITCHED
 
 SLIPS = {
     "drop": lambda word, at: word[:at] + word[at + 1 :],
@@ -92,7 +88,7 @@ def test_explain_says_what_a_key_inherits():
 
 def test_explain_says_what_is_refused_and_what_does_nothing():
     assert "optimal_token_baseline, gdpo, raw or a function of a file" in explain("algorithm.adv_estimator")
-    assert "refused: any value but the default (tether keeps" in explain("trainer.default_hdfs_dir")
+    assert "refused: any value but null (tether keeps" in explain("trainer.default_hdfs_dir")
     assert "no effect here: " in explain("actor_rollout_ref.rollout.gpu_memory_utilization")
     assert "acts only while algorithm.use_pf_ppo is True" in explain("algorithm.pf_ppo.weight_pow")
     assert "from this step on, counted from 1" in explain("trainer.critic_warmup")
@@ -124,11 +120,19 @@ def test_marks_point_at_keys():
         assert key.alias_of is None or key.alias_of in keys()
 
 
-def test_every_row_of_every_table_fits_a_key():
-    for table in (REFUSED, ELSEWHERE, SWITCHED):
-        used = {id(look_up(table, path)) for path in keys()}
-        assert [row for row, value in table.items() if id(value) not in used] == []
-    assert all(switch is None or switch.key in keys() for switch in SWITCHED.values())
+def test_every_switch_is_a_key_that_can_have_such_values():
+    for key in keys().values():
+        switch = key.acts_if
+        while switch is not None:
+            choices = set(keys()[switch.key].choices)
+            assert not choices or set(switch.on or switch.off or ()) <= {*choices, None}, key.path
+            assert (switch.on is None) != (switch.off is None), key.path
+            switch = switch.other
+
+
+def test_refused_names_are_choices_of_their_key():
+    for key in keys().values():
+        assert key.refuses is None or set(key.refuses.choices) < set(key.choices), key.path
 
 
 def test_live_keys_are_those_that_can_act():

@@ -234,7 +234,6 @@ CASES |= {
         [f"{FILTER}.metric=acc"],
     ),
 }
-SEQUENCE_PARALLEL = {"actor_sequence_parallel_packs", "critic_sequence_parallel_packs"}
 
 
 @pytest.mark.parametrize("rule", CASES)
@@ -252,7 +251,7 @@ def test_mended(rule):
 
 
 def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in RULES} == set(CASES) | SEQUENCE_PARALLEL
+    assert {rule.__name__ for rule in RULES} == set(CASES)
 
 
 @pytest.mark.parametrize(
@@ -284,23 +283,6 @@ def test_lower_bounds_of_rejection(modes, threshold, message):
 def test_an_unknown_rejection_mode_is_told_the_nearest():
     problem = problems_of(f"{CORRECTION}.rollout_rs=token_k4")[f"{CORRECTION}.rollout_rs"]
     assert "did you mean token_k" in problem
-
-
-@pytest.mark.parametrize(("section", "model"), [(ACTOR, "actor_rollout_ref.model"), ("critic", "critic.model")])
-def test_sequence_parallelism_without_packing(section, model):
-    packing = f"{model}.use_remove_padding"
-    key = f"{section}.ulysses_sequence_parallel_size"
-    texts = [str(problem) for problem in problem_list(f"{key}=2", f"{packing}=False")]
-    assert f"{key}: 2 needs packed rows, and {packing} is False. set {packing}=True" in texts
-    assert len(texts) == 2  # and it is refused as long as there is one device
-
-
-def problem_list(*overrides):
-    from tether.config import ConfigError
-
-    with pytest.raises(ConfigError) as error:
-        load(*overrides)
-    return error.value.problems
 
 
 def test_components_and_their_weights_are_counted():

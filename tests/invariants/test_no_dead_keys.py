@@ -30,10 +30,8 @@ from tether.commands import text as text_commands
 from tether.config import ConfigError, LoadedConfig, control_defaults, live_keys, load_config
 from tether.config.keys import Key, keys, show, values_of
 from tether.config.loading.type_errors import expected
-from tether.config.support.no_effect import ELSEWHERE
-from tether.config.support.patterns import look_up
-from tether.config.support.refused import REFUSED, allowed_choices
-from tether.config.support.switches import SWITCHED
+from tether.config.support.live_keys import is_off
+from tether.config.support.verl_keys import unread_keys
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.service.pool import RewardPool
 from tether.training.engines.optimizer import OptimizerOptions
@@ -51,7 +49,7 @@ def candidates(key: Key, now: object, situation: Situation) -> list[str]:
     if key.choices:
         chosen = now if isinstance(now, tuple) else (now,)
         others = [choice for choice in key.choices if choice not in chosen]
-        return [choice for choice in others if choice in allowed_choices(key)] or others
+        return [choice for choice in others if choice in key.allowed] or others
     if isinstance(now, tuple) and all(isinstance(item, float) for item in now):
         return [show([0.5 * item for item in now])]
     if isinstance(now, int) or (now is None and "whole number" in key.type_text):
@@ -63,11 +61,11 @@ def candidates(key: Key, now: object, situation: Situation) -> list[str]:
 
 def switched_on(path: str, situation: Situation) -> list[str]:
     """Overrides that switch a key on, where a switch of its own decides."""
-    switch = look_up(SWITCHED, path)
-    if switch is None or not switch.is_off(values_of(load(*situation.base).config)):
+    switch = keys()[path].acts_if
+    if switch is None or not is_off(switch, values_of(load(*situation.base).config)):
         return []
-    refused = look_up(REFUSED, switch.key)
-    on = [value for value in switch.on or () if refused is None or value not in (refused.values or ())]
+    refused = keys()[switch.key].refuses
+    on = [value for value in switch.on or () if refused is None or value not in refused.choices]
     value = show(on[0]) if on else candidates(keys()[switch.key], (switch.off or (None,))[0], situation)[0]
     return [*switched_on(switch.key, situation), f"{switch.key}={value}"]
 
@@ -234,9 +232,8 @@ def is_dead(path: str, situation: Situation, bench: Bench) -> bool:
 
 
 def is_read_by_text_runs(path: str) -> bool:
-    switch = look_up(SWITCHED, path)
-    while switch is not None and switch.key != path:
-        path, switch = switch.key, look_up(SWITCHED, switch.key)
+    while (switch := keys()[path].acts_if) is not None:
+        path = switch.key
     return path != control_defaults.SWITCH
 
 
@@ -246,7 +243,7 @@ def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench)
 
 
 @needs_envs
-@pytest.mark.parametrize("path", filter(control_defaults.reads, live_keys()))
+@pytest.mark.parametrize("path", [path for path in live_keys() if keys()[path].in_embodied])
 def test_a_live_key_has_an_effect_on_embodied_runs(path: str, control: Situation, bench: Bench) -> None:
     if path.endswith(".num_workers"):
         pytest.importorskip("envpool")
@@ -270,30 +267,25 @@ def test_looking_twice_at_an_embodied_run_shows_the_same(control: Situation, ben
     test_looking_twice_shows_the_same(control, bench)
 
 
-@pytest.mark.parametrize("inherits", [False, True])  # apart, so that no key is changed to what it inherits
-def test_every_other_key_is_refused_or_said_to_have_no_effect(inherits: bool, situation: Situation) -> None:
-    base = values_of(load(*situation.base).config)
-    others = [path for path in keys() if path not in live_keys() and not keys()[path].alias_of]
-    rest = [
-        path for path in others if (keys()[path].inherits is not None) == inherits and len(keys()[path].choices) != 1
-    ]
-    settings = {path: f"{path}={candidates(keys()[path], base[path], situation)[-1]}" for path in rest}
+def test_every_key_of_the_schema_is_live_or_a_second_name() -> None:
+    """What nothing reads has no field: it is a row of `verl_keys.toml`."""
+    assert set(live_keys()) == {path for path, key in keys().items() if not key.alias_of}
+    assert not set(keys()) & set(unread_keys())
+
+
+def test_a_key_that_nothing_reads_is_refused_or_said_to_have_no_effect(situation: Situation) -> None:
+    values = {path: "one" if path.endswith("save_contents") else "other" for path in unread_keys()}
+    settings = {path: f"+{path}={value}" for path, value in values.items()}
     with pytest.raises(ConfigError) as error:
         load(*situation.base, *settings.values())
-    refused = {problem.path for problem in error.value.problems if refusal(problem.path, error.value)}
-    taken = [path for path in rest if path not in refused]
-    notes = "\n".join(load(*situation.base, *(settings[path] for path in taken)).notes)
-    assert len(refused) > 5
-    assert len(taken) > 5
-    assert [path for path in taken if f"{path}=" not in notes] == []
-
-
-def test_a_key_that_is_said_to_have_no_effect_has_none(situation: Situation, bench: Bench) -> None:
-    base = values_of(load(*situation.base).config)
-    quiet = [path for path in keys() if look_up(ELSEWHERE, path) and not look_up(REFUSED, path)]
-    settings = [f"{path}={candidates(keys()[path], base[path], situation)[0]}" for path in quiet]
-    assert len(settings) > 60
-    assert bench.plan(load(*situation.base, *settings)) == bench.plan(load(*situation.base))
+    refused = {problem.path for problem in error.value.problems}
+    taken = load(*situation.base, *(settings[path] for path in settings if path not in refused))
+    notes = "\n".join(taken.notes)
+    assert len(refused) > 100
+    assert [path for path in settings if path not in refused and f"{path}={values[path]}" not in notes] == []
+    without = load(*situation.base)
+    assert taken.config == without.config
+    assert len(taken.notes) > len(without.notes)
 
 
 def test_a_key_that_nothing_reads_would_show(situation: Situation, bench: Bench, monkeypatch) -> None:

@@ -65,19 +65,17 @@ def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool, secti
 def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:
     """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it."""
     model_config = config.actor_rollout_ref.model
-    dtype = DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else inputs.model_path
     model = load_causal_lm(
         source,
-        dtype=dtype,
+        dtype=torch.float32,
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
     )
     on_device(model, device)
     if model_config.lora_rank:
-        adapter = checkpoint / "adapter" if checkpoint else model_config.lora_adapter_path
-        if adapter:
-            _lora().load_lora(model, Path(adapter))
+        if checkpoint:
+            _lora().load_lora(model, checkpoint / "adapter")
         else:
             torch.manual_seed(config.trainer.seed)  # peft draws the adapter's start from the global generator
             _add_lora(model, model_config)
@@ -103,7 +101,6 @@ def _add_lora(model: PreTrainedModel, config: ModelConfig) -> None:
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         target_modules="all-linear" if named == ("all-linear",) else named,
-        exclude_modules=config.exclude_modules,
     )
     lora.add_lora(model, options)
 
@@ -213,10 +210,10 @@ def build_critic(
     critic = config.critic
     if not critic.enable:
         return None
-    fsdp, packed = critic.model.fsdp_config, critic.model.use_remove_padding
+    packed = critic.model.use_remove_padding
     model = load_critic(
         path,
-        dtype=DTYPES[fsdp.model_dtype],
+        dtype=torch.float32,
         trust_remote_code=critic.model.trust_remote_code,
         override_config=critic.model.override_config,
     )
@@ -227,7 +224,7 @@ def build_critic(
         model,
         _update_micro(critic, packed),
         build_optimizer(critic.optim, total_steps),
-        compute_dtype=DTYPES[fsdp.dtype],
+        compute_dtype=DTYPES[critic.model.fsdp_config.dtype],
         save=_save_model,
         incident_dir=incidents / "critic" if incidents else None,
     )

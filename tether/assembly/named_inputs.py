@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tether.config import Problem, RunConfig
-from tether.config.support.switches import is_own_function
+from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.cache import cache_dir
@@ -38,8 +38,6 @@ def _of_text(config: RunConfig) -> Named:
     yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, _model
     if config.critic.enable:
         yield "critic.model.path", config.critic.model.path, _model
-    if model.lora_adapter_path:
-        yield "actor_rollout_ref.model.lora_adapter_path", model.lora_adapter_path, _path
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:

@@ -196,7 +196,7 @@ def _sampling(config: RunConfig) -> SamplingParams:
         max_new_tokens=rollout.response_length,
         max_length=rollout.max_model_len,
         n=rollout.n,
-        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         ignore_eos=rollout.ignore_eos,

@@ -1,4 +1,4 @@
-"""Embodied runs (`env.train.id` is set): their defaults, and the keys that they read.
+"""Embodied runs (`env.train.id` is set): their defaults.
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
 default than verl's for a language model, it stands here, by task, once.
@@ -104,23 +104,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
 
-READS = (
-    "env.*", "policy.*", f"{MODEL}.path", f"{MODEL}.lora_*", f"{MODEL}.target_modules",
-    "algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.normalize_advantages",
-    "algorithm.norm_adv_by_std_in_grpo", "algorithm.filter_rewards", "algorithm.rewards_*", "algorithm.bootstrap_type",
-    "algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type",
-    f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size*", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle",
-    f"{ACTOR}.clip_ratio*",
-    f"{ACTOR}.entropy_coeff", f"{ACTOR}.target_kl*", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.*",
-    f"{ACTOR}.policy_loss.*", f"{ACTOR}.tau_*", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor",
-    "critic.cliprange_value", "critic.huber_delta", "critic.loss_coef", "critic.optim.lr",
-    "trainer.total_training_steps", "trainer.total_env_steps", "trainer.seed", "trainer.project_name",
-    "trainer.experiment_name", "trainer.logger", "trainer.log_freq", "trainer.default_local_dir", "trainer.save_freq",
-    "trainer.max_*_ckpt_to_keep", "trainer.resume_*", "trainer.test_freq",
-    "trainer.val_before_train", "trainer.device", "trainer.num_threads", "trainer.critic_warmup*",
-)  # fmt: skip
-"""Keys, or patterns of keys, that an embodied run reads."""
-
 
 def is_embodied(given: Given) -> bool:
     """Whether what the user gave describes an embodied run."""
@@ -136,8 +119,3 @@ def with_defaults(given: Given) -> Given:
     model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
     defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
     return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | given
-
-
-def reads(path: str) -> bool:
-    """Whether an embodied run reads this key."""
-    return any(fnmatchcase(path, pattern) for pattern in READS)

@@ -9,12 +9,8 @@ from tether.config.loading.type_errors import expected
 from tether.config.loading.typos import unknown_key
 from tether.config.problems import ConfigError
 from tether.config.secrets import masked
-from tether.config.support.live_keys import live_keys, why_idle
-from tether.config.support.no_effect import ELSEWHERE
-from tether.config.support.patterns import look_up
-from tether.config.support.refused import REFUSED
-from tether.config.support.switches import SWITCHED
-from tether.config.support.verl_keys import Unread, renamed, unread
+from tether.config.support.live_keys import condition, live_keys, why_idle
+from tether.config.support.verl_keys import Unread, renamed, unread, unread_keys
 
 
 def explain(key: str, loaded: LoadedConfig | None = None) -> str:
@@ -35,6 +31,9 @@ def explain(key: str, loaded: LoadedConfig | None = None) -> str:
         return _explain_section(key) + "".join(f"\n{path}\n{_in_this_run(path, loaded)}" for path in own if loaded)
     if (row := unread(renamed(key))) is not None:
         return f"{key}\n  A key of verl's that nothing reads here.\n  {_unread_status(row)}\n"
+    if inner := {path: row for path, row in unread_keys().items() if path.startswith(f"{renamed(key)}.")}:
+        listed = "".join(f"  {path}  {_unread_status(row)}\n" for path, row in inner.items())
+        return f"{key}\n  A section of verl's whose keys nothing reads here.\n{listed}"
     raise ConfigError([unknown_key(key)])
 
 
@@ -88,13 +87,9 @@ def _source(key: Key) -> str:
 
 
 def _status(key: Key) -> list[str]:
-    refused, switch, elsewhere = look_up(REFUSED, key.path), look_up(SWITCHED, key.path), look_up(ELSEWHERE, key.path)
     lines = [f"second name of: {key.alias_of}"] if key.alias_of else []
-    if refused is not None:
-        what = "any value but the default" if refused.values is None else ", ".join(map(str, refused.values))
-        lines.append(f"refused: {what} ({refused.why})")
-    if switch is not None:
-        lines.append(f"acts only while {switch.condition()}")
-    if elsewhere is not None:
-        lines.append(f"no effect here: {elsewhere}")
+    if key.refuses is not None:
+        lines.append(f"refused: {', '.join(key.refuses.choices)} ({key.refuses.why})")
+    if key.acts_if is not None:
+        lines.append(f"acts only while {condition(key.acts_if)}")
     return lines

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from tether.config.schema.root import RunConfig
-from tether.config.schema.section import AliasOf, Inherits, NullIsUnset, Says, Section
+from tether.config.schema.section import (
+    EMBODIED,
+    ActsIf,
+    AliasOf,
+    EmbodiedToo,
+    Inherits,
+    NullIsUnset,
+    Refuses,
+    Says,
+    Section,
+)
 from tether.config.secrets import masked
 
-Mark = TypeVar("Mark", Inherits, AliasOf, NullIsUnset, Says)
+Mark = TypeVar("Mark")
 PLAIN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a {key: value} mapping",
     list: "a list",
@@ -43,12 +53,24 @@ class Key:
     """Any names may stand below it."""
     null_is_unset: bool
     """Null means the same as leaving the key out."""
+    acts_if: ActsIf | None
+    """What switches the key on, with absolute keys; None: it always acts."""
+    in_embodied: bool
+    """Embodied runs read it."""
+    refuses: Refuses | None
+    """Choices that verl has and tether refuses."""
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The names that the key may take here; empty where it takes more than names."""
+        refused = self.refuses.choices if self.refuses else ()
+        return tuple(choice for choice in self.choices if choice not in refused)
 
 
 @cache
 def keys() -> dict[str, Key]:
     """Every key by its dotted path, in the order of the schema."""
-    return {path: _key(path, field) for path, field in _fields("", RunConfig)}
+    return {path: _key(path, field, above) for path, field, above in _fields("", RunConfig, ())}
 
 
 @cache
@@ -70,13 +92,16 @@ def show(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _fields(prefix: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+def _fields(
+    prefix: str, section: type[Section], above: tuple[object, ...]
+) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
+    """Every field with its path and the marks of the sections that it stands in, the innermost first."""
     for name, field in section.model_fields.items():
         if _is_section(field):
             assert isinstance(field.annotation, type)
-            yield from _fields(f"{prefix}{name}.", field.annotation)
+            yield from _fields(f"{prefix}{name}.", field.annotation, (*field.metadata, *above))
         else:
-            yield prefix + name, field
+            yield prefix + name, field, above
 
 
 def _sections(prefix: str, section: type[Section]) -> Iterator[tuple[str, str]]:
@@ -91,9 +116,9 @@ def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
-def _key(path: str, field: FieldInfo) -> Key:
-    inherits = _mark(Inherits, field.metadata)
-    alias = _mark(AliasOf, field.metadata)
+def _key(path: str, field: FieldInfo, above: tuple[object, ...]) -> Key:
+    inherits, alias = _mark(Inherits, field.metadata), _mark(AliasOf, field.metadata)
+    marks = (*field.metadata, *above)
     return Key(
         path=path,
         type_text=type_text(field.annotation, field.metadata),
@@ -106,10 +131,20 @@ def _key(path: str, field: FieldInfo) -> Key:
         alias_of=_absolute(path, alias.key) if alias else None,
         is_mapping=_is_mapping(field.annotation),
         null_is_unset=inherits is not None or _mark(NullIsUnset, field.metadata) is not None,
+        acts_if=_switch(path, _mark(ActsIf, marks)),
+        in_embodied=EMBODIED in marks or _mark(EmbodiedToo, marks) is not None,
+        refuses=_mark(Refuses, field.metadata),
     )
 
 
-def _mark(kind: type[Mark], metadata: list[Any]) -> Mark | None:
+def _switch(path: str, mark: ActsIf | None) -> ActsIf | None:
+    """The mark with absolute keys; a section's mark does not speak of the key that switches it."""
+    if mark is None or _absolute(path, mark.key) == path:
+        return None
+    return replace(mark, key=_absolute(path, mark.key), other=_switch(path, mark.other))
+
+
+def _mark(kind: type[Mark], metadata: Iterable[object]) -> Mark | None:
     return next((mark for mark in metadata if isinstance(mark, kind)), None)
 
 
@@ -127,7 +162,7 @@ def _is_mapping(annotation: Any) -> bool:
 def _choices(annotation: Any) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return next((found for part in get_args(annotation) if (found := _choices(part))), ())
+    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
 
 
 def type_text(annotation: Any, metadata: list[Any]) -> str:

@@ -72,7 +72,7 @@ def load_config(path: Path | None, overrides: Sequence[str | Override], look: Lo
     """
     given, problems, notes_on_file = read_given(path, overrides)
     resolved = resolve(with_defaults(given))
-    problems += [*resolved.problems, *unread_problems(_values(resolved.unread))]
+    problems += [*resolved.problems, *unread_problems(_values(resolved.unread), resolved.values)]
     try:
         config = RunConfig.model_validate(nest(resolved.values))
         problems += _check(resolved.given, config, look)

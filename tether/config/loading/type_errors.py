@@ -11,7 +11,6 @@ from tether.config.loading.resolve import Resolved
 from tether.config.loading.typos import value_meant
 from tether.config.problems import Problem
 from tether.config.secrets import masked
-from tether.config.support.refused import allowed_choices
 
 
 def type_problems(error: ValidationError, resolved: Resolved) -> list[Problem]:
@@ -22,8 +21,7 @@ def type_problems(error: ValidationError, resolved: Resolved) -> list[Problem]:
 
 def expected(key: Key) -> str:
     """What a key takes, in words; of names, only those that work here."""
-    choices = allowed_choices(key)
-    return key.type_text.replace(", ".join(key.choices), ", ".join(choices)) if choices else key.type_text
+    return key.type_text.replace(", ".join(key.choices), ", ".join(key.allowed)) if key.allowed else key.type_text
 
 
 def _key_of(loc: tuple[int | str, ...]) -> str:
@@ -47,7 +45,7 @@ def _problem(key: Key, resolved: Resolved) -> Problem:
 
 def _fix(key: Key, value: Any) -> str:
     if key.choices:
-        meant = value_meant(key.path, str(value), allowed_choices(key))
+        meant = value_meant(key.path, str(value), key.allowed)
         return f"did you mean {meant}?" if meant else "choose one of these"
     if key.type_text.startswith("a string") and isinstance(value, bool | int | float):
         return f"""put it in quotes: '{key.path}="{value}"'"""

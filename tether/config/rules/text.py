@@ -49,27 +49,6 @@ def _mini_batch_fits(cfg: RunConfig, key: str, size: int) -> Problem | None:
     return Problem(key, what, f"set it to at most {cfg.data.train_batch_size}")
 
 
-def actor_sequence_parallel_packs(cfg: RunConfig) -> Problem | None:
-    """Sequence parallelism splits one packed sequence."""
-    packed = cfg.actor_rollout_ref.model.use_remove_padding
-    size = cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    return _sequence_parallel_packs(ACTOR, size, "actor_rollout_ref.model.use_remove_padding", packed)
-
-
-def critic_sequence_parallel_packs(cfg: RunConfig) -> Problem | None:
-    """As for the actor."""
-    packed = cfg.critic.model.use_remove_padding
-    size = cfg.critic.ulysses_sequence_parallel_size
-    return _sequence_parallel_packs("critic", size, "critic.model.use_remove_padding", packed)
-
-
-def _sequence_parallel_packs(section: str, size: int, packing_key: str, packed: bool) -> Problem | None:
-    if size == 1 or packed:
-        return None
-    what = f"{size} needs packed rows, and {packing_key} is False"
-    return Problem(f"{section}.ulysses_sequence_parallel_size", what, f"set {packing_key}=True")
-
-
 def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
     """A ratio of whole responses has no meaning in a mean over tokens."""
     actor = cfg.actor_rollout_ref.actor
@@ -233,8 +212,6 @@ RULES: tuple[Rule, ...] = (
     training_data_is_named,
     actor_mini_batch_fits,
     critic_mini_batch_fits,
-    actor_sequence_parallel_packs,
-    critic_sequence_parallel_packs,
     policy_loss_is_aggregated_as_defined,
     clip_cov_bounds_enclose_something,
     adaptive_kl_moves,

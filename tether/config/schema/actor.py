@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 from tether.config.schema.algorithm import KlKind
 from tether.config.schema.engine import (
-    CheckpointConfig,
     FsdpConfig,
-    ProfilerConfig,
     RefFsdpConfig,
 )
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.section import (
+    EMBODIED,
+    EMBODIED_TOO,
     AboveOne,
+    ActsIf,
     AliasOf,
     Fraction,
     Inherits,
@@ -22,6 +23,7 @@ from tether.config.schema.section import (
     OwnFunction,
     Positive,
     PositiveFloat,
+    Refuses,
     Section,
 )
 
@@ -31,6 +33,10 @@ LossAggMode = Literal[
 LossMode = Literal[
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode", "decoupled"
 ]  # fmt: skip
+CLIP_COV = ActsIf(".loss_mode", on=("clip_cov",), own_function=False)
+CLIPPED = ActsIf(".policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov"))
+SAPO = ActsIf(".policy_loss.loss_mode", on=("sapo",))
+KL_LOSS = ActsIf(".use_kl_loss", on=(True,))
 
 
 class PolicyLossConfig(Section):
@@ -38,98 +44,82 @@ class PolicyLossConfig(Section):
 
     loss_mode: LossMode | OwnFunction = "vanilla"
     """Policy loss; vanilla is PPO's clipped surrogate with dual clip, decoupled RLinf's decoupled_actor_critic."""
-    clip_cov_ratio: Fraction = 2e-4
+    clip_cov_ratio: Annotated[Fraction, CLIP_COV] = 2e-4
     """clip_cov: share of a mini-batch's tokens whose gradient is dropped; at least one token."""
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: Annotated[float, CLIP_COV] = 1.0
     """clip_cov: only tokens of a higher covariance are dropped."""
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: Annotated[float, CLIP_COV] = 5.0
     """clip_cov: only tokens of a lower covariance are dropped."""
-    kl_cov_ratio: Fraction = 2e-4
+    kl_cov_ratio: Annotated[Fraction, ActsIf(".loss_mode", on=("kl_cov",), own_function=False)] = 2e-4
     """kl_cov: share of a mini-batch's tokens that get a KL term; at least one token."""
-    ppo_kl_coef: NonNegative = 0.1
+    ppo_kl_coef: Annotated[NonNegative, ActsIf(".loss_mode", on=("kl_cov",))] = 0.1
     """kl_cov: weight of that term."""
-    behave_weight_threshold: PositiveFloat | None = None
+    behave_weight_threshold: Annotated[PositiveFloat | None, ActsIf(".loss_mode", on=("decoupled",))] = None
     """decoupled: tokens whose behaviour weight p_old / p_rollout is above it are dropped; null keeps all. (RLinf's.)"""
 
 
 class ActorConfig(Section):
     """The policy's update."""
 
-    ppo_mini_batch_size: Positive = 256
+    ppo_mini_batch_size: Annotated[Positive, EMBODIED_TOO] = 256
     """Prompts an optimizer step; each counts with its rollout.n responses."""
     ppo_micro_batch_size: Annotated[Positive | None, AliasOf(".ppo_micro_batch_size_per_gpu")] = None
     """verl's older key, over all devices; on one device the same as ppo_micro_batch_size_per_gpu."""
-    ppo_micro_batch_size_per_gpu: Annotated[Positive, NullIsUnset()] = 8
+    ppo_micro_batch_size_per_gpu: Annotated[
+        Positive, NullIsUnset(), ActsIf(".use_dynamic_bsz", on=(False,)), EMBODIED_TOO
+    ] = 8
     """Rows a forward and backward pass. Changes memory and speed, never the gradient. verl has no default."""
     use_dynamic_bsz: bool = False
     """Fill each micro-batch up to ppo_max_token_len_per_gpu tokens, not to a number of rows."""
-    ppo_max_token_len_per_gpu: Positive = 16384
+    ppo_max_token_len_per_gpu: Annotated[Positive, ActsIf(".use_dynamic_bsz", on=(True,))] = 16384
     """Tokens a micro-batch when use_dynamic_bsz is on."""
-    ppo_epochs: Positive = 1
+    ppo_epochs: Annotated[Positive, EMBODIED_TOO] = 1
     """Passes over each training batch."""
-    shuffle: bool = False
+    shuffle: Annotated[bool, EMBODIED_TOO] = False
     """Deal rows to mini-batches in a new random order each pass."""
-    clip_ratio: NonNegative = 0.2
+    clip_ratio: Annotated[NonNegative, CLIPPED, EMBODIED_TOO] = 0.2
     """PPO's clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."""
-    clip_ratio_low: Annotated[NonNegative, Inherits(".clip_ratio")]
+    clip_ratio_low: Annotated[NonNegative, Inherits(".clip_ratio"), CLIPPED, EMBODIED_TOO]
     """Lower side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
-    clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio")]
+    clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio"), CLIPPED, EMBODIED_TOO]
     """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
-    clip_ratio_c: AboveOne | None = 3.0
+    clip_ratio_c: Annotated[
+        AboveOne | None, ActsIf(".policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode")), EMBODIED_TOO
+    ] = 3.0
     """Dual clip: with a negative advantage a token's loss is at most -clip_ratio_c x advantage; null: no such limit."""
-    loss_agg_mode: LossAggMode | None = None
+    loss_agg_mode: Annotated[LossAggMode | None, EMBODIED_TOO] = None
     """How losses of tokens become one number; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
-    loss_scale_factor: PositiveFloat | None = None
+    loss_scale_factor: Annotated[
+        PositiveFloat | None,
+        ActsIf(".loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")),
+        EMBODIED_TOO,
+    ] = None
     """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: Annotated[float, EMBODIED_TOO] = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add the KL divergence from the reference to the loss."""
-    kl_loss_coef: NonNegative = 0.001
+    kl_loss_coef: Annotated[NonNegative, KL_LOSS] = 0.001
     """Weight of that KL term."""
-    kl_loss_type: KlKind = "low_var_kl"
+    kl_loss_type: Annotated[KlKind, Refuses(("full+",), "full already has the exact gradient"), KL_LOSS] = "low_var_kl"
     """Estimator of that KL term; full is exact, over the vocabulary, and runs the reference in each update."""
-    policy_loss: PolicyLossConfig
+    policy_loss: Annotated[PolicyLossConfig, EMBODIED_TOO]
     early_stop_imp_ratio: PositiveFloat | None = None
     """A mini-batch whose mean importance ratio is above it makes no optimizer step; null: each does. (RLinf's key.)"""
-    target_kl: PositiveFloat | None = None
+    target_kl: Annotated[PositiveFloat | None, EMBODIED] = None
     """Embodied runs: how far (KL) the passes over a rollout take the policy from the one that sampled it."""
-    target_kl_control: Literal["stop", "lr"] = "stop"
+    target_kl_control: Annotated[Literal["stop", "lr"], ActsIf(".target_kl", off=(None,)), EMBODIED_TOO] = "stop"
     """target_kl: stop ends the passes above it; lr moves the learning rate towards it. (tether's own key.)"""
-    optim: OptimConfig
+    optim: Annotated[OptimConfig, EMBODIED_TOO]
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
     fsdp_config: FsdpConfig
     use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
     """Another name of model.use_remove_padding."""
-    ulysses_sequence_parallel_size: Positive = 1
-    """Ranks that share one sequence; needs use_remove_padding."""
-    checkpoint: CheckpointConfig
-    data_loader_seed: int | None = 42
-    """verl's seed of shuffle."""
-    calculate_entropy: bool = False
-    """Log the entropy even where it has no weight in the loss."""
-    use_torch_compile: bool = True
-    """Compile the loss's small kernels."""
-    use_fused_kernels: Annotated[bool, Inherits("actor_rollout_ref.model.use_fused_kernels")]
-    """Fused log-prob and entropy."""
-    entropy_from_logits_with_chunking: bool = False
-    """Compute entropy a block of tokens at a time."""
-    entropy_checkpointing: bool = False
-    """Recompute entropy in the backward pass."""
-    calculate_sum_pi_squared: bool = False
-    """Sum of squared probabilities, for the optimal token baseline."""
-    sum_pi_squared_checkpointing: bool = False
-    """Recompute that sum in the backward pass."""
-    tau_pos: PositiveFloat = 1.0
+    tau_pos: Annotated[PositiveFloat, SAPO, EMBODIED_TOO] = 1.0
     """sapo: temperature where the advantage is positive."""
-    tau_neg: PositiveFloat = 1.05
+    tau_neg: Annotated[PositiveFloat, SAPO, EMBODIED_TOO] = 1.05
     """sapo: temperature where it is not."""
-    freeze_vision_tower: bool = False
-    """Do not train the vision tower."""
-    rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
-    """verl's copy of rollout.n."""
-    profiler: ProfilerConfig
 
 
 class RefConfig(Section):
@@ -138,24 +128,17 @@ class RefConfig(Section):
     log_prob_micro_batch_size: Annotated[Positive | None, AliasOf(".log_prob_micro_batch_size_per_gpu")] = None
     """verl's older key, over all devices; on one device the same as log_prob_micro_batch_size_per_gpu."""
     log_prob_micro_batch_size_per_gpu: Annotated[
-        Positive, Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+        Positive,
+        Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        ActsIf(".log_prob_use_dynamic_bsz", on=(False,)),
     ]
     """Rows a forward pass."""
     log_prob_use_dynamic_bsz: Annotated[bool, Inherits("actor_rollout_ref.actor.use_dynamic_bsz")]
     """Fill each forward pass up to log_prob_max_token_len_per_gpu tokens."""
-    log_prob_max_token_len_per_gpu: Annotated[Positive, Inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")]
+    log_prob_max_token_len_per_gpu: Annotated[
+        Positive,
+        Inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ActsIf(".log_prob_use_dynamic_bsz", on=(True,)),
+    ]
     """Tokens a forward pass when log_prob_use_dynamic_bsz is on."""
     fsdp_config: RefFsdpConfig
-    ulysses_sequence_parallel_size: Annotated[
-        Positive, Inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    ]
-    """Ranks that share one sequence."""
-    use_torch_compile: Annotated[bool, Inherits("actor_rollout_ref.actor.use_torch_compile")]
-    """Compile small kernels."""
-    entropy_from_logits_with_chunking: bool = False
-    """Compute entropy a block of tokens at a time."""
-    entropy_checkpointing: bool = False
-    """Recompute entropy in the backward pass."""
-    rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
-    """verl's copy of rollout.n."""
-    profiler: ProfilerConfig

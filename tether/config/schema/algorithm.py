@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from tether.config.schema.section import (
+    EMBODIED,
+    EMBODIED_TOO,
+    ActsIf,
     Count,
     Floats,
     Fraction,
@@ -14,6 +17,7 @@ from tether.config.schema.section import (
     NonNegative,
     OwnFunction,
     PositiveFloat,
+    Refuses,
     Section,
     Strings,
     as_strings,
@@ -23,6 +27,11 @@ AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
     "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "raw",
 ]  # fmt: skip
+FULL_KL = Refuses(
+    ("full", "full+"),
+    "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
+    "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
+)
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
@@ -33,6 +42,15 @@ RejectionMode = Literal[
 ]  # fmt: skip
 
 
+GAE = ActsIf(".adv_estimator", on=("gae",))
+GDPO = ActsIf(".adv_estimator", on=("gdpo",))
+WEIGHED = ActsIf(".rollout_is", off=(None,))
+REJECTS = ActsIf(".rollout_rs", off=(None,))
+FILTERS = ActsIf(".filter_rewards", on=(True,))
+ADAPTIVE = ActsIf(".type", on=("adaptive",))
+KL_REWARD = ActsIf("algorithm.use_kl_in_reward", on=(True,))
+
+
 def _as_modes(value: Any) -> Any:
     """verl writes several modes as one string with commas."""
     return tuple(mode.strip() for mode in value.split(",")) if isinstance(value, str) else as_strings(value)
@@ -41,13 +59,13 @@ def _as_modes(value: Any) -> Any:
 class KlControlConfig(Section):
     """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
 
-    type: Literal["fixed", "adaptive"] = "fixed"
+    type: Annotated[Literal["fixed", "adaptive"], KL_REWARD] = "fixed"
     """fixed keeps kl_coef; adaptive moves it so that the KL stays near target_kl."""
-    kl_coef: NonNegative = 0.001
+    kl_coef: Annotated[NonNegative, KL_REWARD] = 0.001
     """Weight of the penalty; with adaptive, its first value."""
-    horizon: int = 10000
+    horizon: Annotated[int, ADAPTIVE] = 10000
     """adaptive: responses over which the weight may change by its whole size."""
-    target_kl: float = 0.1
+    target_kl: Annotated[float, ADAPTIVE] = 0.1
     """adaptive: the KL a response that is aimed at."""
 
 
@@ -65,21 +83,21 @@ class RolloutCorrectionConfig(Section):
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights, of each token or of each response."""
-    rollout_is_threshold: PositiveFloat = 2.0
+    rollout_is_threshold: Annotated[PositiveFloat, WEIGHED] = 2.0
     """Highest weight."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: Annotated[bool, WEIGHED] = False
     """Divide the weights by their mean."""
     rollout_rs: Annotated[tuple[RejectionMode, ...] | None, BeforeValidator(_as_modes)] = None
     """Rejection of tokens or responses: one mode or several, for example 'token_k1,seq_mean_k3'."""
-    rollout_rs_threshold: float | str | None = None
+    rollout_rs_threshold: Annotated[float | str | None, REJECTS] = None
     """Bound of all modes, or a comma list with one for each; a ratio (k1) may be given as 'lower_upper'."""
-    rollout_rs_threshold_lower: PositiveFloat | None = None
+    rollout_rs_threshold_lower: Annotated[PositiveFloat | None, REJECTS] = None
     """k1: lower bound of the ratio; null: 1 / the upper one."""
     rollout_token_veto_threshold: PositiveFloat | None = None
     """A response with a token whose ratio is below it is rejected as a whole."""
     bypass_mode: bool = False
     """Use the sampler's log-probs as the old ones, and recompute none."""
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    loss_type: Annotated[Literal["ppo_clip", "reinforce"], ActsIf(".bypass_mode", on=(True,))] = "ppo_clip"
     """Loss in bypass mode."""
 
 
@@ -97,49 +115,53 @@ class FilterGroupsConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages, and the KL penalty in the reward."""
 
-    adv_estimator: AdvEstimator | OwnFunction = "gae"
+    adv_estimator: Annotated[AdvEstimator | OwnFunction, EMBODIED_TOO] = "gae"
     """Advantage estimator; gae has a critic, the others do without. FILE.py:NAME is a function of your own."""
-    gamma: Fraction = 1.0
+    gamma: Annotated[Fraction, ActsIf(".adv_estimator", on=("gae", "reinforce_plus_plus")), EMBODIED_TOO] = 1.0
     """Discount factor."""
-    lam: Fraction = 1.0
+    lam: Annotated[Fraction, GAE, EMBODIED_TOO] = 1.0
     """gae: lambda, between bias (0) and variance (1)."""
-    normalize_advantages: bool = True
+    normalize_advantages: Annotated[bool, GAE, EMBODIED_TOO] = True
     """gae: bring the advantages of a rollout to mean 0 and variance 1, as verl always does. (RLinf's key.)"""
-    bootstrap_type: Literal["standard", "always"] = "standard"
+    bootstrap_type: Annotated[Literal["standard", "always"], EMBODIED] = "standard"
     """Embodied runs: which episode ends count the value of their last state: time limits, or every end."""
-    reward_type: Literal["action_level", "chunk_level"] = "action_level"
+    reward_type: Annotated[
+        Literal["action_level", "chunk_level"], ActsIf("policy.num_action_chunks", off=(1,)), EMBODIED_TOO
+    ] = "action_level"
     """Embodied runs: one advantage an action, or an action chunk."""
-    logprob_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
+    logprob_type: Annotated[Literal["token_level", "action_level", "chunk_level"], EMBODIED] = "action_level"
     """Embodied runs: one probability ratio a dimension of an action, an action, or an action chunk."""
-    entropy_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
+    entropy_type: Annotated[Literal["token_level", "action_level", "chunk_level"], EMBODIED] = "action_level"
     """Embodied runs: the entropy of a dimension of an action, of an action, or of an action chunk."""
-    filter_rewards: bool = False
+    filter_rewards: Annotated[bool, EMBODIED] = False
     """Embodied runs: learn only from groups of start states whose mean return is within the two bounds. (RLinf's.)"""
-    rewards_lower_bound: float = 0.0
+    rewards_lower_bound: Annotated[float, FILTERS, EMBODIED_TOO] = 0.0
     """filter_rewards: the lowest mean return. (RLinf's key.)"""
-    rewards_upper_bound: float = 1.0
+    rewards_upper_bound: Annotated[float, FILTERS, EMBODIED_TOO] = 1.0
     """filter_rewards: the highest mean return. (RLinf's key.)"""
-    lam_critic: Annotated[Fraction, Inherits(".lam")]
+    lam_critic: Annotated[Fraction, Inherits(".lam"), GAE]
     """gae: lambda of the returns that the critic learns; unset: lam. VAPO takes 1. (tether's own key.)"""
-    lam_actor_alpha: PositiveFloat | None = None
+    lam_actor_alpha: Annotated[PositiveFloat | None, GAE] = None
     """gae: lambda of the advantages follows the response's length n: 1 - 1 / (alpha n). VAPO takes 0.05. (tether's.)"""
-    bootstrap_truncated: bool = False
+    bootstrap_truncated: Annotated[bool, GAE] = False
     """gae: a response cut by the length limit ends in the critic's value, not in 0. (tether's own key.)"""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: Annotated[
+        bool, ActsIf(".adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")), EMBODIED_TOO
+    ] = True
     """grpo, grpo_vectorized, grpo_passk: divide by the standard deviation of the group."""
-    gdpo_reward_keys: Strings = ()
+    gdpo_reward_keys: Annotated[Strings, GDPO] = ()
     """gdpo: numbers in the reward's dict, each a component of the reward; score is the score itself."""
-    gdpo_reward_weights: Floats = ()
+    gdpo_reward_weights: Annotated[Floats, GDPO] = ()
     """gdpo: weight of each component; empty: all 1."""
     normalize_rewards: Literal["none", "running", "batch"] = "none"
     """Scale scores to mean 0 and std 1: by all scores so far, or by those of the step. (tether's own key.)"""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
-    kl_penalty: KlKind = "kl"
+    kl_penalty: Annotated[KlKind, FULL_KL, ActsIf(".use_kl_in_reward", on=(True,))] = "kl"
     """Estimator of that penalty."""
     kl_ctrl: KlControlConfig
     use_pf_ppo: bool = False
     """PF-PPO: draw the batch again by reward."""
-    pf_ppo: PfPpoConfig
+    pf_ppo: Annotated[PfPpoConfig, ActsIf("algorithm.use_pf_ppo", on=(True,))]
     rollout_correction: RolloutCorrectionConfig
-    filter_groups: FilterGroupsConfig
+    filter_groups: Annotated[FilterGroupsConfig, ActsIf("algorithm.filter_groups.enable", on=(True,))]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Annotated
 
 from tether.config.schema.actor import LossAggMode
-from tether.config.schema.engine import CheckpointConfig, ProfilerConfig
 from tether.config.schema.model import CriticModelConfig
 from tether.config.schema.optim import CriticOptimConfig
-from tether.config.schema.section import AliasOf, Inherits, Positive, PositiveFloat, Section
+from tether.config.schema.section import (
+    EMBODIED,
+    EMBODIED_TOO,
+    ActsIf,
+    AliasOf,
+    Inherits,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class CriticConfig(Section):
@@ -20,29 +28,37 @@ class CriticConfig(Section):
     """Prompts an optimizer step; each counts with its rollout.n responses."""
     ppo_micro_batch_size: Annotated[Positive | None, AliasOf(".ppo_micro_batch_size_per_gpu")] = None
     """verl's older key, over all devices; on one device the same as ppo_micro_batch_size_per_gpu."""
-    ppo_micro_batch_size_per_gpu: Annotated[Positive, Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")]
+    ppo_micro_batch_size_per_gpu: Annotated[
+        Positive,
+        Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        ActsIf(".use_dynamic_bsz", on=(False,)),
+    ]
     """Rows a forward and backward pass. Changes memory and speed, never the gradient."""
     use_dynamic_bsz: Annotated[bool, Inherits("actor_rollout_ref.actor.use_dynamic_bsz")]
     """Fill each micro-batch up to ppo_max_token_len_per_gpu tokens, not to a number of rows."""
-    ppo_max_token_len_per_gpu: Positive = 32768
+    ppo_max_token_len_per_gpu: Annotated[Positive, ActsIf(".use_dynamic_bsz", on=(True,))] = 32768
     """Tokens a micro-batch when use_dynamic_bsz is on."""
     forward_micro_batch_size: Annotated[Positive | None, AliasOf(".forward_micro_batch_size_per_gpu")] = None
     """verl's older key of forward_micro_batch_size_per_gpu."""
-    forward_micro_batch_size_per_gpu: Annotated[Positive, Inherits(".ppo_micro_batch_size_per_gpu")]
+    forward_micro_batch_size_per_gpu: Annotated[
+        Positive, Inherits(".ppo_micro_batch_size_per_gpu"), ActsIf(".use_dynamic_bsz", on=(False,))
+    ]
     """Rows a forward pass when values are computed."""
-    forward_max_token_len_per_gpu: Annotated[Positive, Inherits(".ppo_max_token_len_per_gpu")]
+    forward_max_token_len_per_gpu: Annotated[
+        Positive, Inherits(".ppo_max_token_len_per_gpu"), ActsIf(".use_dynamic_bsz", on=(True,))
+    ]
     """Tokens such a pass when use_dynamic_bsz is on."""
     ppo_epochs: Annotated[Positive, Inherits("actor_rollout_ref.actor.ppo_epochs")]
     """Passes over each training batch."""
     shuffle: Annotated[bool, Inherits("actor_rollout_ref.actor.shuffle")]
     """Deal rows to mini-batches in a new random order each pass."""
-    cliprange_value: PositiveFloat | None = 0.5
+    cliprange_value: Annotated[PositiveFloat | None, EMBODIED_TOO] = 0.5
     """A new value counts as at most this far from the old one in the clipped value loss; null: no clip."""
     value_clip: Annotated[PositiveFloat | None, AliasOf(".cliprange_value")] = None
     """RLinf's name of cliprange_value."""
-    huber_delta: PositiveFloat | None = None
+    huber_delta: Annotated[PositiveFloat | None, EMBODIED_TOO] = None
     """Errors above it count linearly (Huber), which tames outliers; null: every error is squared. (RLinf's key.)"""
-    loss_coef: PositiveFloat = 1.0
+    loss_coef: Annotated[PositiveFloat, EMBODIED] = 1.0
     """Embodied runs: weight of the value loss, half the squared error (twice the vf_coef of Stable-Baselines3)."""
     loss_agg_mode: Annotated[LossAggMode | None, Inherits("actor_rollout_ref.actor.loss_agg_mode")]
     """How the losses of tokens become one number; null: token-mean."""
@@ -50,13 +66,3 @@ class CriticConfig(Section):
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
     model: CriticModelConfig
-    ulysses_sequence_parallel_size: Positive = 1
-    """Ranks that share one sequence; needs model.use_remove_padding."""
-    checkpoint: CheckpointConfig
-    data_loader_seed: int | None = 42
-    """verl's seed of shuffle."""
-    rollout_n: Annotated[int, Inherits("actor_rollout_ref.rollout.n")]
-    """verl's copy of rollout.n."""
-    nccl_timeout: Positive = 600
-    """Megatron: seconds until a collective gives up."""
-    profiler: ProfilerConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tether.config.schema.section import Inherits, Limit, Options, Positive, Section, Seed, Strings
+from tether.config.schema.section import ActsIf, Inherits, Limit, Options, Positive, Section, Seed, Strings
 
 
 class CustomClassConfig(Section):
@@ -16,24 +16,6 @@ class CustomClassConfig(Section):
     """Python file that defines it."""
     name: str | None = None
     """Name of the class in that file."""
-
-
-class SamplerConfig(Section):
-    """`data.sampler`: a sampler class of your own."""
-
-    class_path: str | None = None
-    """Python file that defines it."""
-    class_name: str | None = None
-    """Name of the class in that file."""
-
-
-class DatagenConfig(Section):
-    """`data.datagen`: prompts made while training."""
-
-    path: str | None = None
-    """Python file of the generator."""
-    name: str | None = None
-    """Name of its class."""
 
 
 class DataConfig(Section):
@@ -80,33 +62,7 @@ class DataConfig(Section):
     custom_cls: CustomClassConfig
     val_batch_size: Positive | None = None
     """Held-out prompts that are sampled and scored together; null: all."""
-    validation_shuffle: bool = False
-    """Validate in random order."""
-    dataloader_num_workers: int = 8
-    """Processes that read prompts."""
-    filter_overlong_prompts_workers: int | None = 1
-    """Processes that filter overlong prompts."""
-    use_shm: bool = False
-    """Copy files to shared memory first."""
-    return_raw_chat: bool = True
-    """Keep the conversation beside its tokens."""
-    return_raw_input_ids: bool = False
-    """Keep the tokens without chat template."""
-    return_full_prompt: bool = False
-    """Keep the prompt's text."""
-    return_multi_modal_inputs: bool = True
-    """Keep the processor's output."""
-    tokenizer: str | None = None
-    """Another tokenizer for the data."""
-    gen_batch_size: Annotated[Positive, Inherits(".train_batch_size")]
+    gen_batch_size: Annotated[
+        Positive, Inherits(".train_batch_size"), ActsIf("algorithm.filter_groups.enable", on=(True,))
+    ]
     """Prompts that dynamic sampling (algorithm.filter_groups) samples at a time."""
-    tool_config_path: str | None = None
-    """Tools of multi-turn rollouts."""
-    image_key: str = "images"
-    """Column with images."""
-    video_key: str = "videos"
-    """Column with videos."""
-    image_patch_size: int = 14
-    """Patch size of the vision tower."""
-    sampler: SamplerConfig
-    datagen: DatagenConfig

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from tether.config.schema.section import Fraction, Inherits, Options, Positive, PositiveFloat, Section, Seed, Strings
+from tether.config.schema.section import (
+    ActsIf,
+    Fraction,
+    Inherits,
+    Options,
+    Positive,
+    PositiveFloat,
+    Section,
+    Seed,
+    Strings,
+)
 
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 VlaType = Literal["openvla", "openvla_oft"]
 VLA_TYPES: tuple[str, ...] = get_args(VlaType)
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
+NETWORK = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"))
+CNN = ActsIf(".model_type", on=("cnn_policy",))
+TRANSFORMER = ActsIf(".model_type", on=VLA_TYPES)
+FILMED = ActsIf(".save_video", on=(True,))
 
 
 class TrainEnvConfig(Section):
@@ -62,9 +76,9 @@ class VideoConfig(Section):
 
     save_video: bool = False
     """Write a video of each test."""
-    video_base_dir: str | None = None
+    video_base_dir: Annotated[str | None, FILMED] = None
     """Folder of the videos; null: video in the run's own."""
-    fps: Positive = 30
+    fps: Annotated[Positive, FILMED] = 30
     """Steps a second of the video. (RLinf's key, as are the others here.)"""
 
 
@@ -112,33 +126,33 @@ class PolicyConfig(Section):
 
     model_type: Literal["mlp_policy", "cnn_policy"] | VlaType = "mlp_policy"
     """Perceptrons, a CNN on pictures of bytes, or a transformer on pictures, numbers and a text (docs/vla.md)."""
-    cnn_type: Literal["auto", "nature", "small"] = "auto"
+    cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
-    pixel_scale: PositiveFloat = 255.0
+    pixel_scale: Annotated[PositiveFloat, CNN] = 255.0
     """Pixels are divided by this; for pictures whose bytes are numbers of things, the largest of these."""
     hidden_dim: Positive = 256
     """Width of the hidden layers, or of the transformer."""
     num_layers: Positive = 3
     """Hidden layers, or those of the transformer."""
-    num_heads: Positive = 4
+    num_heads: Annotated[Positive, TRANSFORMER] = 4
     """Attention heads of the transformer."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
     """Of the softmax over action tokens, in acting and in learning."""
-    lstm_dim: Positive | None = None
+    lstm_dim: Annotated[Positive | None, NETWORK] = None
     """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
-    activation: Literal["tanh", "relu", "elu"] = "tanh"
+    activation: Annotated[Literal["tanh", "relu", "elu"], NETWORK] = "tanh"
     """Nonlinearity of the hidden layers."""
-    share_critic: bool = False
+    share_critic: Annotated[bool, NETWORK] = False
     """Let the critic be one more layer on the policy's hidden ones; else it has its own network."""
-    init_logstd: float = -0.5
+    init_logstd: Annotated[float, NETWORK] = -0.5
     """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
     num_action_chunks: Positive = 1
     """Actions that are decided on at once and then carried out one after the other."""
-    normalize_observations: bool = False
+    normalize_observations: Annotated[bool, NETWORK] = False
     """Bring observations to mean 0 and variance 1 by running statistics, which are part of the policy."""
-    clip_observations: float = 10.0
+    clip_observations: Annotated[float, ActsIf(".normalize_observations", on=(True,))] = 10.0
     """Normalised observations are cut at plus and minus this."""
     normalize_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
-    clip_rewards: float = 10.0
+    clip_rewards: Annotated[float, ActsIf(".normalize_rewards", on=(True,))] = 10.0
     """Normalised rewards are cut at plus and minus this."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from tether.config.schema.section import (
+    EMBODIED_TOO,
+    ActsIf,
     AliasOf,
     Betas,
     Fraction,
@@ -34,9 +36,9 @@ class OptimConfig(Section):
     """AdamW's term in the denominator."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """What the rate does after the warm-up."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Annotated[Fraction, ActsIf(".lr_scheduler_type", on=("cosine", "linear"))] = 0.0
     """Cosine and linear: the rate never falls below this share of lr."""
-    num_cycles: PositiveFloat = 0.5
+    num_cycles: Annotated[PositiveFloat, ActsIf(".lr_scheduler_type", on=("cosine",))] = 0.5
     """Cosine: periods over the run; 0.5 ends at the minimum."""
     warmup_style: Annotated[Literal["constant", "cosine"] | None, AliasOf(".lr_scheduler_type")] = None
     """Older name of lr_scheduler_type."""
@@ -45,5 +47,5 @@ class OptimConfig(Section):
 class CriticOptimConfig(OptimConfig):
     """The critic's: the same with a higher default rate."""
 
-    lr: NonNegative = 1e-5
+    lr: Annotated[NonNegative, EMBODIED_TOO] = 1e-5
     """Peak learning rate of the critic."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tether.config.schema.section import (
+    ActsIf,
     Count,
     Fraction,
-    Inherits,
     NonNegative,
     NullIsUnset,
     Options,
@@ -28,17 +28,6 @@ class CustomRewardFunctionConfig(Section):
     """More keyword arguments of the function."""
 
 
-class SandboxFusionConfig(Section):
-    """`reward_model.sandbox_fusion`: a remote service that runs code."""
-
-    url: str | None = None
-    """Its address."""
-    max_concurrent: Positive = 64
-    """Calls at a time."""
-    memory_limit_mb: Positive = 1024
-    """Memory a call."""
-
-
 class OverlongBufferConfig(Section):
     """`reward_model.overlong_buffer`: DAPO's soft punishment of long responses."""
 
@@ -48,8 +37,6 @@ class OverlongBufferConfig(Section):
     """Tokens before that limit in which the punishment grows."""
     penalty_factor: NonNegative = 1.0
     """What a response of the full length loses; less within the buffer, in proportion."""
-    log: bool = False
-    """Log the punishment."""
 
 
 class RewardModelConfig(Section):
@@ -63,40 +50,4 @@ class RewardModelConfig(Section):
     """The run stops when more than this share of a step's rewards are errors. (tether's own key.)"""
     reward_scale: float = 1.0
     """Factor of every score in training, before punishment of length, normalisation and KL. (RLinf's key.)"""
-    use_reward_loop: bool = True
-    """Score each response as soon as it is complete."""
-    launch_reward_fn_async: bool = False
-    """Score while log-probs are computed."""
-    reward_manager: Annotated[Literal["naive", "dapo", "prime", "batch", "rate_limited", "remote"], NullIsUnset()] = (
-        "naive"
-    )
-    """What stands between responses and the reward function."""
-    reward_kwargs: Options
-    """Arguments of the reward manager."""
-    reward_loop_source: Annotated[str, NullIsUnset()] = "register"
-    """Where the reward manager's class comes from."""
-    reward_loop_module_path: str | None = None
-    """Its file."""
-    reward_loop_class_name: str | None = None
-    """Its name."""
-    overlong_buffer: OverlongBufferConfig
-    sandbox_fusion: SandboxFusionConfig
-
-
-class RewardManagerModuleConfig(Section):
-    """`reward_manager.module`: a reward manager of your own."""
-
-    path: str | None = None
-    """Python file."""
-    name: str = "custom_reward_manager"
-    """Name in that file."""
-
-
-class RewardManagerConfig(Section):
-    """verl's newer section for the reward manager."""
-
-    source: str = "register"
-    """register: by name; importlib: from module."""
-    name: Annotated[str, Inherits("reward_model.reward_manager")]
-    """Name of the reward manager."""
-    module: RewardManagerModuleConfig
+    overlong_buffer: Annotated[OverlongBufferConfig, ActsIf("reward_model.overlong_buffer.enable", on=(True,))]

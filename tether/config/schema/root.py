@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.data import DataConfig
 from tether.config.schema.env import EnvConfig, PolicyConfig
 from tether.config.schema.model import ModelConfig
-from tether.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
+from tether.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from tether.config.schema.rollout import RolloutConfig
-from tether.config.schema.section import Positive, Section
-from tether.config.schema.trainer import GlobalProfilerConfig, TrainerConfig
+from tether.config.schema.section import EMBODIED, ActsIf, Section
+from tether.config.schema.trainer import TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -19,12 +21,13 @@ class ActorRolloutRefConfig(Section):
 
     model: ModelConfig
     actor: ActorConfig
-    ref: RefConfig
+    ref: Annotated[
+        RefConfig,
+        ActsIf(
+            "actor_rollout_ref.actor.use_kl_loss", on=(True,), other=ActsIf("algorithm.use_kl_in_reward", on=(True,))
+        ),
+    ]
     rollout: RolloutConfig
-    hybrid_engine: bool = True
-    """Train and sample on the same devices."""
-    nccl_timeout: Positive = 600
-    """Seconds until a collective gives up."""
 
 
 class RunConfig(Section):
@@ -32,12 +35,10 @@ class RunConfig(Section):
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
-    critic: CriticConfig
+    critic: Annotated[CriticConfig, ActsIf("critic.enable", on=(True,))]
     algorithm: AlgorithmConfig
-    custom_reward_function: CustomRewardFunctionConfig
+    custom_reward_function: Annotated[CustomRewardFunctionConfig, ActsIf("custom_reward_function.path", off=(None,))]
     reward_model: RewardModelConfig
-    reward_manager: RewardManagerConfig
     trainer: TrainerConfig
-    env: EnvConfig
-    policy: PolicyConfig
-    global_profiler: GlobalProfilerConfig
+    env: Annotated[EnvConfig, EMBODIED]
+    policy: Annotated[PolicyConfig, EMBODIED]

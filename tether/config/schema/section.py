@@ -46,6 +46,43 @@ class NullIsUnset:
 
 
 @dataclass(frozen=True)
+class ActsIf:
+    """Marks a key, or all keys of a section, that act only while another key has certain values.
+
+    The nearest mark counts: a key's own, else that of its section. One of the two lists is given.
+    """
+
+    key: str
+    """As in `Inherits`."""
+    on: tuple[object, ...] | None = None
+    """Only these values switch on."""
+    off: tuple[object, ...] | None = None
+    """Only these values switch off."""
+    other: ActsIf | None = None
+    """A second switch, which is enough by itself."""
+    own_function: bool = True
+    """Whether a function of the user's switches on, too: it names what it reads in its signature."""
+
+
+@dataclass(frozen=True)
+class EmbodiedToo:
+    """Marks a key, or all keys of a section, that embodied runs read as well as text runs."""
+
+
+@dataclass(frozen=True)
+class Refuses:
+    """Marks choices that are valid in verl and refused here."""
+
+    choices: tuple[str, ...]
+    why: str
+
+
+EMBODIED = ActsIf("env.train.id", off=(None,))
+"""Read by embodied runs only."""
+EMBODIED_TOO = EmbodiedToo()
+
+
+@dataclass(frozen=True)
 class Says:
     """How an error message and `tether config explain` word a type."""
 

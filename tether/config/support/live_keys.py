@@ -7,56 +7,63 @@ from functools import cache
 from typing import Any
 
 from tether.config import control_defaults
-from tether.config.keys import keys
-from tether.config.support.no_effect import ELSEWHERE
-from tether.config.support.patterns import look_up
-from tether.config.support.refused import REFUSED, allowed_choices
-from tether.config.support.switches import SWITCHED, Switch
+from tether.config.keys import keys, show
+from tether.config.schema.section import ActsIf
 
 
 @cache
 def live_keys() -> tuple[str, ...]:
-    """Every key that can change what a run does: each must be read somewhere."""
-    return tuple(path for path in keys() if _can_act(path))
+    """Every key that can change what a run does: all but second names."""
+    return tuple(path for path, key in keys().items() if not key.alias_of)
 
 
 def why_idle(path: str, values: Mapping[str, Any]) -> str | None:
     """Why a key does nothing in a run with these values; None where it acts, by itself or in a key that inherits it."""
-    reason = _why_unread(path, values) or _why_switched_off(path, values) or look_up(ELSEWHERE, path)
+    reason = _why_unread(path, values) or _why_switched_off(path, values)
     return None if reason is None or _acts_elsewhere(path, values) else reason
 
 
+def is_own_function(value: object) -> bool:
+    """Whether a value is ``FILE.py:NAME``."""
+    return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
+
+
+def is_off(switch: ActsIf, values: Mapping[str, Any]) -> bool:
+    """Whether the switched keys do nothing, given the value of every key."""
+    value = values[switch.key]
+    if is_own_function(value) and switch.own_function:
+        return False
+    off = value not in switch.on if switch.on is not None else value in (switch.off or ())
+    return off and (switch.other is None or is_off(switch.other, values))
+
+
+def condition(switch: ActsIf) -> str:
+    """When the switched keys act, in words."""
+    verb, values = ("is", switch.on) if switch.on is not None else ("is not", switch.off or ())
+    own = f"{switch.key} {verb} {' or '.join(map(show, values))}"
+    return own if switch.other is None else f"{own} or {condition(switch.other)}"
+
+
+def _state(switch: ActsIf, values: Mapping[str, Any]) -> str:
+    """The values that switch off, in words."""
+    own = f"{switch.key} is {show(values[switch.key])}"
+    return own if switch.other is None else f"{own} and {_state(switch.other, values)}"
+
+
 def _why_unread(path: str, values: Mapping[str, Any]) -> str | None:
-    if values[control_defaults.SWITCH] is None or control_defaults.reads(path):
+    if values[control_defaults.SWITCH] is None or keys()[path].in_embodied:
         return None
     return f"{control_defaults.SWITCH} is set, and embodied runs do not read it"
 
 
 def _why_switched_off(path: str, values: Mapping[str, Any]) -> str | None:
-    switch = look_up(SWITCHED, path)
-    if switch is None or switch.key == path:  # a pattern covers its switch, too
+    switch = keys()[path].acts_if
+    if switch is None:
         return None
     # A switch that is on may be switched off itself.
-    return switch.state(values) if switch.is_off(values) else _why_switched_off(switch.key, values)
+    return _state(switch, values) if is_off(switch, values) else _why_switched_off(switch.key, values)
 
 
 def _acts_elsewhere(path: str, values: Mapping[str, Any]) -> bool:
     heirs = (heir for heir in live_keys() if (source := keys()[heir].inherits) is not None and source.key == path)
     return any(values[heir] == values[path] and why_idle(heir, values) is None for heir in heirs)
-
-
-def _can_act(path: str) -> bool:
-    refused, switch = look_up(REFUSED, path), look_up(SWITCHED, path)
-    fixed = (refused is not None and refused.values is None) or len(allowed_choices(keys()[path])) == 1
-    stuck = switch is not None and _is_stuck_off(switch)
-    return not (fixed or stuck or keys()[path].alias_of or look_up(ELSEWHERE, path))
-
-
-def _is_stuck_off(switch: Switch) -> bool:
-    """Whether every value that would switch on is refused."""
-    refused = look_up(REFUSED, switch.key)
-    if refused is None or (switch.other is not None and not _is_stuck_off(switch.other)):
-        return False
-    if refused.values is None:
-        return switch.is_off({switch.key: keys()[switch.key].default})
-    return switch.on is not None and set(switch.on) <= set(refused.values)

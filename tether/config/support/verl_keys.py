@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from tether.config.keys import show
 from tether.config.problems import Problem
+from tether.config.secrets import masked
 
 NAMED = 3
 """Keys of a file that a note names before it counts the rest."""
@@ -25,7 +26,7 @@ class Unread:
     refused: bool
     """Whether a value outside of `fine` is refused: verl would act on it."""
     fine: tuple[Any, ...] = ()
-    """Values that ask for nothing."""
+    """Values that ask for nothing; of a key that is not refused, verl's default as it is shown."""
 
 
 @cache
@@ -40,7 +41,8 @@ def unread_keys() -> Mapping[str, Unread]:
     for group in _file()["unread"]:
         for section in group.get("under", [""]):
             prefix = section and f"{section}."
-            rows |= {prefix + key: Unread(group["why"], False) for key in group.get("keys", ())}
+            for key, _, default in (item.partition("=") for item in group.get("keys", ())):
+                rows[prefix + key] = Unread(group["why"], False, (default,) if default else ())
             for key, fine in group.get("unless", {}).items():
                 rows[prefix + key] = Unread(group["why"], True, tuple(fine))
     return rows
@@ -72,15 +74,25 @@ def composed_files() -> frozenset[str]:
     return frozenset(_file()["files"])
 
 
-def unread_problems(values: Mapping[str, Any]) -> list[Problem]:
-    """A problem for each key whose value verl would act on; `values` are those that the user gave."""
-    leaves = dict(leaf for path, value in values.items() for leaf in _leaves(path, value))
-    rows = {path: unread(path) for path in leaves}
-    return [
-        Problem(path, f"{show(leaves[path])} is refused: {row.why}", "leave it out, or set " + _either(row.fine))
-        for path, row in rows.items()
-        if row is not None and row.refused and leaves[path] not in (None, *row.fine)
-    ]
+def unread_problems(given: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
+    """A problem for each key whose value verl would act on.
+
+    Args:
+        given: keys that nothing reads, with the values that the user gave.
+        values: all keys that are read, which a row may name: `"${actor_rollout_ref.rollout.n}"`.
+    """
+    leaves = dict(leaf for path, value in given.items() for leaf in _leaves(path, value))
+    known = {**values, **leaves}
+    problems = []
+    for path, value in leaves.items():
+        row = unread(path)
+        if row is None or not row.refused:
+            continue
+        fine = [known.get(item[2:-1]) if str(item).startswith("${") else item for item in row.fine]
+        if value not in (None, *fine):
+            what = f"{_shown(path, value)} is refused: {row.why}"
+            problems.append(Problem(path, what, f"leave it out, or set {_either(fine)}"))
+    return problems
 
 
 def unread_notes(values: Mapping[str, Any], named: Collection[str]) -> list[str]:
@@ -88,7 +100,8 @@ def unread_notes(values: Mapping[str, Any], named: Collection[str]) -> list[str]
     silenced: dict[str, list[str]] = defaultdict(list)
     for path in sorted(values, key=lambda path: path not in named):
         row = unread(path)
-        if row is not None and not row.refused and values[path] not in (None, {}):
+        asks = values[path] not in (None, {}) and row is not None and show(values[path]) not in row.fine
+        if row is not None and asks and not row.refused:
             silenced[row.why].append(path)
     return [f"no effect: {_some(values, paths, named)} ({why})" for why, paths in silenced.items()]
 
@@ -105,8 +118,17 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _some(values: Mapping[str, Any], paths: list[str], named: Collection[str]) -> str:
     count = max(NAMED, sum(path in named for path in paths))
     shown, rest = paths[:count], len(paths) - count
-    return ", ".join(f"{path}={show(values[path])}" for path in shown) + (f" and {rest} more keys" if rest > 0 else "")
+    return ", ".join(f"{path}={_shown(path, values[path])}" for path in shown) + (
+        f" and {rest} more keys" if rest > 0 else ""
+    )
 
 
-def _either(values: tuple[Any, ...]) -> str:
-    return " or ".join(map(show, values or (None,)))
+def _shown(path: str, value: Any) -> str:
+    """The value as `show` words it, hidden where the key is named like a secret."""
+    name = path.rpartition(".")[2]
+    return show(masked({name: value})[name])
+
+
+def _either(values: Sequence[Any]) -> str:
+    named = [value for value in values if value is not None] or [None]
+    return " or ".join(map(show, named))

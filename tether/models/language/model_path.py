@@ -98,7 +98,7 @@ def _check_directory(directory: Path) -> None:
         return
     message = f"{directory}: is a directory without a config.json, so not a model."
     if (directory / "adapter_config.json").is_file():
-        message += " It holds a LoRA adapter: name its base model here and the adapter as lora_adapter_path."
+        message += " It holds a LoRA adapter: merge it into its base model, and name the result."
     candidates = sorted(p.parent for p in directory.glob("*/config.json")) + sorted(directory.glob("*.gguf"))
     if candidates:
         message += ask(str(p) for p in candidates[:3])

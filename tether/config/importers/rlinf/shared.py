@@ -48,7 +48,7 @@ def resume_mode(value: Any, values: Values) -> Any:
 
 
 SHARED: Table = {
-    "cluster.num_nodes": to("trainer.nnodes"),
+    "cluster.num_nodes": Refuses("tether trains on one device so far", fine=(1, None)),
     "cluster.component_placement": Checked("checked; everything runs in one process so far, to the same result"),
     "cluster.node_groups": Checked("checked; everything runs in one process so far, to the same result"),
     "cluster.auto_scheduler": Refuses("moving processes between components is not supported", fine=(False, None)),

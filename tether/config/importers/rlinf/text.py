@@ -36,6 +36,7 @@ UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% en
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
 ITS_OWN = NoEffect("the model's own config.json says so")
 MEGATRON = NoEffect("acts inside Megatron, and the native engine trains here")
+READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
 ONE_DEVICE = Refuses("tether trains on one device so far", fine=(1, None))
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
@@ -322,14 +323,16 @@ TEXT: Table = {
     "algorithm.sampling_params.temperature": to(f"{ROLLOUT}.temperature"),
     "algorithm.sampling_params.top_k": to(f"{ROLLOUT}.top_k", by=no_limit),
     "algorithm.sampling_params.top_p": to(f"{ROLLOUT}.top_p"),
-    "algorithm.sampling_params.repetition_penalty": to(f"{ROLLOUT}.repetition_penalty"),
+    "algorithm.sampling_params.repetition_penalty": Refuses(
+        "sampling with a repetition penalty is not supported yet", fine=(1, None)
+    ),
     "algorithm.sampling_params.max_new_tokens": to("data.max_response_length", by=response_length),
     "algorithm.sampling_params.min_new_tokens": Refuses("responses may be as short as one token", fine=(0, 1, None)),
     "rollout.rollout_backend": to(f"{ROLLOUT}.name"),
-    "rollout.gpu_memory_utilization": to(f"{ROLLOUT}.gpu_memory_utilization"),
-    "rollout.enforce_eager": to(f"{ROLLOUT}.enforce_eager"),
-    "rollout.tensor_parallel_size": to(f"{ROLLOUT}.tensor_model_parallel_size"),
-    "rollout.pipeline_parallel_size": to(f"{ROLLOUT}.pipeline_model_parallel_size"),
+    "rollout.gpu_memory_utilization": SERVER,
+    "rollout.enforce_eager": SERVER,
+    "rollout.tensor_parallel_size": SERVER,
+    "rollout.pipeline_parallel_size": SERVER,
     "rollout.max_running_requests": to(f"{ROLLOUT}.max_num_seqs"),
     "rollout.model.model_path": to(f"{MODEL}.path", by=path),
     "rollout.model.model_type": ITS_OWN,
@@ -356,9 +359,9 @@ TEXT: Table = {
     "data.val_rollout_batch_size": to("data.val_batch_size"),
     "data.max_prompt_length": Mapped({"data.max_prompt_length": same, "data.max_response_length": response_length}),
     "data.filter_prompt_by_length": to("data.filter_overlong_prompts"),
-    "data.num_workers": to("data.dataloader_num_workers"),
+    "data.num_workers": READ_AT_START,
     "data.shuffle": to("data.shuffle"),
-    "data.validation_shuffle": to("data.validation_shuffle"),
+    "data.validation_shuffle": NoEffect("every held-out row is scored once, so their order does not matter"),
     "data.seed": to("data.seed"),
     "data.prompt_key": to("data.prompt_key"),
     "data.answer_key": to("data.answer_key", by=answer_key),
