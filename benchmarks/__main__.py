@@ -9,9 +9,10 @@ python -m benchmarks chaos: kills, hostile reward functions and bad files instea
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -22,11 +23,11 @@ from benchmarks.chaos.__main__ import main as chaos
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.peers.processes import Peers
 from benchmarks.speed.setting import SYNTHETIC, Setting
-from benchmarks.speed.table import Section, wrapped
+from benchmarks.speed.table import Section, grid, wrapped
 from benchmarks.speed.timing import release
 from tether.models.language.registry_download import pull_model
 from tether.runtime.cache import cache_dir
-from tether.runtime.huge_pages import restart_with_huge_pages
+from tether.runtime.huge_pages import SWITCH, restart_with_huge_pages
 from tether.runtime.machine import set_threads
 
 TABLES: dict[str, Callable[[Setting], Section]] = {
@@ -68,7 +69,8 @@ def main() -> None:
         chaos(sys.argv[2:])
         return
     given = arguments()
-    restart_with_huge_pages()  # as `tether train` does; the peers' processes inherit it
+    os.environ.setdefault(SWITCH, "1")
+    restart_with_huge_pages()  # the peers' processes inherit it
     set_threads(given.threads)
     torch.manual_seed(0)
     folders = dict(pair.split("=", 1) for pair in given.environment)
@@ -81,24 +83,36 @@ def main() -> None:
     )
     names = list(TABLES) if "all" in given.tables else given.tables
     print(f"{machine_line()}; {setting.roofline.rate / 1e9:.0f} GFLOP/s", flush=True)
-    start, parts = time.perf_counter(), []
+    start, sections = time.perf_counter(), []
     try:
         for number, name in enumerate(names):
             print(f"{name} ...", flush=True)
             began = time.perf_counter()
-            parts.append(TABLES[name](setting).markdown())
+            sections.append(TABLES[name](setting))
             if name != KEEPS_PEERS or number + 1 == len(names):
                 setting.peers.stop()
             release()  # the next table's peers need the memory
-            print(f"\n{parts[-1]}\n{name}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
+            print(f"\n{sections[-1].markdown()}\n{name}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
     finally:
         setting.peers.stop()
     minutes = (time.perf_counter() - start) / 60
     begin = head(setting, names, minutes)
     print(begin)
     if given.write:
-        text = "\n".join([begin, BEGIN, *parts, END]) + by_hand(given.write)
+        text = "\n".join(["# Performance", "", summary(sections), begin, BEGIN, *(s.markdown() for s in sections), END])
+        text += by_hand(given.write)
         given.write.write_text(text, encoding="utf-8")
+
+
+def summary(sections: Sequence[Section]) -> str:
+    """The goals of all sections in one table: the first thing on the page."""
+    goals = [(section.title, goal) for section in sections for goal in section.goals]
+    rows = [[title, *goal.row()] for title, goal in goals]
+    met = sum(goal.met for _, goal in goals)
+    table = grid(("table", "goal", "", "measured", ""), rows)
+    return "\n".join(
+        ["<!-- summary:begin -->", f"{met} of {len(goals)} goals are met:", "", *table, "<!-- summary:end -->", ""]
+    )
 
 
 def by_hand(page: Path) -> str:
@@ -111,8 +125,6 @@ def head(setting: Setting, names: list[str], minutes: float) -> str:
     roof = setting.roofline
     command = " ".join(["python -m benchmarks", *(["all"] if len(names) == len(TABLES) else names)])
     lines = [
-        "# Performance",
-        "",
         "tether beside what one would use instead, on one machine, in one run, taking turns; medians count. Written by",
         "",
         "```sh",
@@ -125,6 +137,7 @@ def head(setting: Setting, names: list[str], minutes: float) -> str:
                 f"Model: {setting.model.name}. Prompts: {Path(setting.data).name}.",
                 f"A large bfloat16 matrix product ran at up to {roof.rate / 1e9:.0f} GFLOP/s and memory was read at up",
                 f"to {roof.bandwidth / 1e9:.0f} GB/s; the limits that a table names are of the best until then.",
+                f"All sides ran with {SWITCH}={os.environ.get(SWITCH)} (docs/training.md).",
                 "No GPU was at hand: nothing is said about one.",
             ]
         ),

@@ -109,7 +109,7 @@ def measure(setting: Setting) -> Section:
     return Section(
         "Memory of the update",
         [
-            f"{tokens} tokens in one micro-batch ({PROMPT} of prompt and {RESPONSE} of response a row, no prompt",
+            f"{tokens} tokens in one micro-batch ({PROMPT} of prompt and {RESPONSE} of response per row, no prompt",
             "shared); peak of the process's resident memory, weights and optimizer included. tether holds float32",
             "weights and a bfloat16 copy, TRL float32 weights under autocast, the plain loop everything in bfloat16.",
             *dict.fromkeys(notes),

@@ -64,7 +64,7 @@ def measure(setting: Setting) -> Section:
     return Section(
         "Ragged generation",
         [f"{count} GSM8K prompts at once, up to {limit} new tokens, each ends at its end of sequence.", note],
-        ("", "tokens/s", "time a token / tether's", "mean length"),
+        ("", "tokens/s", "time per token / tether's", "mean length"),
         rows,
         goals,
     )

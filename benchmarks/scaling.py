@@ -1,4 +1,4 @@
-"""How time and memory of an update, and time of decoding, grow: with rows, length, vocabulary, model, samples a prompt.
+"""How time and memory of an update and time of decoding grow with rows, length, vocabulary, model, samples per prompt.
 
 One size at a time is varied and the others stay; an exponent is the slope of the least-squares line through the
 logarithms. Models are random Llamas in bfloat16.
@@ -93,7 +93,7 @@ def axes(quick: bool) -> list[Axis]:
         ),
         Axis(MODELS, [(n, replace(base, width=n, layers=d)) for n, d in models], "1"),
         Axis(
-            "samples a prompt",
+            "samples per prompt",
             [(n, replace(one, samples=n, prompt_tokens=256)) for n in samples],
             "under 1: one prompt",
         ),

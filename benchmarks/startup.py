@@ -12,7 +12,7 @@ from subprocess import DEVNULL, PIPE
 from benchmarks.oracles.environment import ROOT
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from tether.runtime.huge_pages import SETTINGS
+from tether.runtime.huge_pages import SETTINGS, SWITCH
 
 BY_TRANSFORMERS = """
 import sys
@@ -54,7 +54,9 @@ def _medians(arguments: list[str], runs: int) -> list[float]:
 
 def _run(arguments: list[str]) -> tuple[float, float]:
     """Seconds to the first line and to the end."""
-    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}  # of this process alone
+    environment = {
+        name: value for name, value in os.environ.items() if name not in {*SETTINGS, SWITCH}
+    }  # of this process alone
     command = [sys.executable, "-u", *arguments]
     start = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=DEVNULL) as process:

@@ -3,5 +3,5 @@
 # Further arguments are overrides, for example: scripts/quickstart.sh trainer.seed=2
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" quickstart
 tether model pull smollm2-135m
-tether train recipes/quickstart/run.yaml "$@"
+TETHER_HUGE_PAGES=1 tether train recipes/quickstart/run.yaml "$@"
 echo "the commands above need the environment: source $venv/bin/activate"

@@ -43,7 +43,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(*arguments: str) -> Said:
         monkeypatch.setattr(sys, "argv", ["tether", *arguments])
-        monkeypatch.setenv("GLIBC_TUNABLES", os.environ.get("GLIBC_TUNABLES", ""))  # set: `train` does not restart
+        monkeypatch.delenv("TETHER_HUGE_PAGES", raising=False)  # with it `train` re-executes the process
         monkeypatch.setenv("COLUMNS", "120")
         code = 0
         try:
@@ -344,8 +344,8 @@ def command(arguments: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """As on a user's machine: `train` restarts itself for large pages."""
-    kept = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    """As on a user's machine."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("GLIBC_TUNABLES", "TETHER_HUGE_PAGES")}
     return kept | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.__main__ import BEGIN, END, by_hand
+from benchmarks.__main__ import BEGIN, END, by_hand, summary
 from benchmarks.profile import OTHER, kind_of
 from benchmarks.scaling import exponent
 from benchmarks.speed.machine import Roofline
@@ -31,6 +31,23 @@ def test_markdown() -> None:
         "| goal |  | measured |  |",
         "|---|---|---|---|",
         "| speed | at least 2.00 | 1.00 | **not met** |",
+    ]
+
+
+def test_the_page_begins_with_all_goals() -> None:
+    goals = [Goal("speed", 1.0, 2.0), Goal("memory", 0.4, 0.5, at_most=True)]
+    sections = [
+        Section("First", [], (), [], goals[:1]),
+        Section("Bare", [], (), []),
+        Section("Last", [], (), [], goals[1:]),
+    ]
+    assert summary(sections).splitlines()[1:-1] == [
+        "1 of 2 goals are met:",
+        "",
+        "| table | goal |  | measured |  |",
+        "|---|---|---|---|---|",
+        "| First | speed | at least 2.00 | 1.00 | **not met** |",
+        "| Last | memory | at most 0.50 | 0.40 | met |",
     ]
 
 

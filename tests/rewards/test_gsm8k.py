@@ -3,7 +3,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from tether.rewards.rules.gsm8k import flexible, strict
+from tether.rewards.rules.gsm8k import strict
 
 
 @pytest.mark.parametrize(
@@ -52,27 +52,10 @@ def test_strict_takes_out_commas_and_dollars(reply, truth, expected):
     assert strict("openai/gsm8k", reply, truth, {}) == expected
 
 
-@pytest.mark.parametrize(
-    ("reply", "truth", "expected"),
-    [
-        ("the answer is 7", "7", 1.0),
-        ("the answer is 7.", "7", 1.0),
-        ("it costs $1,234.50 in all", "1234.50", 1.0),
-        ("7 of 8", "7", 0.0),
-        ("10-7", "7", 1.0),
-        ("10 - 17 = -7", "-7", 1.0),
-        ("no number", "7", 0.0),
-    ],
-)
-def test_flexible(reply, truth, expected):
-    assert flexible("openai/gsm8k", reply, truth, {}) == expected
-
-
 @pytest.mark.parametrize("truth", [None, "", " "])
-@pytest.mark.parametrize("rule", [strict, flexible])
-def test_without_a_ground_truth_there_is_no_verdict(rule, truth):
+def test_without_a_ground_truth_there_is_no_verdict(truth):
     with pytest.raises(ValueError, match=r"reward_model\.ground_truth"):
-        rule("openai/gsm8k", "#### 7", truth, {})
+        strict("openai/gsm8k", "#### 7", truth, {})
 
 
 def test_every_official_solution_is_right(test_data):
@@ -82,4 +65,3 @@ def test_every_official_solution_is_right(test_data):
         truth, solution = row["reward_model"]["ground_truth"], row["extra_info"]["answer"]
         assert strict(row["data_source"], solution, truth, row["extra_info"]) == 1.0, json.dumps(row)
         assert strict(row["data_source"], solution + "1", truth, row["extra_info"]) == 0.0
-        assert flexible(row["data_source"], solution, truth, row["extra_info"]) == 1.0

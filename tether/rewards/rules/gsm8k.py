@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tether.rewards.rules.extract import last_number, required
+from tether.rewards.rules.extract import required
 
 _WINDOW = 300  # characters at the end of the reply: an answer in the middle of the reasoning is not the final one
 _MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
@@ -20,8 +20,3 @@ def strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: d
     expected = required(ground_truth)
     found = _MARKED.findall(solution_str[-_WINDOW:])
     return float(bool(found) and found[-1].replace(",", "").replace("$", "") == expected)
-
-
-def flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1.0 if the last number of the reply, wherever it stands, is `ground_truth`."""
-    return float(last_number(solution_str) == required(ground_truth))
