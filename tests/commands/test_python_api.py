@@ -201,7 +201,11 @@ def test_predict_takes_batches_and_draws(control_run: tether.TrainingResult):
 
 @pytest.mark.parametrize(
     ("observation", "message"),
-    [(np.zeros(3), r"shape \(3,\); give \(4,\)"), ([0, 0, 0, math.nan], "entry 3 of row 0 is nan"), ("x", r"\(4,\)")],
+    [
+        (np.zeros(3), r"shape \(3,\); give \(4,\)"),
+        ([0, 0, 0, math.nan], "entry 3 of state in row 0 is nan"),
+        ("x", r"\(4,\)"),
+    ],
 )
 def test_observations_that_do_not_fit_are_refused(control_run: tether.TrainingResult, observation, message: str):
     with pytest.raises(ValueError, match=message):

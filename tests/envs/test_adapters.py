@@ -12,6 +12,7 @@ from gymnasium import spaces
 
 from tether.config import load_config
 from tether.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.observations import describe, row_width
 
 STATE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 ACTION = spaces.Box(-1, 1, (1,), np.float32)
@@ -93,15 +94,15 @@ def pick(num_envs, backend, **more):
 def test_a_batch_begins_episodes_anew_and_keeps_their_last_observations(mani_skill):
     env = make_vector_env(pick(3, "gpu"))
     assert mani_skill[0].arguments == {"sim_backend": "gpu", "obs_mode": "state", "render_backend": "none"}
-    assert env.reset(7).tolist() == [[1, 0], [1, 0], [1, 0]]
+    assert env.reset(7)["state"].tolist() == [[1, 0], [1, 0], [1, 0]]
     assert mani_skill[0].seeds == [7, 8, 9]
     steps = [env.step(np.array([[0.5], [9.0], [-9.0]], dtype=np.float32)) for _ in range(4)]
     assert steps[0].reward.tolist() == [5, 10, -10]  # cut to the bounds
-    assert (steps[0].obs.tolist(), steps[0].final_obs) == ([[1, 1]] * 3, None)
+    assert (steps[0].obs["state"].tolist(), steps[0].final_obs) == ([[1, 1]] * 3, None)
     assert steps[1].terminated.tolist() == steps[1].success.tolist() == [True, False, False]
-    assert steps[1].final_obs[0].tolist() == [1, 2]
-    assert steps[1].obs.tolist() == [[2, 0], [1, 2], [1, 2]]
-    assert steps[2].obs.tolist() == [[2, 1], [2, 0], [1, 3]]
+    assert steps[1].final_obs["state"][0].tolist() == [1, 2]
+    assert steps[1].obs["state"].tolist() == [[2, 0], [1, 2], [1, 2]]
+    assert steps[2].obs["state"].tolist() == [[2, 1], [2, 0], [1, 3]]
     assert steps[3].truncated.tolist() == [False, False, True]
     assert steps[3].terminated.tolist() == steps[3].success.tolist() == [True, False, True]
     env.close()
@@ -128,7 +129,7 @@ def test_on_a_cpu_they_are_stepped_one_by_one_in_groups_and_chunks_too(mani_skil
     assert second.success.all()
     third = env.step(rest)
     assert third.valid.tolist() == [False, False]
-    assert third.obs.tolist() == [[2, 0], [2, 0]]
+    assert third.obs["state"].tolist() == [[2, 0], [2, 0]]
 
 
 def test_what_a_batch_cannot_do_and_unknown_names_are_refused(mani_skill):
@@ -201,12 +202,12 @@ def spatial(**more):
 @pytest.mark.usefixtures("libero")
 def test_libero_begins_in_start_states_and_ends_with_success():
     env = make_vector_env(spatial())
-    assert (env.obs_dim, env.actions.width) == (3, 7)
-    first = env.reset(0).copy()
+    assert (row_width(env.layout), env.actions.width) == (3, 7)
+    first = env.reset(0)["state"].copy()
     assert first[:, 0].tolist() == [10, 10]  # objects have settled
     assert set(first[:, 1]) <= {5, 6, 7}
-    assert np.array_equal(first, env.reset(0))
-    assert len({tuple(env.reset(seed)[:, 1]) for seed in range(9)}) > 1
+    assert np.array_equal(first, env.reset(0)["state"])
+    assert len({tuple(env.reset(seed)["state"][:, 1]) for seed in range(9)}) > 1
     still = np.zeros((2, 7), dtype=np.float32)
     steps = [(step.reward.tolist(), step.terminated.all(), step.success.all()) for step in map(env.step, [still] * 3)]
     assert steps == [([0, 0], False, False), ([0, 0], False, False), ([1, 1], True, True)]
@@ -215,10 +216,8 @@ def test_libero_begins_in_start_states_and_ends_with_success():
 @pytest.mark.usefixtures("libero")
 def test_libero_is_cut_by_its_time_limit_and_shows_pictures_upright():
     env = make_vector_env(spatial(max_episode_steps=2, init_params={"cameras": ["agentview"]}))
-    assert env.obs_dim == 3 + 2 * 3 * 3
-    obs = env.reset(0)
-    pictures = obs[:, -18:] if obs[0, 0] == 10 else obs[:, :18]  # before or after the state
-    assert pictures.reshape(2, 2, 9)[:, 1].min() == 255
+    assert describe(env.layout) in ("agentview (2, 3, 3), state (3,)", "state (3,), agentview (2, 3, 3)")
+    assert env.reset(0)["agentview"][:, 1].min() == 255
     env.step(np.zeros((2, 7), dtype=np.float32))
     last = env.step(np.zeros((2, 7), dtype=np.float32))
     assert last.truncated.all()

@@ -47,7 +47,7 @@ def test_environments_take_bins():
     toys.register()
     env = BinnedEnv(make_vector_env(EnvOptions("tether/Identity-box-v0", 3)), ActionBins((-1.0, -1.0), (1.0, 1.0)))
     assert env.actions.choices == (256, 256)
-    target = env.reset(0).copy()
+    target = env.reset(0)["state"].copy()
     step = env.step(ActionBins((-1.0, -1.0), (1.0, 1.0)).encode(target))
     assert step.reward.min() > 1 - 1 / 255
     env.close()

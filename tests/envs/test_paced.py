@@ -5,6 +5,7 @@ import pytest
 
 from tests.envs import toys
 from tether.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.observations import row_width
 
 COUNTDOWN = "tether/Countdown-v0"  # 5 steps an episode; the reward is the number of the step
 
@@ -26,7 +27,7 @@ def play(env, steps):
     for _ in range(steps):
         step = env.step(np.zeros((env.num_envs, 1), dtype=np.int64))
         valid = step.valid is None or bool(step.valid[0])
-        found.append((float(step.reward[0]), bool(step.truncated[0]), valid, float(step.obs[0, 0])))
+        found.append((float(step.reward[0]), bool(step.truncated[0]), valid, float(step.obs["state"][0, 0])))
     return found
 
 
@@ -51,12 +52,11 @@ def test_without_auto_reset_an_environment_waits_for_the_next_rollout():
 
 def starts(env, episodes):
     """First observations of each environment's episodes."""
-    obs = env.reset(7)
-    found = [obs[:, :2].tolist()]
+    found = [env.reset(7)["state"][:, :2].tolist()]
     while len(found) < episodes:
         step = env.step(np.zeros((env.num_envs, 1), dtype=np.int64))
         if (step.terminated | step.truncated).all():
-            found.append(step.obs[:, :2].tolist())
+            found.append(step.obs["state"][:, :2].tolist())
     return found
 
 
@@ -74,7 +74,7 @@ def test_groups_share_their_start_states():
 def test_fixed_start_states_stay():
     env = cartpole(group_size=2, fixed_seed=3)
     first, second, _ = starts(env, 3)
-    assert first == second == env.reset(8)[:, :2].tolist()
+    assert first == second == env.reset(8)["state"][:, :2].tolist()
     assert first[0] == first[1] != first[2]
 
 
@@ -82,19 +82,19 @@ def test_fixed_start_states_stay():
 @pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
 def test_an_action_that_is_not_finite_never_reaches_the_simulator(vectorization, number):
     env = make_vector_env(EnvOptions("Pendulum-v1", 2, vectorization=vectorization))
-    before = env.reset(0).copy()
+    before = env.reset(0)["state"].copy()
     with pytest.raises(ValueError, match=r"Pendulum-v1: entry 0 of the action for environment 1 is (nan|inf)"):
         env.step(np.array([[0.5], [number]], dtype=np.float32))
     again = make_vector_env(EnvOptions("Pendulum-v1", 2))
-    assert np.array_equal(again.reset(0), before)
+    assert np.array_equal(again.reset(0)["state"], before)
     action = np.array([[0.5], [0.1]], dtype=np.float32)
-    assert np.array_equal(env.step(action).obs, again.step(action).obs)
+    assert np.array_equal(env.step(action).obs["state"], again.step(action).obs["state"])
     env.close()
 
 
 def test_wrappers_are_put_around():
     options = EnvOptions("CartPole-v1", 1, wrappers=("gymnasium.wrappers:TimeAwareObservation",))
-    assert make_vector_env(options).obs_dim == 5
+    assert row_width(make_vector_env(options).layout) == 5
 
 
 @pytest.mark.parametrize(

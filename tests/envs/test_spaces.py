@@ -6,36 +6,63 @@ import pytest
 from gymnasium import spaces
 
 from tether.envs.protocol import ContinuousActions, DiscreteActions
-from tether.envs.spaces.spaces import ActionCodec, flat_size, flatten
+from tether.envs.spaces.actions import ActionCodec
+from tether.envs.spaces.observations import ObservationReader
+from tether.models.control.actors import as_tensors
+from tether.models.control.observations import FlatRow
+from tether.observations import row_width
 
 NESTED = spaces.Dict(
     {"goal": spaces.Discrete(3, start=1), "state": spaces.Box(-1, 1, (2, 2), np.float64), "bits": spaces.MultiBinary(2)}
 )
 
 
-def test_flat_observations_by_hand():
+def test_observations_by_hand():
     obs = {"goal": 2, "state": np.array([[0.1, 0.2], [0.3, 0.4]]), "bits": np.array([1, 0], dtype=np.int8)}
-    flat = flatten(NESTED, obs, 1)
-    assert flat.dtype == np.float32
-    order = list(NESTED.spaces)  # Gymnasium sorts a dict's keys
-    parts = {"goal": [0, 1, 0], "state": [0.1, 0.2, 0.3, 0.4], "bits": [1, 0]}
-    np.testing.assert_allclose(flat[0], np.concatenate([parts[key] for key in order]), rtol=1e-6)
-    assert flat_size(NESTED, "x") == 9
+    parts = ObservationReader(NESTED, "x")(obs, 1)
+    assert list(parts) == list(NESTED.spaces)  # Gymnasium sorts a dict's keys
+    assert {name: part.dtype for name, part in parts.items()} == {"goal": "i8", "state": "f4", "bits": "i1"}
+    assert parts["goal"].tolist() == [[1]]
+    assert parts["bits"].tolist() == [[1, 0]]
+    np.testing.assert_allclose(parts["state"], [[0.1, 0.2, 0.3, 0.4]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     "space", [NESTED, spaces.MultiDiscrete([2, 3]), spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (3,))))]
 )
-def test_as_gymnasium_flattens(space):
+def test_a_flat_row_is_as_gymnasium_flattens(space):
     space.seed(0)
-    sample = space.sample()
-    np.testing.assert_allclose(flatten(space, sample, 1)[0], spaces.flatten(space, sample), rtol=1e-6)
+    sample, read = space.sample(), ObservationReader(space, "x")
+    row = FlatRow(read.layout)(as_tensors(read(sample, 1)))
+    np.testing.assert_allclose(row[0], spaces.flatten(space, sample), rtol=1e-6)
+    assert row.shape == (1, row_width(read.layout))
 
 
 def test_a_batch_is_its_rows():
     space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,), np.float32)})
     batch = {"a": np.array([0, 2]), "b": np.array([[0.1, 0.2], [0.3, 0.4]], dtype=np.float32)}
-    np.testing.assert_allclose(flatten(space, batch, 2), [[1, 0, 0, 0.1, 0.2], [0, 0, 1, 0.3, 0.4]], rtol=1e-6)
+    parts = ObservationReader(space, "x")(batch, 2)
+    assert parts["a"].tolist() == [[0], [2]]
+    assert np.array_equal(parts["b"], batch["b"])
+
+
+@pytest.mark.parametrize(
+    ("space", "dtype"),
+    [
+        (spaces.Box(0, 255, (4, 4, 3), np.uint8), "uint8"),
+        (spaces.Box(0, 255, (128,), np.uint8), "uint8"),
+        (spaces.Box(-5, 5, (2,), np.int16), "int16"),
+        (spaces.Box(-1, 1, (2,), np.float64), "float32"),
+        (spaces.MultiBinary(3), "int8"),
+        (spaces.Text(5), "uint8"),
+    ],
+)
+def test_every_part_keeps_its_type_but_floats_which_networks_compute_in(space, dtype):
+    read = ObservationReader(space, "x")
+    (part,) = read.layout
+    space.seed(0)
+    assert part.dtype == dtype
+    assert read(space.sample(), 1)[part.name].dtype == read.zeros(1)[part.name].dtype == dtype
 
 
 def test_actions_by_hand():
@@ -55,7 +82,7 @@ def test_actions_by_hand():
 )
 def test_an_observation_that_is_no_number(space):
     with pytest.raises(ValueError, match=r"Odd-v0: no policy reads the observation space"):
-        flat_size(space, "Odd-v0")
+        ObservationReader(space, "Odd-v0")
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 5, (2,), np.int64), spaces.Dict({"a": spaces.Discrete(2)})])

@@ -43,7 +43,7 @@ def valid_steps(env, steps=STEPS):
         for n in range(env.num_envs):
             if step.valid is None or step.valid[n]:
                 ended = bool(step.terminated[n] or step.truncated[n])
-                final = float(step.final_obs[n, 0]) if ended else None
+                final = float(step.final_obs["state"][n, 0]) if ended else None
                 success = None if step.success is None else bool(step.success[n])
                 flags = bool(step.terminated[n]), bool(step.truncated[n])
                 found[n].append((float(step.reward[n]), *flags, final, success))
@@ -67,7 +67,7 @@ def test_the_same_episodes_in_every_mode(name, ends):
 def test_observations_begin_anew():
     env = loop()
     env.reset(0)
-    seen = [float(env.step(np.zeros((ENVS, 1), dtype=np.int64)).obs[0, 0]) for _ in range(7)]
+    seen = [float(env.step(np.zeros((ENVS, 1), dtype=np.int64)).obs["state"][0, 0]) for _ in range(7)]
     assert seen == [1, 2, 3, 4, 0, 1, 2]
 
 

@@ -54,7 +54,7 @@ def test_a_worker_that_dies_is_replaced_and_its_episodes_are_lost(countdown):
     assert step.valid.tolist() == [True, False, False]
     assert step.truncated.tolist() == [False, True, True]
     assert step.reward.tolist() == [3, 0, 0]
-    assert step.obs[:, 0].tolist() == [3, 0, 0]
+    assert step.obs["state"][:, 0].tolist() == [3, 0, 0]
     step = env.step(NOTHING)
     assert step.valid is None
     assert step.reward.tolist() == [4, 1, 1]

@@ -12,6 +12,8 @@ from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import ENVS, LIMIT, MAKERS  # noqa: E402
 from tether.algorithms import episodic_gae  # noqa: E402
 from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
+from tether.envs.protocol import DiscreteActions, EnvStep  # noqa: E402
+from tether.observations import ObsPart  # noqa: E402
 from tether.rollout.env.collector import EnvCollector  # noqa: E402
 from tether.rollout.env.episodes import Episode, EpisodeTracker, episode_metrics  # noqa: E402
 from tether.rollout.env.evaluation import evaluate  # noqa: E402
@@ -20,7 +22,7 @@ GAMMA = 0.9
 
 
 def act(obs, noise, state):
-    return np.zeros((len(obs), 1), dtype=np.int64), state
+    return np.zeros((len(state), 1), dtype=np.int64), state
 
 
 def value(obs):
@@ -37,10 +39,10 @@ def test_returns_are_the_true_discounted_sums(name, lam):
     collector.restart(seed=0)
     for _ in range(2):  # the second rollout begins in the middle of an episode
         rollout = collector.collect(act, torch.zeros(1, 17, ENVS, 1))
-        values = value(rollout.obs[..., 0].double())
+        values = value(rollout.obs["state"][..., 0].double())
         after = values[:, 1:].clone()
         after[rollout.terminated] = 0
-        after[rollout.final_at] = value(rollout.final_obs[:, 0].double())
+        after[rollout.final_at] = value(rollout.final_obs["state"][:, 0].double())
         ends, valid = rollout.terminated | rollout.truncated, rollout.valid
         result = episodic_gae(rollout.rewards.double(), values[:, :-1], after, ends, valid, gamma=GAMMA, lam=lam)
         torch.testing.assert_close(result.advantages, torch.zeros_like(result.advantages), atol=1e-9, rtol=0)
@@ -63,12 +65,12 @@ def test_the_end_of_every_episode_can_be_kept():
     collector = EnvCollector(MAKERS["loop"](3), steps=6, bootstrap_terminations=True)
     collector.restart(seed=0)
     rollout = collector.collect(act, torch.zeros(1, 6, ENVS, 1))
-    assert rollout.final_obs[:, 0].tolist() == [3.0] * 2 * ENVS
+    assert rollout.final_obs["state"][:, 0].tolist() == [3.0] * 2 * ENVS
     assert rollout.final_at[1].tolist() == [2] * ENVS + [5] * ENVS
 
 
 @pytest.mark.parametrize(
-    ("poison", "what"), [("reward", "the reward is nan"), ("obs", "entry 0 of the observation is inf")]
+    ("poison", "what"), [("reward", "the reward is nan"), ("obs", r"entry 0 of the observation \(state\) is inf")]
 )
 def test_what_is_not_finite_is_named(poison, what):
     toys.register()
@@ -79,6 +81,37 @@ def test_what_is_not_finite_is_named(poison, what):
     collector.collect(act, torch.zeros(1, 2, 2, 1))
     with pytest.raises(ValueError, match=f"tether/Countdown-v0: {what} in environment 1 at step 4"):
         collector.collect(act, torch.zeros(1, 2, 2, 1))
+
+
+class Seen:
+    """A picture and three numbers, of which one diverges at once."""
+
+    id, num_envs, actions = "Seen-v0", 2, DiscreteActions((2,))
+    layout = (ObsPart("image", "image", (2, 2, 1), "uint8"), ObsPart("speed", "vector", (3,)))
+
+    def reset(self, seed):
+        return {part.name: part.zeros(2) for part in self.layout}
+
+    def step(self, actions):
+        obs, no = self.reset(0), np.zeros(2, dtype=bool)
+        obs["speed"][1, 2] = np.inf
+        return EnvStep(obs, np.zeros(2, dtype=np.float32), no, no)
+
+
+def test_what_is_not_finite_is_named_beside_a_picture():
+    collector = EnvCollector(Seen(), steps=2)
+    collector.restart(seed=0)
+    with pytest.raises(
+        ValueError, match=r"Seen-v0: entry 2 of the observation \(speed\) is inf in environment 1 at step 1"
+    ):
+        collector.collect(act, torch.zeros(1, 2, 2, 1))
+
+
+def test_observations_keep_their_types():
+    collector = EnvCollector(Seen(), steps=1, bootstrap_terminations=True)
+    now = collector.state_dict()["now"]
+    assert {name: part.dtype for name, part in now.items()} == {"image": torch.uint8, "speed": torch.float32}
+    assert collector._final_obs([(0, 0, {"image": np.full((2, 2, 1), 7), "speed": np.ones(3)})])["image"].unique() == 7
 
 
 def test_episodes_reach_over_rollouts():

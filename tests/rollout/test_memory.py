@@ -22,7 +22,7 @@ class Counts:
 
     def __call__(self, obs, noise, state):
         self.known.append(state[:, 0].copy())
-        return np.zeros((len(obs), 1), dtype=np.int64), state + 1
+        return np.zeros((len(state), 1), dtype=np.int64), state + 1
 
 
 def rollouts(env, steps, count=3):
@@ -31,7 +31,7 @@ def rollouts(env, steps, count=3):
     collector.restart(seed=0)
     for _ in range(count):
         act = Counts()
-        yield collector.collect(act, torch.zeros(1, steps, env.num_envs, 1)), np.array(act.known)
+        yield collector.collect(act, torch.zeros(1, steps, env.num_envs, 1)), np.array(act.known).T
     collector.restart(seed=0)
     act = Counts()
     assert not collector.collect(act, torch.zeros(1, steps, env.num_envs, 1)).state.any()
@@ -43,12 +43,14 @@ def rollouts(env, steps, count=3):
 def test_a_memory_is_as_old_as_its_episode(name, ends):
     # An observation of Countdown is the number of steps since its episode began, and so is what is known then.
     for rollout, known in rollouts(MAKERS[name](ends), steps=7):
-        age, valid, starts = rollout.obs[:-1, :, 0].numpy(), rollout.valid.numpy(), rollout.starts[:-1].numpy()
+        age, valid, starts = (
+            of.numpy() for of in (rollout.obs["state"][:, :-1, 0], rollout.valid, rollout.starts[:, :-1])
+        )
         assert np.array_equal(known[valid], age[valid])
         assert np.array_equal(starts[valid], age[valid] == 0)
-        going_on = ~starts[0]
-        assert np.array_equal(rollout.state[going_on, 0].numpy(), age[0][going_on])
-        assert known.shape == (7, ENVS)
+        going_on = ~starts[:, 0]
+        assert np.array_equal(rollout.state[going_on, 0].numpy(), age[going_on, 0])
+        assert known.shape == (ENVS, 7)
 
 
 def test_a_memory_of_chunks():
@@ -64,7 +66,7 @@ def test_a_memory_of_chunks():
 
     rollout = collector.collect(act, torch.zeros(1, 6, 2, 1))
     assert known == [0, 1, 2, 0, 1, 2]  # episodes of five steps are three chunks
-    assert rollout.starts[:, 0].tolist() == [True, False, False] * 2 + [True]
+    assert rollout.starts[0].tolist() == [True, False, False] * 2 + [True]
 
 
 def test_episodes_that_wait_for_the_next_rollout_begin_there():
@@ -75,7 +77,7 @@ def test_episodes_that_wait_for_the_next_rollout_begin_there():
     rollout = collector.collect(act, torch.zeros(2, 8, 2, 1), seeds=[0, 1])
     first, second = np.array(act.known)[:8], np.array(act.known)[8:]
     assert first[:5, 0].tolist() == second[:5, 0].tolist() == [0, 1, 2, 3, 4]
-    assert rollout.starts[:-1][rollout.valid].sum() == 4
+    assert rollout.starts[:, :-1][rollout.valid].sum() == 4
     assert not rollout.state.any()
 
 
@@ -90,7 +92,7 @@ def test_a_lost_episode_is_forgotten():
     act = Counts()
     rollout = collector.collect(act, torch.zeros(1, 2, 2, 1))
     assert np.array(act.known).tolist() == [[2, 2], [3, 0]]
-    assert rollout.starts[1].tolist() == [False, True]
+    assert rollout.starts[:, 1].tolist() == [False, True]
     env.close()
 
 
@@ -99,8 +101,8 @@ def test_a_test_begins_each_episode_without_memory(name):
     seen = []
 
     def act(obs, noise, state):
-        seen.append((obs[:, 0].copy(), state[:, 0].copy()))
-        return np.zeros((len(obs), 1), dtype=np.int64), state + 1
+        seen.append((obs["state"][:, 0].copy(), state[:, 0].copy()))
+        return np.zeros((len(state), 1), dtype=np.int64), state + 1
 
     episodes = evaluate(MAKERS[name](), act, 2 * ENVS, seed=0, state_width=1)
     assert len(episodes) == 2 * ENVS

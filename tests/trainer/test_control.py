@@ -243,7 +243,7 @@ def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
         ),
         (
             ["env.eval.id=tether/Recite-v0", "trainer.test_freq=1"],
-            r"env\.eval\.id: tether/Recite-v0 shows 3 numbers .*the policy reads 4 and chooses among \(2,\)",
+            r"eval\.id: tether/Recite-v0 shows state \(3,\) .*the policy reads state \(4,\) and chooses among \(2,\)",
         ),
         (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),

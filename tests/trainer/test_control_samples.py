@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -104,7 +105,7 @@ def test_chunks_of_one_are_no_chunks():
     plain, paced = (vars(rollout) for rollout in rollouts)
     assert plain["episodes"] == paced["episodes"] != ()
     for name in ("obs", "actions", "rewards", "terminated", "valid", "final_obs"):
-        assert torch.equal(plain[name], paced[name]), name
+        assert (plain[name] == paced[name]).all(), name
 
 
 def made_up(rewards, lengths, lost=()):
@@ -116,13 +117,15 @@ def made_up(rewards, lengths, lost=()):
     cut = torch.zeros_like(valid)
     for column in lost:
         last[column], cut[column, lengths[column]] = False, True
+    seen = torch.randn(columns, steps + 1, 1, generator=torch.Generator().manual_seed(0))
     return EnvRollout(
-        obs=torch.randn(columns, steps + 1, 1, generator=torch.Generator().manual_seed(0)),
+        obs=TensorDict({"state": seen}, batch_size=seen.shape[:2]),
         actions=torch.zeros(columns, steps, 1, dtype=torch.int64),
         rewards=torch.where(valid, rewards, torch.nan),
         terminated=last, truncated=cut, valid=valid,
         starts=torch.zeros(columns, steps + 1, dtype=torch.bool), state=torch.zeros(columns, 0),
-        final_obs=torch.zeros(0, 1), final_at=(torch.zeros(0).long(), torch.zeros(0).long()), episodes=(),
+        final_obs=TensorDict({"state": torch.zeros(0, 1)}, batch_size=[0]),
+        final_at=(torch.zeros(0).long(), torch.zeros(0).long()), episodes=(),
     )  # fmt: skip
 
 

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
 from tether.training.control.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 
 
 def test_a_window_ends_with_its_episode():
-    obs = [np.array([[0.0], [1.0], [2.0]], dtype=np.float32), np.array([[9.0]], dtype=np.float32)]
-    data = windows(obs, [np.array([[10], [11], [12]]), np.array([[20]])], chunk=2)
-    assert data.obs.tolist() == [[0], [1], [2], [9]]
+    seen = [np.array([[0.0], [1.0], [2.0]], dtype=np.float32), np.array([[9.0]], dtype=np.float32)]
+    shown = [{"state": obs, "image": obs.astype(np.uint8)} for obs in seen]
+    data = windows(shown, [np.array([[10], [11], [12]]), np.array([[20]])], chunk=2)
+    assert data.obs["state"].tolist() == data.obs["image"].tolist() == [[0], [1], [2], [9]]
+    assert data.obs["image"].dtype == torch.uint8
     assert data.actions.tolist() == [[10, 11], [11, 12], [12, 12], [20, 20]]
     assert data.mask.tolist() == [[True, True], [True, True], [True, False], [True, False]]
 
@@ -32,9 +35,13 @@ def make(data, held_out, spec, **options):
     return Cloning(policy, list(policy.actor.parameters()), data, held_out, given, seed=0), policy
 
 
+def parts(obs):
+    return TensorDict({"state": obs}, batch_size=[len(obs)])
+
+
 def signs(count, seed):
     obs = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
-    return CloningData(obs, (obs > 0).long(), torch.ones(count, 2, dtype=torch.bool))
+    return CloningData(parts(obs), (obs > 0).long(), torch.ones(count, 2, dtype=torch.bool))
 
 
 SPEC = PolicySpec(2, (2,), 1, num_action_chunks=2, value_width=0, hidden_dim=16, num_layers=1)
@@ -46,19 +53,19 @@ def test_choices_are_imitated():
     assert metrics[0]["bc/held_out_loss"] == pytest.approx(np.log(2), abs=0.02)
     assert metrics[-1]["bc/best_held_out_loss"] < 0.15
     fresh = signs(100, 2)
-    chosen = policy.acting()(fresh.obs.numpy(), None, np.zeros((100, 0), np.float32))[0]
+    chosen = policy.acting()({"state": fresh.obs["state"].numpy()}, None, np.zeros((100, 0), np.float32))[0]
     assert (chosen == fresh.actions.numpy()).mean() > 0.93
 
 
 def test_numbers_are_imitated():
     def linear(count, seed):
         obs = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
-        return CloningData(obs, obs @ torch.tensor([[0.5, 0.0], [0.0, -0.5]]), torch.ones(count, 1).bool())
+        return CloningData(parts(obs), obs @ torch.tensor([[0.5, 0.0], [0.0, -0.5]]), torch.ones(count, 1).bool())
 
     cloning, policy = make(linear(300, 0), linear(50, 1), PolicySpec(2, None, 2, hidden_dim=16, num_layers=1))
     list(cloning.run())
     test = linear(50, 2)
-    chosen, _ = policy.acting()(test.obs.numpy(), None, np.zeros((50, 0), np.float32))
+    chosen, _ = policy.acting()({"state": test.obs["state"].numpy()}, None, np.zeros((50, 0), np.float32))
     np.testing.assert_allclose(chosen, test.actions.numpy(), atol=0.15)
     assert policy.head.logstd.tolist() == [-0.5, -0.5]
 
@@ -89,5 +96,5 @@ def test_the_loss_of_all_is_the_mean_over_columns_that_count():
     data = signs(21, 0)
     data.mask[3:9, 1] = False
     cloning, policy = make(data, data, SPEC, batch_size=4)
-    log_probs = policy.log_probs(data.obs, data.actions)
+    log_probs = policy.log_probs(policy.inputs(data.obs), data.actions)
     assert cloning.measure(data) == pytest.approx(-log_probs[data.mask].mean().item(), rel=1e-5)

@@ -8,21 +8,23 @@ from tensordict import TensorDict
 
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
 from tether.models.control.mlp_policy import make_policy
-from tether.models.control.pictures import NUMBERS, PICTURE
+from tether.models.control.observations import NUMBERS, PICTURE
 from tether.models.control.spec import Memory, PolicySpec, with_numbers
+from tether.observations import ObsPart
 from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
 from tether.training.control.samples import Samples
 from tether.training.engines.optimizer import OptimizerOptions
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "tanh"}
-PICTURED = {"pictures": ((0, 3, 3, 2),)}
+LAYOUT = (ObsPart("image", "image", (3, 3, 2), "uint8"), ObsPart("hand", "vector", (2,)))
+PICTURED = {"layout": LAYOUT, "pictures": ("image",)}
 SPECS = {
-    "cnn": PolicySpec(20, None, 2, **SMALL, **PICTURED, share_critic=True),
-    "two cnns": PolicySpec(20, (3,), 1, **SMALL, **PICTURED),
+    "cnn": PolicySpec(2, None, 2, **SMALL, **PICTURED, share_critic=True),
+    "two cnns": PolicySpec(2, (3,), 1, **SMALL, **PICTURED),
     "lstm": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, share_critic=True),
     "two lstms of chunks": PolicySpec(5, None, 1, 2, 2, **SMALL, lstm_dim=4),
-    "cnn and lstm": PolicySpec(20, (4,), 1, **SMALL, **PICTURED, lstm_dim=4),
+    "cnn and lstm": PolicySpec(2, (4,), 1, **SMALL, **PICTURED, lstm_dim=4),
 }
 SEQUENCES, DECISIONS = 6, 4
 
@@ -42,7 +44,7 @@ def random_samples(policy, off=0.3):
     generator, spec = torch.Generator().manual_seed(1), policy.spec
     shape = (SEQUENCES, DECISIONS) if policy.state_width else (SEQUENCES * DECISIONS,)
     draw = {"dtype": torch.float64, "generator": generator}
-    numbers = torch.randn(*shape, spec.obs_dim if policy.pictures is None else 2, **draw)
+    numbers = torch.randn(*shape, spec.obs_dim, **draw)
     obs = numbers
     if policy.pictures is not None:
         picture = torch.randint(0, 256, (*shape, 2, 3, 3), dtype=torch.uint8, generator=generator)

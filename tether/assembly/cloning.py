@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tether.assembly.control import env_options, make_env, view_of
@@ -19,9 +18,9 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.env import VLA_TYPES
 from tether.data.demonstrations import Demonstration
 from tether.data.lerobot import read_dataset
-from tether.envs.protocol import DiscreteActions, Floats, VectorEnv
+from tether.envs.protocol import DiscreteActions, VectorEnv
 from tether.models.control.mlp_policy import Policy
-from tether.models.control.spec import numbers_of
+from tether.observations import Observation, played
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
 from tether.runtime.user_files import import_python_file
@@ -69,7 +68,7 @@ def build_recording(
     env = make.make_one(options)
     name, _, function = source.rpartition(":")
     if source == SCRIPTED or name.endswith(".py"):
-        codec = importlib.import_module("tether.envs.spaces.spaces").ActionCodec.of(env.action_space, options.id)
+        codec = importlib.import_module("tether.envs.spaces.actions").ActionCodec.of(env.action_space, options.id)
         act = make.scripted(options) if source == SCRIPTED else _function(name, function)
         decide = record.scripted(act, codec)
     else:
@@ -116,14 +115,11 @@ def build_cloning(
         actions = [_bins(bounds).encode(columns) for columns in actions]
     learned, apart = split_episodes(len(episodes), held_out, config.trainer.seed)
 
-    see = policy.pictures or torch.from_numpy
-
     def data(which: list[int]) -> CloningData:
-        return windows([obs[i] for i in which], [actions[i] for i in which], policy.spec.num_action_chunks, see)
+        return windows([obs[i] for i in which], [actions[i] for i in which], policy.spec.num_action_chunks)
 
     learn_from = data(learned)
-    if policy.normalizer:
-        policy.normalizer.update(numbers_of(learn_from.obs))
+    policy.update_statistics(learn_from.obs)
     # The noise of a Gaussian stays policy.init_logstd: imitation would shrink it to nothing.
     trained = [value for name, value in policy.named_parameters() if not name.endswith("logstd")]
     return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
@@ -151,10 +147,9 @@ def _function(file: str, name: str) -> Callable[[Any, Any], Any]:
     return found
 
 
-def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -> list[Floats]:
-    layout = importlib.import_module("tether.envs.spaces.observation_layout")
+def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -> list[Observation]:
     try:
-        return [layout.join(env.layout, episode.observations) for episode in episodes]
+        return [played(env.layout, episode.observations) for episode in episodes]
     except ValueError as error:
         raise ValueError(f"{folder}: not recorded in {env.id}: {error}") from error
 

@@ -22,6 +22,7 @@ from tether.envs.protocol import DiscreteActions, VectorEnv
 from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy
 from tether.models.control.spec import PolicySpec
 from tether.models.vla.spec import VlaSpec
+from tether.observations import describe
 from tether.rollout.env.collector import EnvCollector
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads, usable_cores
@@ -123,12 +124,12 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
 def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec) -> None:
     """Refuse to test a policy where it cannot act."""
     choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
-    if (env.obs_dim, choices, env.actions.width) == (spec.obs_dim, spec.choices, spec.action_width):
+    if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
         return
     acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
     raise ValueError(
-        f"env.eval.id: {env.id} shows {env.obs_dim} numbers and takes {env.actions}; the policy reads {spec.obs_dim} "
-        f"and {acts}. Name an environment like the one that it was trained in."
+        f"env.eval.id: {env.id} shows {describe(env.layout)} and takes {env.actions}; the policy reads "
+        f"{describe(spec.parts)} and {acts}. Name an environment like the one that it was trained in."
     )
 
 
@@ -279,7 +280,6 @@ def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollecto
         chunk=config.policy.num_action_chunks,
         epochs=config.env.train.rollout_epoch,
         bootstrap_terminations=config.algorithm.bootstrap_type == "always",
-        pictures=policy.pictures,
         state_width=policy.state_width,
     )
 

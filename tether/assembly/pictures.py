@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from tether.envs.protocol import VectorEnv
 from tether.models.control.cnn import SMALLEST
+from tether.observations import describe
 
-Parts = tuple[tuple[int, int, int, int], ...]
 
-
-def find_pictures(env: VectorEnv, model_type: str) -> Parts:
+def find_pictures(env: VectorEnv, model_type: str) -> tuple[str, ...]:
     """``PolicySpec.pictures``: those among the parts of an observation.
 
     Raises:
@@ -16,20 +15,15 @@ def find_pictures(env: VectorEnv, model_type: str) -> Parts:
     """
     pictures = [part for part in env.layout if part.kind == "image"]
     if len({part.shape[:2] for part in pictures}) != 1:
-        found = ", ".join(f"{part.name} {part.shape}" for part in env.layout)
         what = "pictures of different sizes" if pictures else "no picture of bytes"
         raise ValueError(
-            f"policy.model_type={model_type}: {env.id} shows {what} ({found}). Use mlp_policy, or leave a part out "
-            "with env.train.drop_observations."
+            f"policy.model_type={model_type}: {env.id} shows {what} ({describe(env.layout)}). Use mlp_policy, or leave "
+            "a part out with env.train.drop_observations."
         )
-    parts = []
-    for part in pictures:
-        height, width, channels = part.shape
-        parts.append((part.start, height, width, channels))
-    return tuple(parts)
+    return tuple(part.name for part in pictures)
 
 
-def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
+def fitting_cnn(asked: str, env: VectorEnv, pictures: tuple[str, ...]) -> str:
     """The ``PolicySpec.cnn_type`` for some pictures: what is asked for, or for ``auto`` what fits their size.
 
     Raises:
@@ -37,12 +31,12 @@ def fitting_cnn(asked: str, pictures: Parts, env_id: str) -> str:
     """
     if not pictures:
         return "small"
-    _, height, width, _ = pictures[0]
+    height, width = next(part.shape[:2] for part in env.layout if part.name in pictures)
     fits = min(height, width) >= SMALLEST["nature"]
     if asked == "nature" and not fits:
         raise ValueError(
             f"policy.cnn_type=nature: it needs pictures of {SMALLEST['nature']} x {SMALLEST['nature']}, and those of "
-            f"{env_id} have {height} x {width}. Use small, or auto."
+            f"{env.id} have {height} x {width}. Use small, or auto."
         )
     return asked if asked != "auto" else "nature" if fits else "small"
 

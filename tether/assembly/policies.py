@@ -15,6 +15,7 @@ from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.spec import PolicySpec
+from tether.observations import row_width
 from tether.trainer.control.loop import POLICY
 from tether.trainer.control.samples import CRITIC
 
@@ -65,7 +66,8 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
     refuse_texts(env, policy.model_type)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
     spec = PolicySpec(
-        obs_dim=env.obs_dim,
+        obs_dim=row_width(tuple(part for part in env.layout if part.name not in pictures)),
+        layout=env.layout,
         choices=actions.choices if isinstance(actions, DiscreteActions) else None,
         action_width=actions.width,
         num_action_chunks=policy.num_action_chunks,
@@ -78,7 +80,7 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         normalize_observations=policy.normalize_observations,
         clip_observations=policy.clip_observations,
         pictures=pictures,
-        cnn_type=fitting_cnn(policy.cnn_type, pictures, env.id),
+        cnn_type=fitting_cnn(policy.cnn_type, env, pictures),
         pixel_scale=policy.pixel_scale,
         lstm_dim=policy.lstm_dim,
     )
@@ -131,18 +133,16 @@ def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy
         )
         bounds = checked.low, checked.high
     policy, model = config.policy, config.actor_rollout_ref.model
-    shows_pictures = any(part.kind == "image" for part in env.layout)
-    texts = [part.entries for part in env.layout if part.kind == "text"]
+    if any(part.kind == "image" for part in env.layout):
+        find_pictures(env, policy.model_type)
     fields: Mapping[str, Any] = {
         "model_type": policy.model_type,
-        "obs_dim": env.obs_dim,
+        "layout": env.layout,
         "action_width": env.actions.width,
         "low": bounds[0],
         "high": bounds[1],
         "num_action_chunks": policy.num_action_chunks,
         "value_width": _value_width(config),
-        "text": (texts[0].start, texts[0].stop) if texts else None,
-        "pictures": find_pictures(env, policy.model_type) if shows_pictures else (),
         "hidden_dim": policy.hidden_dim,
         "num_layers": policy.num_layers,
         "num_heads": policy.num_heads,

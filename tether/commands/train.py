@@ -10,6 +10,7 @@ from tether.assembly.control import ControlRun, build_control_run
 from tether.assembly.run import Run, build_run
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
+from tether.observations import describe
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.terminal import Screen
 from tether.trainer.callbacks import Callbacks
@@ -60,7 +61,7 @@ def _header(run: Run | ControlRun) -> list[str]:
         held_out = [f"validation prompts: {evaluation.dataset.report}"] if evaluation else []
         return [f"training prompts: {run.trainer.dataset.report}", *held_out]
     env = run.trainer.collector.env
-    return [f"{env.id}: {env.num_envs} environments, observations {env.obs_dim}, actions {env.actions}"]
+    return [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
 
 
 def _check_first(run: Run, screen: Screen) -> None:

@@ -1,14 +1,15 @@
-"""What a vector environment is: N environments that are stepped together and begin anew by themselves."""
+"""The protocol of vector environments: N of them, stepped together, that begin new episodes by themselves."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tether.observations import Array, Observation, ObsLayout
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -41,41 +42,19 @@ ActionSpec = DiscreteActions | ContinuousActions
 
 
 @dataclass(frozen=True)
-class ObsPart:
-    """One stretch of a flat observation."""
-
-    name: str
-    """Key in the Dict that the environment gives, keys of a nested one joined by dots; of a plain space ``state`` or
-    ``image``; of a text always ``task``."""
-    kind: Literal["vector", "image", "text"]
-    shape: tuple[int, ...]
-    """(n,) numbers; (height, width, channels) of a picture of bytes; (longest,) bytes of a text, zeros behind it."""
-    start: int
-    """Entry at which it begins."""
-
-    @property
-    def entries(self) -> slice:
-        """Where it is in a row."""
-        return slice(self.start, self.start + math.prod(self.shape))
-
-
-ObsLayout = tuple[ObsPart, ...]
-
-
-@dataclass(frozen=True)
 class EnvStep:
     """What one step of N environments gave. The arrays may be overwritten by the next step."""
 
-    obs: Floats
-    """[N, O]: what the next actions are chosen from; of a new episode where one has just ended."""
+    obs: Observation
+    """[N, ...]: what the next actions are chosen from; of a new episode where one has just ended."""
     reward: Floats
     """[N]"""
     terminated: Flags
     """[N]: the episode ended by itself: nothing comes after it."""
     truncated: Flags
     """[N]: the episode was cut, by a time limit for example: what would have come has a value."""
-    final_obs: Floats | None = None
-    """[N, O]: the last observation of the episodes that ended in this step, before any reset; the rows of the others
+    final_obs: Observation | None = None
+    """[N, ...]: the last observation of the episodes that ended in this step, before any reset; the rows of the others
     mean nothing. None where no episode ended."""
     valid: Flags | None = None
     """[N]: False where no action was carried out: the step only began a new episode; or the environment waits for one
@@ -95,20 +74,19 @@ class EnvState:
 
 
 class VectorEnv(Protocol):
-    """N environments with flat observations."""
+    """N environments."""
 
     id: str
     num_envs: int
-    obs_dim: int
-    """O: entries of a flat observation."""
     layout: ObsLayout
+    """The parts of an observation."""
     actions: ActionSpec
 
-    def reset(self, seed: int) -> Floats:
-        """Begin new episodes everywhere; returns [N, O]. Equal seeds and actions give equal steps."""
+    def reset(self, seed: int) -> Observation:
+        """Begin new episodes everywhere; returns [N, ...]. Equal seeds and actions give equal steps."""
         ...
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """Carry out one action in each environment: [N, width], integers for choices, else floats."""
         ...
 
@@ -138,23 +116,22 @@ class Renders(Protocol):
 
 
 class HeldEnv(Protocol):
-    """N environments with flat observations that wait after an end until they are told to begin anew."""
+    """N environments that wait after an end until they are told to begin anew."""
 
     id: str
     num_envs: int
-    obs_dim: int
     layout: ObsLayout
     actions: ActionSpec
 
-    def begin(self, seeds: Mapping[int, int | None]) -> Floats:
-        """Begin new episodes in these environments, whatever they were at; returns the observations of all, [N, O].
+    def begin(self, seeds: Mapping[int, int | None]) -> Observation:
+        """Begin new episodes in these environments, whatever they were at; returns the observations of all, [N, ...].
 
         Args:
             seeds: environment -> seed of its episode; None: its generator goes on.
         """
         ...
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """Carry out one action in each environment that is not waiting; the others have no valid step."""
         ...
 

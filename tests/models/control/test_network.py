@@ -9,17 +9,23 @@ from torch import nn
 from tether.models.control.cnn import Cnn
 from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
-from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
+from tether.models.control.observations import FlatRow, Pictures
 from tether.models.control.spec import Memory, PolicySpec
+from tether.observations import ObsPart
 
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "relu"}
-PICTURED = {"pictures": ((2, 3, 4, 2),), "pixel_scale": 10.0}  # of 30 entries, 2 to 25
+LAYOUT = (
+    ObsPart("hand", "vector", (2,)),
+    ObsPart("image", "image", (3, 4, 2), "uint8"),
+    ObsPart("goal", "vector", (1,), "int64", (4,)),
+)
+PICTURED = {"layout": LAYOUT, "pictures": ("image",), "pixel_scale": 10.0}
 SPECS = {
-    "cnn": PolicySpec(30, (3,), 1, **SMALL, **PICTURED, share_critic=True),
-    "two cnns": PolicySpec(30, None, 2, **SMALL, **PICTURED, normalize_observations=True),
+    "cnn": PolicySpec(6, (3,), 1, **SMALL, **PICTURED, share_critic=True),
+    "two cnns": PolicySpec(6, None, 2, **SMALL, **PICTURED, normalize_observations=True),
     "lstm": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, share_critic=True),
     "two lstms": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, normalize_observations=True),
-    "cnn and lstm": PolicySpec(30, None, 2, **SMALL, **PICTURED, lstm_dim=4, num_action_chunks=2, value_width=2),
+    "cnn and lstm": PolicySpec(6, None, 2, **SMALL, **PICTURED, lstm_dim=4, num_action_chunks=2, value_width=2),
     "no critic": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, value_width=0),
 }
 
@@ -35,27 +41,47 @@ def make(spec):
     return policy
 
 
-def flat(spec, *shape, seed=1):
-    """Flat observations of whole numbers from 0 to 10, as a picture of things has."""
+def draw(spec, *shape, seed=1):
+    """Observations of whole numbers from 0 to 10, as a picture of things has; of choices from 0 to 3."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 11, (*shape, spec.obs_dim)).astype(np.float32)
+    return {
+        part.name: rng.integers(0, 4 if part.choices else 11, (*shape, *part.shape)).astype(part.dtype)
+        for part in spec.parts
+    }
 
 
-def seen(policy, rows):
-    """Flat observations of any leading shape, as the networks see them."""
-    packed = rows.reshape(-1, rows.shape[-1])
-    packed = policy.pictures(packed) if policy.pictures else torch.from_numpy(packed)
-    return policy.normalized(packed.unflatten(0, rows.shape[:-1]))
+def at(obs, *index):
+    return {name: part[index] for name, part in obs.items()}
 
 
-def test_pictures_are_taken_out_of_flat_rows():
-    pictures = Pictures(14, ((0, 2, 2, 1), (5, 2, 2, 2)))
-    packed = pictures(np.arange(28, dtype=np.float32).reshape(2, 14))
+def seen(policy, obs):
+    """Observations as the networks read them."""
+    return policy.inputs({name: torch.from_numpy(part) for name, part in obs.items()})
+
+
+def test_a_flat_row_by_hand():
+    row = FlatRow((*LAYOUT, ObsPart("task", "text", (2,), "uint8")), without=("image",))
+    obs = {
+        "hand": torch.tensor([[0.5, -1.0]]),
+        "goal": torch.tensor([[2]]),
+        "task": torch.tensor([[97, 0]], dtype=torch.uint8),
+    }
+    assert row(obs).tolist() == [[0.5, -1, 0, 0, 1, 0, 97, 0]]
+    assert row(obs).dtype == torch.float32
+    assert row.width == 8
+    alone = FlatRow(LAYOUT[:1])
+    assert alone(obs) is obs["hand"]  # the usual case costs nothing
+    assert FlatRow(LAYOUT[1:2], without=("image",))({"image": torch.zeros(5, 7, 3, 4, 2)}).shape == (5, 7, 0)
+
+
+def test_pictures_are_stacked_as_bytes():
+    layout = (ObsPart("left", "image", (2, 2, 1), "uint8"), ObsPart("right", "image", (2, 2, 2), "uint8"))
+    pictures = Pictures(layout, ("left", "right"))
+    left, right = torch.arange(4, dtype=torch.uint8), torch.arange(8, dtype=torch.uint8)
+    stacked = pictures({"left": left.view(1, 2, 2, 1), "right": right.view(1, 2, 2, 2)})
     assert pictures.shape == (3, 2, 2)
-    assert packed[NUMBERS][0].tolist() == [4, 13]
-    assert packed[PICTURE].dtype == torch.uint8
-    assert packed[PICTURE][0].tolist() == [[[0, 1], [2, 3]], [[5, 7], [9, 11]], [[6, 8], [10, 12]]]
-    assert packed[PICTURE][1, 0].tolist() == [[14, 15], [16, 17]]
+    assert stacked.dtype == torch.uint8
+    assert stacked[0].tolist() == [[[0, 1], [2, 3]], [[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
 def test_the_nature_cnn_is_that_of_the_paper():
@@ -149,21 +175,18 @@ def test_weights_of_the_lstm_before_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("name", SPECS)
 def test_acting_and_learning_see_the_same(name):
     policy, decisions, columns = make(SPECS[name]), 5, 4
-    rows = flat(policy.spec, columns, decisions + 1)
+    rows = draw(policy.spec, columns, decisions + 1)
     starts = torch.zeros(columns, decisions + 1, dtype=torch.bool)
     starts[0, 0] = starts[1, 3] = True
     before = torch.randn(columns, policy.state_width, generator=torch.Generator().manual_seed(2))
     final_at = torch.tensor([3, 1]), torch.tensor([2, 4])
-    final_rows = flat(policy.spec, 2, seed=7)
+    final_rows = draw(policy.spec, 2, seed=7)
     review = policy.review(seen(policy, rows), starts, before, seen(policy, final_rows), final_at)
 
     act, state, states = policy.acting(), before.numpy().copy(), []
     for t in range(decisions):
         state[starts[:, t].numpy()] = 0
-        packed = policy.pictures(rows[:, t]) if policy.pictures else rows[:, t]
-        again, _ = act(packed, None, state)
-        chosen, state = act(rows[:, t], None, state)
-        assert np.array_equal(again, chosen)
+        chosen, state = act(at(rows, slice(None), t), None, state)
         states.append(state.copy())
         best = review.outputs[:, t]
         if policy.spec.choices is None:
@@ -175,9 +198,9 @@ def test_acting_and_learning_see_the_same(name):
     memory = None
     if policy.state_width:
         memory = Memory(starts[:, :-1], before, torch.ones(columns, decisions, dtype=torch.bool))
-        obs = seen(policy, rows[:, :-1])
+        obs = seen(policy, at(rows, slice(None), slice(-1)))
     else:
-        obs = seen(policy, rows[:, :-1].reshape(-1, rows.shape[-1]))
+        obs = seen(policy, at(rows, slice(None), slice(-1))).flatten(0, 1)
     passed = policy.run(obs, memory)
     torch.testing.assert_close(passed.outputs, review.outputs.flatten(0, 1), atol=1e-5, rtol=1e-5)
     if policy.critic is None:
@@ -187,20 +210,20 @@ def test_acting_and_learning_see_the_same(name):
     for row, (column, t) in enumerate(zip(*(part.tolist() for part in final_at), strict=True)):
         with torch.no_grad():
             after = torch.from_numpy(states[t][column : column + 1])
-            value = policy.step(seen(policy, final_rows[row : row + 1]).unsqueeze(1), None, after)[1][0, 0]
+            value = policy.step(seen(policy, at(final_rows, slice(row, row + 1))).unsqueeze(1), None, after)[1][0, 0]
         torch.testing.assert_close(review.final_values[row], value, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_review_in_pieces_says_the_same(name):
     policy = make(SPECS[name])
-    rows, starts = flat(policy.spec, 5, 4), torch.rand(5, 4) < 0.3
+    rows, starts = draw(policy.spec, 5, 4), torch.rand(5, 4) < 0.3
     nobody = torch.zeros(0).long(), torch.zeros(0).long()
     arguments = (
         seen(policy, rows),
         starts,
         torch.zeros(5, policy.state_width),
-        seen(policy, flat(policy.spec, 0)),
+        seen(policy, draw(policy.spec, 0)),
         nobody,
     )
     whole = policy.review(*arguments)
@@ -218,7 +241,7 @@ def test_saved_and_loaded(name, tmp_path):
     save_policy(policy, tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy")
     assert loaded.spec == policy.spec
-    rows, state = flat(policy.spec, 9), np.ones((9, policy.state_width), dtype=np.float32)
+    rows, state = draw(policy.spec, 9), np.ones((9, policy.state_width), dtype=np.float32)
     for left, right in zip(loaded.acting()(rows, None, state), policy.acting()(rows, None, state), strict=True):
         assert np.array_equal(left, right)
 

@@ -33,17 +33,19 @@ def test_acting_is_what_the_networks_say(spec):
     obs = 3 * torch.randn(50, spec.obs_dim, generator=generator)
     noise = policy.head.noise((50,), generator)
     with torch.no_grad():
-        outputs = policy.actor(policy.normalized(obs))
+        outputs = policy.actor(policy.inputs({"state": obs}))
     actor = policy.acting()
     nothing = np.zeros((50, 0), dtype=np.float32)
     if spec.choices is None:
         expected = outputs + noise * policy.head.logstd.exp()
-        torch.testing.assert_close(torch.from_numpy(actor(obs.numpy(), noise.numpy(), nothing)[0]), expected.detach())
-        torch.testing.assert_close(torch.from_numpy(actor(obs.numpy(), None, nothing)[0]), outputs)
+        torch.testing.assert_close(
+            torch.from_numpy(actor({"state": obs.numpy()}, noise.numpy(), nothing)[0]), expected.detach()
+        )
+        torch.testing.assert_close(torch.from_numpy(actor({"state": obs.numpy()}, None, nothing)[0]), outputs)
     else:
         for scores, given in ((outputs + noise, noise.numpy()), (outputs, None)):
             expected = torch.stack([part.argmax(1) for part in scores.split(spec.choices, 1)], 1)
-            assert actor(obs.numpy(), given, nothing)[0].tolist() == expected.tolist()
+            assert actor({"state": obs.numpy()}, given, nothing)[0].tolist() == expected.tolist()
 
 
 def test_samples_follow_the_probabilities():
@@ -114,7 +116,7 @@ def test_saved_and_loaded(spec, tmp_path):
     assert loaded.spec == spec
     obs = torch.randn(9, spec.obs_dim)
     assert torch.equal(loaded.values(obs), policy.values(obs))
-    actions = [each.acting()(obs.numpy(), None, np.zeros((9, 0)))[0] for each in (loaded, policy)]
+    actions = [each.acting()({"state": obs.numpy()}, None, np.zeros((9, 0)))[0] for each in (loaded, policy)]
     assert np.array_equal(*actions)
 
 

@@ -5,13 +5,18 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from tether.models.control.pictures import NUMBERS, PICTURE
+from tether.models.control.observations import NUMBERS, PICTURE, TEXT
 from tether.models.vla.model import PictureEncoder, ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
+from tether.observations import ObsPart
 
 SPEC = {
-    "obs_dim": 297, "action_width": 2, "low": (-1.0, -1.0), "high": (1.0, 1.0), "num_action_chunks": 3,
-    "text": (290, 295), "pictures": ((2, 8, 12, 3),), "hidden_dim": 32, "num_layers": 3, "num_heads": 2,
+    "layout": (
+        ObsPart("hand", "vector", (4,)), ObsPart("image", "image", (8, 12, 3), "uint8"),
+        ObsPart("task", "text", (5,), "uint8"),
+    ),
+    "action_width": 2, "low": (-1.0, -1.0), "high": (1.0, 1.0), "num_action_chunks": 3,
+    "hidden_dim": 32, "num_layers": 3, "num_heads": 2,
     "temperature": 0.7,
 }  # fmt: skip
 KINDS = ("openvla", "openvla_oft")
@@ -28,12 +33,12 @@ def make(kind, **changes):
 
 def inputs(rows=5, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randn(rows, 9, generator=generator, dtype=torch.float64)
-    numbers[:, 2:7] = torch.randint(0, 128, (rows, 5), generator=generator).double()
+    numbers = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    text = torch.randint(0, 128, (rows, 5), generator=generator, dtype=torch.uint8)
     picture = torch.randint(0, 256, (rows, 3, 8, 12), generator=generator, dtype=torch.uint8)
     bins = torch.randint(0, ACTION_BINS, (rows, 6), generator=generator)
     noise = torch.empty(rows, 6, ACTION_BINS, dtype=torch.float64).exponential_(generator=generator).log_().neg_()
-    return TensorDict({NUMBERS: numbers, PICTURE: picture}, batch_size=[rows]), bins, noise
+    return TensorDict({NUMBERS: numbers, PICTURE: picture, TEXT: text}, batch_size=[rows]), bins, noise
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +117,7 @@ def test_every_part_of_the_prompt_is_read(change):
     if change == "picture":
         obs[PICTURE] = 255 - obs[PICTURE]
     else:
-        obs[NUMBERS][:, 8 if change == "number" else 4] += 1
+        obs[NUMBERS if change == "number" else TEXT][:, 3] += 1
     after, _ = model(model.prompt(obs), bins)
     assert (before - after).abs().amax((1, 2)).min() > 1e-3
 
@@ -127,7 +132,7 @@ def test_the_prompt_is_what_it_is_said_to_be():
     assert prompt.shape == (5, 1 + pictures + 1 + 5 + 1, 32)
     assert torch.equal(prompt[0, 0], embed[BEGIN])
     assert torch.equal(prompt[0, -1], embed[END])
-    assert torch.equal(prompt[3, -4], embed[FIRST_BYTE + int(obs[NUMBERS][3, 4])])
+    assert torch.equal(prompt[3, -4], embed[FIRST_BYTE + int(obs[TEXT][3, 2])])
 
 
 @torch.no_grad()

@@ -5,17 +5,20 @@ import torch
 from tensordict import TensorDict
 
 from tether.models.control.mlp_policy import load_policy, save_policy
-from tether.models.control.pictures import NUMBERS, PICTURE
+from tether.models.control.observations import NUMBERS, PICTURE, TEXT
 from tether.models.vla.model import VlaModel
 from tether.models.vla.policy import VlaPolicy
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
+from tether.observations import ObsPart
 from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan, policy_within_memory
 from tether.training.control.samples import Samples
 from tether.training.engines.optimizer import OptimizerOptions
 
+HAND, IMAGE = ObsPart("hand", "vector", (4,)), ObsPart("image", "image", (8, 8, 3), "uint8")
 SPEC = {
-    "obs_dim": 199, "action_width": 2, "low": (-1.0, 0.0), "high": (1.0, 3.0), "num_action_chunks": 2,
-    "text": (2, 5), "pictures": ((7, 8, 8, 3),), "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "value_width": 2,
+    "layout": (HAND, IMAGE, ObsPart("task", "text", (3,), "uint8")),
+    "action_width": 2, "low": (-1.0, 0.0), "high": (1.0, 3.0), "num_action_chunks": 2,
+    "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "value_width": 2,
 }  # fmt: skip
 KINDS = ("openvla", "openvla_oft")
 
@@ -30,10 +33,10 @@ def make(kind, seed=0, **changes):
 
 def look(*shape, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randn(*shape, 7, generator=generator, dtype=torch.float64)
-    numbers[..., 2:5] = torch.randint(0, 128, (*shape, 3), generator=generator).double()
+    numbers = torch.randn(*shape, 4, generator=generator, dtype=torch.float64)
+    text = torch.randint(0, 128, (*shape, 3), generator=generator, dtype=torch.uint8)
     picture = torch.randint(0, 256, (*shape, 3, 8, 8), generator=generator, dtype=torch.uint8)
-    return TensorDict({NUMBERS: numbers, PICTURE: picture}, batch_size=shape)
+    return TensorDict({NUMBERS: numbers, PICTURE: picture, TEXT: text}, batch_size=shape)
 
 
 def bins(*shape, seed=2):
@@ -157,12 +160,9 @@ def test_the_first_weights_come_from_the_seed_alone():
 
 
 def test_a_picture_alone_or_numbers_alone_are_enough():
-    bare = make("openvla", obs_dim=3, text=None, pictures=()).float()
-    assert bare.act(torch.randn(5, 3), None).shape == (5, 4)
-    seen = make("openvla", obs_dim=192, text=None, pictures=((0, 8, 8, 3),)).float()
-    obs = look(5)
-    obs[NUMBERS] = torch.zeros(5, 0)
-    assert seen.act(obs, None).shape == (5, 4)
+    bare, seen = make("openvla", layout=(HAND,)).float(), make("openvla", layout=(IMAGE,)).float()
+    assert bare.act(bare.inputs({"hand": torch.randn(5, 4)}), None).shape == (5, 4)
+    assert seen.act(seen.inputs({"image": torch.zeros(5, 8, 8, 3, dtype=torch.uint8)}), None).shape == (5, 4)
 
 
 class TestLora:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import envpool
-from numpy.typing import NDArray
 
 from tether.envs.make import EnvOptions, View
-from tether.envs.protocol import EnvState, EnvStep, Floats
+from tether.envs.protocol import EnvState, EnvStep
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+from tether.observations import Array, Observation
 from tether.spelling import did_you_mean
 
 
@@ -27,15 +27,15 @@ class EnvPool:
         self._make = make
         self._pool = make(0)
         self.num_envs, self.actions = self._pool.num_envs, self._pool.actions
-        self.obs_dim, self.layout = self._pool.obs_dim, self._pool.layout
+        self.layout = self._pool.layout
 
-    def reset(self, seed: int) -> Floats:
+    def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
         self._pool.close()
         self._pool = self._make(seed)
         return self._pool.reset(None)  # the pool has its seed, and warns about another
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`."""
         return self._pool.step(actions)
 

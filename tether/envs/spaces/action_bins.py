@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.envs.protocol import DiscreteActions, EnvState, EnvStep, Floats, VectorEnv
+from tether.observations import Array, Observation
 
 NUMBERS = 256
 EDGES = np.linspace(-1.0, 1.0, NUMBERS)
@@ -35,7 +36,7 @@ class ActionBins:
         low, high = np.quantile(actions.astype(np.float64), quantiles, axis=0)
         return cls(tuple(low.tolist()), tuple(high.tolist()))
 
-    def decode(self, numbers: NDArray[Any]) -> Floats:
+    def decode(self, numbers: Array) -> Floats:
         """Actions [..., D] in the middle of bins [..., D]: ``(c + 1) / 2 * (high - low) + low``."""
         centers = CENTERS[np.minimum(numbers, NUMBERS - 2)]
         return ((centers + 1) / 2 * self._ranges + np.array(self.low)).astype(np.float32)
@@ -60,14 +61,14 @@ class BinnedEnv:
 
     def __init__(self, env: VectorEnv, bins: ActionBins) -> None:
         self._env, self._bins = env, bins
-        self.id, self.num_envs, self.obs_dim, self.layout = env.id, env.num_envs, env.obs_dim, env.layout
+        self.id, self.num_envs, self.layout = env.id, env.num_envs, env.layout
         self.actions = DiscreteActions((NUMBERS,) * len(bins.low))
 
-    def reset(self, seed: int) -> Floats:
+    def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
         return self._env.reset(seed)
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`."""
         return self._env.step(self._bins.decode(actions))
 

@@ -6,12 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from gymnasium import Space
-from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep, Flags, Floats
-from tether.envs.spaces.observation_layout import layout_of
-from tether.envs.spaces.spaces import ActionCodec, flat_size, flatten
+from tether.envs.protocol import EnvState, EnvStep, Flags
+from tether.envs.spaces.actions import ActionCodec
+from tether.envs.spaces.observations import ObservationReader
+from tether.observations import Array, Observation, copied
 
 
 class Simulation(Protocol):
@@ -49,31 +48,31 @@ class BatchedEnv:
         self.id, self.num_envs = id, num_envs
         self._env = env
         self._ignore_terminations = ignore_terminations
-        self._space: Space[Any] = env.unwrapped.single_observation_space
+        self._read = ObservationReader(env.unwrapped.single_observation_space, id)
         self._codec = ActionCodec.of(env.unwrapped.single_action_space, id)
         self.actions = self._codec.spec
-        self.obs_dim, self.layout = flat_size(self._space, id), layout_of(self._space, id)
+        self.layout = self._read.layout
 
-    def reset(self, seed: int) -> Floats:
+    def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
         obs, _ = self._env.reset(seed=[seed + i for i in range(self.num_envs)])
-        return self._flat(obs)
+        return self._seen(obs)
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`."""
         raw, reward, terminated, truncated, info = self._env.step(torch.as_tensor(self._codec.decode(actions)))
         ends, cut = self._flags(terminated), self._flags(truncated)
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
         # Before episodes begin anew, which may write over these tensors.
-        obs, told = self._flat(raw), info.get("success")
+        obs, told = self._seen(raw), info.get("success")
         rewards = np.array(_host(reward), dtype=np.float32).reshape(self.num_envs)
         success = None if told is None else self._flags(told)
         final_obs, over = None, np.flatnonzero(ends | cut)
         if over.size:
             final_obs = obs
             fresh, _ = self._env.reset(options={"env_idx": torch.as_tensor(over)})
-            obs = self._flat(fresh)
+            obs = self._seen(fresh)
         return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, success=success)
 
     def get_state(self) -> EnvState:
@@ -88,8 +87,8 @@ class BatchedEnv:
         """See `VectorEnv.close`."""
         self._env.close()
 
-    def _flat(self, obs: Any) -> Floats:
-        return np.array(flatten(self._space, _host(obs), self.num_envs))  # a copy: the simulator reuses its memory
+    def _seen(self, obs: Any) -> Observation:
+        return copied(self._read(_host(obs), self.num_envs))  # the simulator reuses its memory
 
     def _flags(self, told: Any) -> Flags:
         return np.array(np.broadcast_to(np.asarray(_host(told), dtype=np.bool_), self.num_envs))

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep, Floats, HeldEnv
+from tether.envs.protocol import EnvState, EnvStep, HeldEnv
 from tether.keyed_random import seed_of
+from tether.observations import Array, Observation
 
 
 class PacedEnv:
@@ -38,21 +39,21 @@ class PacedEnv:
     ) -> None:
         self._env = env
         self.id, self.num_envs, self.actions = env.id, env.num_envs, env.actions
-        self.obs_dim, self.layout = env.obs_dim, env.layout
+        self.layout = env.layout
         self._chunk, self._auto_reset = chunk, auto_reset
         self._seed = self._steps = 0
         self._begun = [0] * self.num_envs
         self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
         self._group_size, self._fixed_seed = group_size, fixed_seed
 
-    def reset(self, seed: int) -> Floats:
+    def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
         self._seed, self._steps = seed, 0
         self._begun = [0] * self.num_envs
         self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
         return self._begin(range(self.num_envs))
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`."""
         step = self._env.step(actions)
         self._steps += 1
@@ -80,7 +81,7 @@ class PacedEnv:
         """See `VectorEnv.close`."""
         self._env.close()
 
-    def _begin(self, which: Iterable[int]) -> Floats:
+    def _begin(self, which: Iterable[int]) -> Observation:
         seeds = {n: self._next_seed(n) for n in which}
         for n in seeds:
             self._begun[n] += 1

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
-from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep, Flags, Floats
-from tether.envs.spaces.observation_layout import layout_of
-from tether.envs.spaces.spaces import ActionCodec, flat_size, flatten
+from tether.envs.protocol import EnvState, EnvStep, Flags
+from tether.envs.spaces.actions import ActionCodec
+from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
+from tether.observations import Array, Observation
 
 
 class GymnasiumVectorEnv:
@@ -33,35 +33,35 @@ class GymnasiumVectorEnv:
         self.num_envs = env.num_envs
         self._env = env
         self._keeper = EnvKeeper([env])
-        self._space = env.single_observation_space
+        self._read = ObservationReader(env.single_observation_space, id)
         self._codec = ActionCodec.of(env.single_action_space, id)
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.actions = self._codec.spec
-        self.obs_dim = flat_size(self._space, id)
-        self.layout = layout_of(self._space, id)
+        self.layout = self._read.layout
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
-    def reset(self, seed: int | None) -> Floats:
+    def reset(self, seed: int | None) -> Observation:
         """See `VectorEnv.reset`; None leaves the generators of the environment as they are."""
         obs, _ = self._env.reset(seed=seed)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
-        return self._flat(obs)
+        return self._read(obs, self.num_envs)
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`."""
         raw, reward, terminated, truncated, infos = self._env.step(self._codec.decode(actions))
-        obs, ended = self._flat(raw), terminated | truncated
+        obs, ended = self._read(raw, self.num_envs), terminated | truncated
         final_obs, valid = None, None
         if self._mode is AutoresetMode.NEXT_STEP:
             if self._resetting.any():
                 valid = ~self._resetting
             self._resetting = ended
         if ended.any():
-            final_obs = self._final(infos, obs, ended) if self._mode is AutoresetMode.SAME_STEP else obs
+            final_obs = self._final(infos, ended) if self._mode is AutoresetMode.SAME_STEP else obs
             if self._mode is AutoresetMode.DISABLED:
                 fresh, _ = self._env.reset(options={"reset_mask": ended})
                 # Only the masked rows of what a partial reset returns are defined.
-                obs = np.where(ended[:, None], self._flat(fresh), obs)
+                begun = self._read(fresh, self.num_envs)
+                obs = {name: _where(ended, begun[name], part) for name, part in obs.items()}
         reward = np.asarray(reward, dtype=np.float32)
         success = _success(infos)
         return EnvStep(obs, reward, terminated, truncated, final_obs=final_obs, valid=valid, success=success)
@@ -81,15 +81,17 @@ class GymnasiumVectorEnv:
         """See `VectorEnv.close`."""
         self._env.close()
 
-    def _flat(self, obs: Any) -> Floats:
-        return flatten(self._space, obs, self.num_envs)
-
-    def _final(self, infos: dict[str, Any], obs: Floats, ended: Flags) -> Floats:
+    def _final(self, infos: dict[str, Any], ended: Flags) -> Observation:
         """Rows of `final_obs` for the episodes that ended."""
-        final = np.zeros_like(obs)
-        for i in np.flatnonzero(ended):
-            final[i] = flatten(self._space, infos["final_obs"][i], 1)[0]
+        final = self._read.zeros(self.num_envs)
+        for i in np.flatnonzero(ended).tolist():
+            self._read.write(infos["final_obs"][i], final, i)
         return final
+
+
+def _where(rows: Flags, chosen: Array, other: Array) -> Array:
+    """Some rows [N, ...] of one array, the rest of another."""
+    return np.where(rows.reshape(-1, *[1] * (other.ndim - 1)), chosen, other)
 
 
 def _success(infos: dict[str, Any]) -> Flags | None:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep, Floats
-from tether.envs.spaces.spaces import check_finite
+from tether.envs.protocol import EnvState, EnvStep
+from tether.envs.spaces.actions import check_finite
 from tether.envs.vectorization.loop import SyncVectorEnv
+from tether.observations import Array, Observation
 from tether.runtime.channel import Channel
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
@@ -67,18 +68,18 @@ class WorkerVectorEnv:
         probe = make(1)  # here, so that what is wrong with the environment is raised here
         probe.close()
         self.id, self.num_envs, self.actions = id, num_envs, probe.actions
-        self.obs_dim, self.layout = probe.obs_dim, probe.layout
+        self.layout = probe.layout
         self._make, self._timeout, self._holds = make, timeout, holds
         self._seed = 0
         bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
         self._workers = [self._start(slice(first, stop)) for first, stop in pairwise(bounds)]
 
-    def reset(self, seed: int) -> Floats:
+    def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
         self._seed = seed
         return self.begin({n: self._seed + n for n in range(self.num_envs)})
 
-    def begin(self, seeds: Mapping[int, int | None]) -> Floats:
+    def begin(self, seeds: Mapping[int, int | None]) -> Observation:
         """See `HeldEnv.begin`.
 
         Raises:
@@ -95,9 +96,9 @@ class WorkerVectorEnv:
                 self._replace(number, answer)
                 self._send(self._workers[number], request)
             answers.append(answer)
-        return np.concatenate(answers)
+        return _stacked(answers)
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step` and `HeldEnv.step`.
 
         Raises:
@@ -199,7 +200,7 @@ class WorkerVectorEnv:
         self._replace(number, how)
         worker = self._workers[number]
         count = worker.rows.stop - worker.rows.start
-        obs = np.zeros((count, self.obs_dim), dtype=np.float32)
+        obs = {part.name: part.zeros(count) for part in self.layout}
         if not self._holds:
             seeds = {i: self._seed + self.num_envs + worker.rows.start + i for i in range(count)}
             self._send(worker, ("begin", seeds))
@@ -220,6 +221,9 @@ def _joined(steps: list[EnvStep]) -> EnvStep:
             continue
         missing = np.ones if field.name == "valid" else np.zeros
         known = next(part for part in parts if part is not None)
+        if isinstance(known, dict):  # where no episode ended, the rows of the last observations mean nothing
+            columns[field.name] = _stacked([part or step.obs for step, part in zip(steps, parts, strict=True)])
+            continue
         columns[field.name] = np.concatenate(
             [
                 missing((len(step.reward), *known.shape[1:]), dtype=known.dtype) if part is None else part
@@ -227,6 +231,11 @@ def _joined(steps: list[EnvStep]) -> EnvStep:
             ]
         )
     return EnvStep(**columns)
+
+
+def _stacked(parts: list[Observation]) -> Observation:
+    """The observations of all workers, one after the other."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed: int) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy.typing import NDArray
-
-from tether.envs.protocol import EnvStep, Floats, VectorEnv
+from tether.envs.protocol import EnvStep, VectorEnv
+from tether.observations import Array, Observation
 from tether.runtime.late_calls import LateCalls
 
 
@@ -30,7 +29,7 @@ class TimedEnv:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
-    def reset(self, seed: int) -> Floats:
+    def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`.
 
         Raises:
@@ -42,7 +41,7 @@ class TimedEnv:
         finally:
             self._calls.end()
 
-    def step(self, actions: NDArray[Any]) -> EnvStep:
+    def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`.
 
         Raises:

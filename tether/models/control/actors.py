@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head
-from tether.models.control.spec import Observations
+from tether.observations import Observation
 
 if TYPE_CHECKING:
     from tether.models.control.mlp_policy import ControlPolicy
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float32]
 
-Act = Callable[[Any, Array | None, Array], tuple[NDArray[Any], Array]]
-"""(observations of N environments, flat or as a rollout keeps them; noise [N, outputs] of the head, or None for the
+Act = Callable[[Observation, Array | None, Array], tuple[NDArray[Any], Array]]
+"""(observations of N environments; noise [N, outputs] of the head, or None for the
 likeliest actions; states [N, S] of the memory) -> actions of a chunk [N, K * D], next states."""
 
 
@@ -71,14 +71,17 @@ class Actor:
         self._layers = [(_array(weight).T, _array(bias)) for weight, bias in policy.actor.linear]
         self._activation = ACTIVATIONS[policy.spec.activation]
         self._choose = Choice(policy.head)
+        self._row = policy.row
         normalizer = policy.normalizer
         self._normalize = None
         if normalizer is not None:
             self._normalize = (_array(normalizer.shift), _array(normalizer.scale), normalizer.clip)
 
-    def __call__(self, obs: Array, noise: Array | None, state: Array) -> tuple[NDArray[Any], Array]:
-        """See `Act`; observations are [N, O], as the environments gave them."""
-        return self._choose(self._outputs(obs), noise), state
+    def __call__(self, obs: Observation, noise: Array | None, state: Array) -> tuple[NDArray[Any], Array]:
+        """See `Act`."""
+        name = self._row.is_part
+        row = self._row(as_tensors(obs)).numpy() if name is None else obs[name]
+        return self._choose(self._outputs(row), noise), state
 
     def _outputs(self, x: Array) -> Array:
         if self._normalize is not None:
@@ -102,14 +105,17 @@ class NetworkActor:
 
     def __init__(self, policy: NetworkPolicy) -> None:
         self._policy = policy
-        self._see = policy.pictures or torch.from_numpy
         self._choose = Choice(policy.head)
 
-    def __call__(self, obs: Array | Observations, noise: Array | None, state: Array) -> tuple[NDArray[Any], Array]:
+    def __call__(self, obs: Observation, noise: Array | None, state: Array) -> tuple[NDArray[Any], Array]:
         """See `Act`."""
-        seen = self._see(obs) if isinstance(obs, np.ndarray) else obs
-        outputs, after = self._policy.act(seen, torch.from_numpy(state))
+        outputs, after = self._policy.act(self._policy.inputs(as_tensors(obs)), torch.from_numpy(state))
         return self._choose(outputs.numpy(), noise), after.numpy()
+
+
+def as_tensors(obs: Observation) -> dict[str, Tensor]:
+    """The same parts, in the same memory."""
+    return {name: torch.from_numpy(part) for name, part in obs.items()}
 
 
 def _array(tensor: Tensor) -> Array:

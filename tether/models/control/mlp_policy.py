@@ -19,12 +19,15 @@ from tether.models.control.actors import Actor
 from tether.models.control.mlp import Mlp
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.normalize import RunningNormalizer
+from tether.models.control.observations import Seen
 from tether.models.control.spec import Memory, Passed, PolicySpec, Review
+from tether.observations import ObsPart
 
 if TYPE_CHECKING:
     from tether.models.vla.policy import VlaPolicy
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
+OTHER_VERSION = "Another version of tether wrote this file; train the policy again with this one"
 
 
 class ControlPolicy(nn.Module):
@@ -37,15 +40,13 @@ class ControlPolicy(nn.Module):
 
     state_width = 0
     """There is no memory."""
-    pictures = None
-    """Nothing is seen as a picture."""
 
     def __init__(self, spec: PolicySpec, seed: int) -> None:
         super().__init__()
         self.spec = spec
         generator = torch.Generator().manual_seed(seed)
         hidden = [spec.obs_dim] + [spec.hidden_dim] * spec.num_layers
-        self.head = spec.make_head()
+        self.row, self.head = spec.make_row(), spec.make_head()
         self.actor = Mlp([*hidden, self.head.outputs], spec.activation, 0.01 * math.sqrt(2), generator)
         self.critic: Mlp | None = None
         if spec.value_width:
@@ -62,9 +63,15 @@ class ControlPolicy(nn.Module):
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [*self.actor.parameters(), *self.head.parameters()], critic
 
-    def normalized(self, obs: Tensor) -> Tensor:
-        """What the networks see of raw observations [..., O]."""
-        return obs if self.normalizer is None else self.normalizer(obs)
+    def inputs(self, obs: Seen) -> Tensor:
+        """What the networks read of observations: a flat row [..., O], normalised."""
+        row = self.row(obs)
+        return row if self.normalizer is None else self.normalizer(row)
+
+    def update_statistics(self, obs: Seen) -> None:
+        """Take the numbers of observations [B, ...] into the statistics by which they are normalised."""
+        if self.normalizer is not None:
+            self.normalizer.update(self.row(obs))
 
     def acting(self) -> Actor:
         """What acts with the weights of this moment."""
@@ -167,24 +174,33 @@ def load_policy(folder: Path) -> Policy:
     """
     if not (folder / SPEC_FILE).is_file():
         raise ValueError(f"{folder}: no control policy here ({SPEC_FILE} is missing); name a checkpoint of such a run")
-    fields = {name: _as_tuple(value) for name, value in json.loads((folder / SPEC_FILE).read_text()).items()}
-    policy: Policy
-    if "model_type" in fields:  # transformers takes seconds to load
-        vla = importlib.import_module("tether.models.vla.policy")
-        policy = vla.VlaPolicy(vla.VlaSpec(**fields), seed=0)
-    else:
-        policy = make_policy(PolicySpec(**fields), seed=0)
+    policy = _empty_policy(folder / SPEC_FILE)
     weights, expected = load_file(folder / WEIGHTS_FILE), policy.state_dict()
     if weights.keys() != expected.keys():
         unknown, missing = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
         raise ValueError(
-            f"{folder / WEIGHTS_FILE}: unknown weights {unknown[:3]}, missing weights {missing[:3]}. Another version "
-            "of tether wrote this file; train the policy again with this one"
+            f"{folder / WEIGHTS_FILE}: unknown weights {unknown[:3]}, missing weights {missing[:3]}. {OTHER_VERSION}"
         )
     policy.load_state_dict(weights)
     return policy
 
 
+def _empty_policy(file: Path) -> Policy:
+    """The policy of a spec, before its weights."""
+    fields = {name: _as_tuple(value) for name, value in json.loads(file.read_text()).items()}
+    try:
+        fields["layout"] = tuple(ObsPart(**part) for part in fields["layout"])
+        if "model_type" not in fields:
+            return make_policy(PolicySpec(**fields), seed=0)
+        vla = importlib.import_module("tether.models.vla.policy")  # transformers takes seconds to load
+        policy: Policy = vla.VlaPolicy(vla.VlaSpec(**fields), seed=0)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: not the shape of a policy ({error}). {OTHER_VERSION}") from error
+    return policy
+
+
 def _as_tuple(value: Any) -> Any:
     """JSON has lists only."""
+    if isinstance(value, dict):
+        return {name: _as_tuple(inner) for name, inner in value.items()}
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

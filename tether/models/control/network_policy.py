@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from tether.models.control.actors import NetworkActor
@@ -19,6 +20,7 @@ from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.micro_batches import back_in_parts, pass_in_parts
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
 from tether.models.control.normalize import RunningNormalizer
+from tether.models.control.observations import NUMBERS, PICTURE, Seen
 from tether.models.control.spec import (
     Memory,
     Observations,
@@ -27,7 +29,6 @@ from tether.models.control.spec import (
     Review,
     numbers_of,
     picture_of,
-    with_numbers,
 )
 
 
@@ -36,13 +37,13 @@ class Torso(nn.Module):
 
     def __init__(self, spec: PolicySpec, generator: torch.Generator) -> None:
         super().__init__()
-        pictures, sees = spec.make_pictures(), spec.obs_dim
+        pictures, reads = spec.make_pictures(), spec.obs_dim
         self.cnn: Cnn | None = None
         if pictures is not None:
             self.cnn = Cnn(pictures.shape, spec.cnn_type, spec.activation, spec.pixel_scale, generator)
-            sees = len(pictures.numbers) + self.cnn.features
+            reads += self.cnn.features
         self._activation = ACTIVATIONS[spec.activation]
-        sizes = [sees] + [spec.hidden_dim] * spec.num_layers
+        sizes = [reads] + [spec.hidden_dim] * spec.num_layers
         gain = self._activation.gain
         self.hidden = nn.ModuleList([orthogonal_linear(*pair, gain, generator) for pair in pairwise(sizes)])
         self.lstm = None if spec.lstm_dim is None else orthogonal_lstm(spec.hidden_dim, spec.lstm_dim, generator)
@@ -94,7 +95,7 @@ class NetworkPolicy(nn.Module):
         super().__init__()
         self.spec = spec
         generator = torch.Generator().manual_seed(seed)
-        self.pictures = spec.make_pictures()
+        self.row, self.pictures = spec.make_row(), spec.make_pictures()
         self.head = spec.make_head()
         self.torso = Torso(spec, generator)
         self.actor = orthogonal_linear(self.torso.width, self.head.outputs, 0.01 * math.sqrt(2), generator)
@@ -105,8 +106,7 @@ class NetworkPolicy(nn.Module):
             self.critic = orthogonal_linear(self.torso.width, spec.value_width, 1.0, generator)
         self.normalizer: RunningNormalizer | None = None
         if spec.normalize_observations:
-            numbers = spec.obs_dim if self.pictures is None else len(self.pictures.numbers)
-            self.normalizer = RunningNormalizer(numbers, spec.clip_observations)
+            self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
         self.micro_batch: int | None = None
         """Decisions of a forward and backward pass, or one sequence where that is more; None: all at once."""
 
@@ -121,9 +121,18 @@ class NetworkPolicy(nn.Module):
         critic = [module for module in (self.critic_torso, self.critic) if module is not None]
         return actor, [parameter for module in critic for parameter in module.parameters()]
 
-    def normalized(self, obs: Observations) -> Observations:
-        """What the networks see of raw observations."""
-        return obs if self.normalizer is None else with_numbers(obs, self.normalizer(numbers_of(obs)))
+    def inputs(self, obs: Seen) -> Observations:
+        """What the networks read of observations [..., *shape]: numbers [..., O], normalised, and the picture."""
+        row = self.row(obs)
+        row = row if self.normalizer is None else self.normalizer(row)
+        if self.pictures is None:
+            return row
+        return TensorDict({NUMBERS: row, PICTURE: self.pictures(obs)}, batch_size=row.shape[:-1])
+
+    def update_statistics(self, obs: Seen) -> None:
+        """Take the numbers of observations [B, ...] into the statistics by which they are normalised."""
+        if self.normalizer is not None:
+            self.normalizer.update(self.row(obs))
 
     def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
         """Outputs [..., outputs] and values [..., V]; for the rest see `Torso.forward`."""
@@ -152,8 +161,7 @@ class NetworkPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [N, outputs] for raw observations [N, ...], and the next state, from the state [N, S] before."""
-        obs = self.normalized(obs)
+        """Outputs [N, outputs] for what `inputs` gave of N observations, and the next state, from the state [N, S]."""
         if self.spec.lstm_dim is None:
             return self.actor(self.torso(obs, None, state)), state
         outputs, _, states = self.step(obs.unsqueeze(1), None, state)

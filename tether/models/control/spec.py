@@ -10,10 +10,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head
-from tether.models.control.pictures import NUMBERS, PICTURE, Pictures
+from tether.models.control.observations import NUMBERS, PICTURE, FlatRow, Pictures
+from tether.observations import ObsLayout, ObsPart
 
 Observations = Tensor | TensorDict
-"""[..., O], or, where the policy sees pictures, what `Pictures` makes of it."""
+"""What networks read: numbers [..., O], or, beside a picture or a text, a TensorDict of them."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class PolicySpec:
     """The shape of a policy: enough to build it again."""
 
     obs_dim: int
-    """O: entries of a flat observation."""
+    """O: numbers that are read as a flat row: all, or those that are in no picture a CNN reads."""
     choices: tuple[int, ...] | None
     """Alternatives of each column of an action; None: actions are numbers."""
     action_width: int
@@ -38,8 +39,10 @@ class PolicySpec:
     init_logstd: float = -0.5
     normalize_observations: bool = False
     clip_observations: float = 10.0
-    pictures: tuple[tuple[int, int, int, int], ...] = ()
-    """What a CNN reads: see `Pictures`; none: there is no CNN."""
+    layout: ObsLayout = ()
+    """The parts of an observation; empty: one of O numbers, ``state``."""
+    pictures: tuple[str, ...] = ()
+    """Names of the parts that a CNN reads; none: there is no CNN."""
     cnn_type: str = "small"
     """In ``tether.models.control.cnn.CNNS``."""
     pixel_scale: float = 255.0
@@ -52,9 +55,18 @@ class PolicySpec:
         """Nothing but perceptrons, whose gradients are taken by hand."""
         return not self.pictures and self.lstm_dim is None
 
+    @property
+    def parts(self) -> ObsLayout:
+        """The parts of an observation."""
+        return self.layout or (ObsPart("state", "vector", (self.obs_dim,)),)
+
+    def make_row(self) -> FlatRow:
+        """What lays the numbers of observations out flat."""
+        return FlatRow(self.parts, without=self.pictures)
+
     def make_pictures(self) -> Pictures | None:
-        """What takes the pictures out of flat observations, where a CNN reads them."""
-        return Pictures(self.obs_dim, self.pictures) if self.pictures else None
+        """What stacks the pictures, where a CNN reads them."""
+        return Pictures(self.parts, self.pictures) if self.pictures else None
 
     def make_head(self) -> Head:
         """The distribution of actions."""

@@ -17,14 +17,13 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tether.models.control.pictures import PICTURE, Pictures
-from tether.models.control.spec import Observations, numbers_of
+from tether.models.control.observations import NUMBERS, PICTURE, TEXT, FlatRow, Pictures, Seen
+from tether.models.control.spec import Observations
 from tether.models.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
 
 CHANNELS = (32, 64, 128)
@@ -111,30 +110,36 @@ class VlaModel(nn.Module):
             pad_token_id=None,
         )
         self.language = LlamaForCausalLM(config)
-        self.pictures = Pictures(spec.obs_dim, spec.pictures) if spec.pictures else None
+        self.row = FlatRow(spec.layout, without=[*spec.pictures, spec.text or ""])
+        self.pictures = Pictures(spec.layout, spec.pictures) if spec.pictures else None
         self.encoder = None if self.pictures is None else PictureEncoder(self.pictures.shape, width)
-        # Of the entries that are in no picture:
-        entries = np.arange(spec.obs_dim) if self.pictures is None else self.pictures.numbers
-        is_text = np.isin(entries, np.arange(*(spec.text or (0, 0))))
-        self._text, self._others = np.flatnonzero(is_text), np.flatnonzero(~is_text)
-        self.numbers = nn.Linear(len(self._others), width) if len(self._others) else None
+        self.numbers = nn.Linear(self.row.width, width) if self.row.width else None
         # Zero at the start, as in RLinf's OpenVLA-OFT, where they stay so.
         oft = spec.model_type == "openvla_oft"
         self.placeholders = nn.Parameter(torch.zeros(spec.action_tokens - 1, width)) if oft else None
 
+    def inputs(self, obs: Seen) -> TensorDict:
+        """What is read of observations [..., *shape]: numbers, and where there are any, pictures and a text."""
+        numbers = self.row(obs)
+        read = {NUMBERS: numbers}
+        if self.pictures is not None:
+            read[PICTURE] = self.pictures(obs)
+        if self.spec.text is not None:
+            read[TEXT] = obs[self.spec.text]
+        return TensorDict(read, batch_size=numbers.shape[:-1])
+
     def prompt(self, obs: Observations) -> Tensor:
-        """What stands before the action tokens of observations [B, ...], embedded, [B, P, E]."""
-        numbers = numbers_of(obs)
+        """What stands before the action tokens of B observations, as `inputs` gave them, embedded, [B, P, E]."""
+        assert isinstance(obs, TensorDict)
         embed = self.language.get_input_embeddings()
-        rows = len(numbers)
-        marks = embed(torch.tensor([[BEGIN, END]], device=numbers.device)).expand(rows, -1, -1)
+        marks = embed(torch.tensor([[BEGIN, END]], device=obs[NUMBERS].device)).expand(len(obs), -1, -1)
         parts = [marks[:, :1]]
         if self.encoder is not None:
-            assert isinstance(obs, TensorDict)
             parts.append(self.encoder(obs[PICTURE]))
         if self.numbers is not None:
-            parts.append(self.numbers(numbers[:, self._others])[:, None])
-        parts.append(embed(numbers[:, self._text].long() + FIRST_BYTE))
+            parts.append(self.numbers(obs[NUMBERS])[:, None])
+        if self.spec.text is not None:
+            parts.append(embed(obs[TEXT].long() + FIRST_BYTE))
         return torch.cat([*parts, marks[:, 1:]], dim=1)
 
     def forward(self, prompt: Tensor, bins: Tensor) -> tuple[Tensor, Tensor]:

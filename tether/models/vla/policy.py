@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor, nn
 
+from tether.models.control.actors import as_tensors
 from tether.models.control.heads import CategoricalHead
 from tether.models.control.micro_batches import back_in_parts, pass_in_parts
+from tether.models.control.observations import Seen
 from tether.models.control.spec import Memory, Observations, Passed, Review
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
+from tether.observations import Observation
 
 ROWS = 256
 """Decisions of a pass without gradients, at most."""
@@ -52,7 +56,6 @@ class VlaPolicy(nn.Module):
                 modules = "all-linear" if spec.target_modules == ("all-linear",) else spec.target_modules
                 options = lora.LoraOptions(spec.lora_rank, spec.lora_alpha, modules)
                 lora.add_lora(self.model.language, options)
-        self.pictures = self.model.pictures
         self.micro_batch: int | None = None
         """Decisions of a forward and backward pass; None: all at once."""
 
@@ -65,9 +68,12 @@ class VlaPolicy(nn.Module):
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad], critic
 
-    def normalized(self, obs: Observations) -> Observations:
-        """What the networks see of raw observations: what they are."""
-        return obs
+    def inputs(self, obs: Seen) -> TensorDict:
+        """What the networks read of observations [..., *shape]."""
+        return self.model.inputs(obs)
+
+    def update_statistics(self, obs: Seen) -> None:
+        """Nothing is normalised, so there are no statistics."""
 
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Outputs [B, A * bins] and values [B, V] for observations [B, ...] and the actions [B, A] that were taken."""
@@ -184,12 +190,12 @@ class VlaActor:
 
     def __init__(self, policy: VlaPolicy) -> None:
         self._policy = policy
-        self._see = policy.pictures or torch.from_numpy
 
     def __call__(
-        self, obs: NDArray[np.float32] | Observations, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
+        self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """See there."""
-        seen = self._see(obs) if isinstance(obs, np.ndarray) else obs
-        chosen = self._policy.act(seen, None if noise is None else torch.from_numpy(noise))
+        chosen = self._policy.act(
+            self._policy.inputs(as_tensors(obs)), None if noise is None else torch.from_numpy(noise)
+        )
         return chosen.numpy(), state

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tether.observations import ObsLayout
+
 BEGIN, END, FIRST_BYTE, BYTES = 0, 1, 2, 256
 ACTION_BINS = 256
 
@@ -19,8 +21,8 @@ class VlaSpec:
 
     model_type: Literal["openvla", "openvla_oft"]
     """Action tokens one after the other, each seeing those before it; or all in one pass, independent of each other."""
-    obs_dim: int
-    """O: entries of a flat observation."""
+    layout: ObsLayout
+    """The parts of an observation."""
     action_width: int
     """D: columns of an action."""
     low: tuple[float, ...]
@@ -31,10 +33,6 @@ class VlaSpec:
     """K: actions that are decided on at once: K * D tokens."""
     value_width: int = 1
     """V: values of an observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
-    text: tuple[int, int] | None = None
-    """Entries that are the bytes of a text, from the first to before the second; None: there is none."""
-    pictures: tuple[tuple[int, int, int, int], ...] = ()
-    """(first entry, height, width, channels) of each picture; see `tether.models.control.pictures.Pictures`."""
     hidden_dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
@@ -44,6 +42,21 @@ class VlaSpec:
     """Rank of LoRA adapters in the transformer, beside which only the critic is trained; 0: everything is."""
     lora_alpha: int = 16
     target_modules: tuple[str, ...] = ("all-linear",)
+
+    @property
+    def parts(self) -> ObsLayout:
+        """The parts of an observation."""
+        return self.layout
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """Names of the pictures."""
+        return tuple(part.name for part in self.layout if part.kind == "image")
+
+    @property
+    def text(self) -> str | None:
+        """Name of the text; None: there is none."""
+        return next((part.name for part in self.layout if part.kind == "text"), None)
 
     @property
     def vocab_size(self) -> int:

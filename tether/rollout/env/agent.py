@@ -11,7 +11,8 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from tether.envs.protocol import Flags
-from tether.envs.spaces.spaces import ActionCodec, flatten
+from tether.envs.spaces.actions import ActionCodec
+from tether.envs.spaces.observations import ObservationReader
 from tether.models.control.mlp_policy import Policy
 
 
@@ -38,6 +39,7 @@ class Agent:
     ) -> None:
         self._policy, self._act = policy, policy.acting()
         self._space, self._codec = observations, ActionCodec.of(actions, env_id)
+        self._read = ObservationReader(observations, env_id)
         self._decode = decode
         self._chunk = policy.spec.num_action_chunks
         self._generator = torch.Generator().manual_seed(seed)
@@ -67,17 +69,20 @@ class Agent:
         """
         rows = batch_size(self._space, observation)
         count = 1 if rows is None else rows
-        flat = flatten(self._space, observation, count)
-        if not np.isfinite(flat).all():
-            row, entry = np.argwhere(~np.isfinite(flat))[0]
-            raise ValueError(f"observation: entry {entry} of row {row} is {flat[row, entry]}; give finite numbers")
+        parts = self._read(observation, count)
+        for name, part in parts.items():
+            if part.dtype.kind == "f" and not np.isfinite(part).all():
+                row, entry = np.argwhere(~np.isfinite(part))[0]
+                raise ValueError(
+                    f"observation: entry {entry} of {name} in row {row} is {part[row, entry]}; give finite numbers"
+                )
         self._begin(count, np.broadcast_to(np.asarray(begins, dtype=np.bool_), (count,)))
         asked = self._carried_out == self._chunk
         if asked.any():
             noise = None
             if not deterministic:
                 noise = self._policy.head.noise((count,), self._generator).numpy()
-            chosen, state = self._act(flat, noise, self._state)
+            chosen, state = self._act(parts, noise, self._state)
             chosen = chosen.reshape(count, self._chunk, -1)
             if self._chosen.shape != chosen.shape:
                 self._chosen = np.zeros_like(chosen)

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor
 
 from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.models.control.actors import Act
-from tether.models.control.pictures import Pictures
-from tether.models.control.spec import Observations
+from tether.observations import Array, Observation, copied
 from tether.rollout.env.episodes import Episode, EpisodeTracker
-from tether.rollout.env.observation_buffer import ObservationBuffer
 
-Finals = list[tuple[int, int, Floats]]
+Finals = list[tuple[int, int, Observation]]
 """(column, step, last observation of its episode)."""
 
 
@@ -31,7 +30,7 @@ Finals = list[tuple[int, int, Floats]]
 class EnvRollout:
     """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
 
-    obs: Observations
+    obs: TensorDict
     """[M, C + 1, ...]: before each decision, and after the last step."""
     actions: Tensor
     """[M, C, K * width]: the actions of a chunk one after the other."""
@@ -47,7 +46,7 @@ class EnvRollout:
     """[M, C + 1]: decisions that begin an episode. Where none was carried out, the next one does, too."""
     state: Tensor
     """[M, S]: of the policy's memory, before the first decision."""
-    final_obs: Observations
+    final_obs: TensorDict
     """[F, ...]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
     """[F], [F]: column and step of each."""
@@ -75,7 +74,7 @@ class EnvRollout:
 class _Rows:
     """Columns of the buffers, [M, T, ...] each."""
 
-    obs: ObservationBuffer
+    obs: Observation
     actions: NDArray[Any]
     rewards: Floats
     terminated: Flags
@@ -87,7 +86,7 @@ class _Rows:
     def part(self, columns: slice) -> _Rows:
         """Some of the columns."""
         others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
-        return _Rows(obs=self.obs.part(columns), **others)
+        return _Rows(obs={name: part[columns] for name, part in self.obs.items()}, **others)
 
 
 class EnvCollector:
@@ -99,7 +98,6 @@ class EnvCollector:
         chunk: K.
         epochs: E.
         bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
-        pictures: what the policy sees as a picture.
         state_width: S, of the policy's memory.
     """
 
@@ -111,7 +109,6 @@ class EnvCollector:
         chunk: int = 1,
         epochs: int = 1,
         bootstrap_terminations: bool = False,
-        pictures: Pictures | None = None,
         state_width: int = 0,
     ) -> None:
         assert steps % chunk == 0, (steps, chunk)
@@ -124,7 +121,8 @@ class EnvCollector:
         shape = (columns, steps)
         decisions = (columns, steps // chunk, chunk * env.actions.width)
         whole = isinstance(env.actions, DiscreteActions)
-        self._obs = ObservationBuffer.allocate((columns, steps + 1), env.obs_dim, pictures)
+        buffers = {part.name: torch.from_numpy(part.zeros(columns, steps + 1)) for part in env.layout}
+        self._obs = TensorDict(buffers, batch_size=[columns, steps + 1])
         self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
@@ -133,7 +131,7 @@ class EnvCollector:
         self._starts = torch.zeros(columns, steps // chunk + 1, dtype=torch.bool)
         self._states = torch.zeros(columns, state_width)
         self._rows = _Rows(
-            self._obs,
+            {name: buffer.numpy() for name, buffer in buffers.items()},
             self._actions.numpy(),
             self._rewards.numpy(),
             self._terminated.numpy(),
@@ -143,7 +141,7 @@ class EnvCollector:
             np.zeros(shape, dtype=np.bool_),
         )
         self._tells_success = False
-        self._now: Floats = np.zeros((env.num_envs, env.obs_dim), dtype=np.float32)
+        self._now: Observation = {part.name: part.zeros(env.num_envs) for part in env.layout}
         self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
         """The next decision that is carried out begins an episode."""
@@ -159,7 +157,7 @@ class EnvCollector:
 
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
-        self._now = self.env.reset(seed).copy()
+        self._now = copied(self.env.reset(seed))
         self._state.fill(0)
         self._fresh.fill(True)
         self._tracker = EpisodeTracker(self.env.num_envs)
@@ -167,7 +165,7 @@ class EnvCollector:
     def state_dict(self) -> dict[str, Any]:
         """The state from which the next rollout continues, besides that of the environments."""
         return {
-            "now": torch.from_numpy(self._now.copy()),
+            "now": {name: torch.from_numpy(part.copy()) for name, part in self._now.items()},
             "memory": torch.from_numpy(self._state.copy()),
             "fresh": torch.from_numpy(self._fresh.copy()),
             "episodes": self._tracker.state_dict(),
@@ -175,7 +173,7 @@ class EnvCollector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave; the environments have theirs already."""
-        self._now = state["now"].numpy().copy()
+        self._now = {name: part.numpy().copy() for name, part in state["now"].items()}
         self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()
         self._tracker.load_state_dict(state["episodes"])
 
@@ -198,9 +196,8 @@ class EnvCollector:
             found, ended = self._collect_epoch(act, noise[epoch], epoch)
             finals += found
             episodes += ended
-        rows = np.array([row for _, _, row in finals], dtype=np.float32).reshape(-1, self.env.obs_dim)
         return EnvRollout(
-            self._obs.tensors[:, :: self.chunk],
+            self._obs[:, :: self.chunk],
             self._actions,
             self._rewards,
             self._terminated,
@@ -208,7 +205,7 @@ class EnvCollector:
             self._valid,
             self._starts,
             self._states,
-            self._obs.pack(rows),
+            self._final_obs(finals),
             (torch.tensor([n for n, _, _ in finals]).long(), torch.tensor([t for _, t, _ in finals]).long()),
             tuple(episodes),
         )
@@ -218,7 +215,8 @@ class EnvCollector:
         envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
         rows = self._rows.part(columns)
-        rows.obs.write(0, self._now)
+        for name, part in self._now.items():
+            rows.obs[name][:, 0] = part
         self._states.numpy()[columns] = self._state
         rows.valid.fill(True)
         rows.success.fill(False)
@@ -235,24 +233,27 @@ class EnvCollector:
         """Fill the columns of one time; returns what is bootstrapped."""
         width, state, fresh = self.env.actions.width, self._state, self._fresh
         finals: Finals = []
+        obs = self._now
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
                 rows.starts[:, decision] = fresh
                 state[fresh] = 0.0
-                rows.actions[:, decision], state[:] = act(rows.obs.read(t), noise[decision], state)
+                rows.actions[:, decision], state[:] = act(obs, noise[decision], state)
             step = self._step(rows.actions[:, decision, k * width : (k + 1) * width], t)
-            rows.obs.write(t + 1, step.obs)
+            obs = step.obs
+            for name, part in obs.items():
+                rows.obs[name][:, t + 1] = part
             rows.rewards[:, t] = step.reward
             rows.terminated[:, t], rows.truncated[:, t] = step.terminated, step.truncated
             if step.valid is not None:
                 rows.valid[:, t] = step.valid
             fresh[:] = (fresh & ~rows.valid[:, t]) | step.terminated | step.truncated
             if step.final_obs is not None:
-                finals += [(n, t, step.final_obs[n].copy()) for n in self._bootstrapped(step)]
+                finals += [(n, t, _row(step.final_obs, n)) for n in self._bootstrapped(step)]
             if step.success is not None:
                 self._tells_success, rows.success[:, t] = True, step.success
-        self._now[:] = step.obs
+        self._now = copied(obs)
         return finals
 
     def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
@@ -274,14 +275,27 @@ class EnvCollector:
             cut = cut & step.valid
         return np.flatnonzero(cut).tolist()
 
-    def _check(self, obs: ObservationBuffer, rewards: Floats, finals: Finals) -> None:
-        numbers = obs.numbers[:, 1:]
-        bad = [(t, n, f"entry {obs.entry(i)} of the observation is {numbers[n, t, i]}") for n, t, i in _bad(numbers)]
+    def _final_obs(self, finals: Finals) -> TensorDict:
+        parts = {part.name: part.zeros(len(finals)) for part in self.env.layout}
+        for number, (_, _, obs) in enumerate(finals):
+            for name, part in obs.items():
+                parts[name][number] = part
+        return TensorDict({name: torch.from_numpy(part) for name, part in parts.items()}, batch_size=[len(finals)])
+
+    def _check(self, obs: Observation, rewards: Floats, finals: Finals) -> None:
+        bad = [
+            (t, n, f"entry {i} of the observation ({name}) is {part[n, t + 1, i]}")
+            for name, part in obs.items()
+            if part.dtype.kind == "f"
+            for n, t, i in _bad(part[:, 1:])
+        ]
         bad += [(t, n, f"the reward is {rewards[n, t]}") for n, t in _bad(rewards)]
         bad += [
-            (t, n, f"entry {entry} of the last observation is {row[entry]}")
+            (t, n, f"entry {i} of the last observation ({name}) is {part[i]}")
             for n, t, row in finals
-            for (entry,) in _bad(row)
+            for name, part in row.items()
+            if part.dtype.kind == "f"
+            for (i,) in _bad(part)
         ]
         if bad:
             t, n, what = min(bad)
@@ -291,6 +305,11 @@ class EnvCollector:
             )
 
 
-def _bad(values: Floats) -> list[list[int]]:
+def _row(obs: Observation, n: int) -> Observation:
+    """One observation."""
+    return {name: part[n].copy() for name, part in obs.items()}
+
+
+def _bad(values: Array) -> list[list[int]]:
     """Where a number is not finite."""
     return np.argwhere(~np.isfinite(values)).tolist()

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.data.demonstrations import Demonstration
-from tether.envs.protocol import Floats
-from tether.envs.spaces.observation_layout import layout_of, split
-from tether.envs.spaces.spaces import ActionCodec, flatten
+from tether.envs.spaces.actions import ActionCodec
+from tether.envs.spaces.observations import ObservationReader
 from tether.models.control.actors import Act
+from tether.observations import Observation, copied, recorded
 
-Demonstrator = Callable[[gymnasium.Env[Any, Any], Any, Floats, bool], NDArray[Any]]
-"""(environment, observation as it gave it, the same laid flat [1, O], whether an episode begins) -> the next actions
-[K, D], as `tether.envs.spaces.spaces.ActionCodec` encodes them."""
+Demonstrator = Callable[[gymnasium.Env[Any, Any], Any, Observation, bool], NDArray[Any]]
+"""(environment, observation as it gave it, its parts [1, ...], whether an episode begins) -> the next actions
+[K, D], as `tether.envs.spaces.actions.ActionCodec` encodes them."""
 
 ATTEMPTS = 20
 """Times as many episodes are played, at most, as successful ones are wanted."""
@@ -26,7 +26,7 @@ ATTEMPTS = 20
 def scripted(function: Callable[[Any, Any], Any], codec: ActionCodec) -> Demonstrator:
     """Ask a function (environment, observation) -> action of its space; it may look into the environment."""
 
-    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats, first: bool) -> NDArray[Any]:
+    def decide(env: gymnasium.Env[Any, Any], obs: Any, parts: Observation, first: bool) -> NDArray[Any]:
         return codec.encode(function(env, obs))[None]
 
     return decide
@@ -43,9 +43,9 @@ def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[NDArray[
     """
     state = np.zeros((1, state_width), dtype=np.float32)
 
-    def decide(env: gymnasium.Env[Any, Any], obs: Any, flat: Floats, first: bool) -> NDArray[Any]:
+    def decide(env: gymnasium.Env[Any, Any], obs: Any, parts: Observation, first: bool) -> NDArray[Any]:
         nonlocal state
-        chosen, state = act(flat, None, np.zeros_like(state) if first else state)
+        chosen, state = act(parts, None, np.zeros_like(state) if first else state)
         return decode(chosen.reshape(chunk, -1))
 
     return decide
@@ -89,15 +89,14 @@ def record(
 def _play(
     env: gymnasium.Env[Any, Any], env_id: str, codec: ActionCodec, decide: Demonstrator, seed: int
 ) -> Demonstration:
-    space, layout = env.observation_space, layout_of(env.observation_space, env_id)
-    rows, actions, rewards, success = list[Floats](), list[NDArray[Any]](), list[float](), list[bool | None]()
+    read = ObservationReader(env.observation_space, env_id)
+    rows, actions, rewards, success = list[Observation](), list[NDArray[Any]](), list[float](), list[bool | None]()
     obs, _ = env.reset(seed=seed)
     ended = False
     while not ended:
-        flat = flatten(space, obs, 1)
-        for action in decide(env, obs, flat, not rows):
+        for action in decide(env, obs, read(obs, 1), not rows):
             carried_out = codec.decode(action[None])[0]
-            rows.append(flatten(space, obs, 1)[0])
+            rows.append(copied(read(obs, 1)))
             actions.append(codec.encode(carried_out))
             obs, reward, terminated, truncated, info = env.step(carried_out)
             rewards.append(float(reward))
@@ -106,4 +105,5 @@ def _play(
             if ended:
                 break
     told = None if None in success else np.array(success, dtype=np.bool_)
-    return Demonstration(split(layout, np.stack(rows)), np.stack(actions), np.array(rewards, dtype=np.float32), told)
+    seen = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    return Demonstration(recorded(read.layout, seen), np.stack(actions), np.array(rewards, dtype=np.float32), told)

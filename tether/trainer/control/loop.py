@@ -18,7 +18,6 @@ from tether.envs.protocol import EnvState, VectorEnv
 from tether.keyed_random import generator, seed_of
 from tether.metrics.timing import Timer
 from tether.models.control.mlp_policy import Policy, save_policy
-from tether.models.control.spec import numbers_of
 from tether.rollout.env.collector import EnvCollector
 from tether.rollout.env.episodes import Episode, episode_metrics
 from tether.rollout.env.evaluation import evaluate
@@ -114,8 +113,8 @@ class ControlTrainer(TrainingLoop):
                 train_policy = self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", -math.inf))
                 self.weights_change = True
                 metrics |= self.learner.update(samples, number - 1, order, train_policy=train_policy)
-            if self.policy.normalizer:  # for the next rollout: this one was sampled, and learned from, without
-                self.policy.normalizer.update(numbers_of(rollout.obs)[rollout.carried_out])
+            # For the next rollout: this one was sampled, and learned from, without.
+            self.policy.update_statistics(rollout.obs[rollout.carried_out])
         self.step_number = number
         taken = int(rollout.valid.sum())
         self.env_steps += taken

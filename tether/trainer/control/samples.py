@@ -86,13 +86,13 @@ def make_samples(
     chunk = rollout.chunk
     valid, metrics = _valid(rollout, options)
     learned = valid[:, ::chunk]
-    obs = policy.normalized(rollout.obs)
+    obs = policy.inputs(rollout.obs)
     column, step = rollout.final_at
     review = policy.review(
         obs,
         rollout.starts,
         rollout.state,
-        policy.normalized(rollout.final_obs),
+        policy.inputs(rollout.final_obs),
         (column, step // chunk),
         rollout.actions,
     )

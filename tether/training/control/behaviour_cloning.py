@@ -8,29 +8,30 @@ deviation is left alone (Pomerleau 1988).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from tether.keyed_random import permutation
-from tether.models.control.spec import Observations
+from tether.observations import Observation
 from tether.training.control.chunk_levels import per_column
 
 
 class Clonable(Protocol):
     """A policy that says how likely given actions are."""
 
-    def normalized(self, obs: Any) -> Any:
-        """What the networks see of raw observations."""
+    def inputs(self, obs: TensorDict) -> Any:
+        """What the networks read of observations."""
         ...
 
     def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
-        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, from what `normalized` gave."""
+        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, from what `inputs` gave."""
         ...
 
 
@@ -38,8 +39,8 @@ class Clonable(Protocol):
 class CloningData:
     """S decisions to imitate, each on the actions of a chunk."""
 
-    obs: Observations
-    """[S, ...]: raw, as the policy takes them."""
+    obs: TensorDict
+    """[S, ...]: as the environment shows them."""
     actions: Tensor
     """[S, K * D]"""
     mask: Tensor
@@ -67,18 +68,16 @@ class CloningOptions:
 
 
 def windows(
-    obs: Sequence[NDArray[np.float32]],
+    obs: Sequence[Observation],
     actions: Sequence[NDArray[np.generic]],
     chunk: int,
-    see: Callable[[NDArray[np.float32]], Observations] = torch.from_numpy,
 ) -> CloningData:
     """Let every step of episodes decide on its action and the `chunk` - 1 that follow.
 
     Args:
-        obs: flat, [T, O] of each episode.
+        obs: [T, ...] of each episode.
         actions: [T, D] of each episode.
         chunk: K.
-        see: makes of flat observations what the policy takes.
     """
     columns: list[Tensor] = []
     masks: list[Tensor] = []
@@ -87,7 +86,8 @@ def windows(
         inside = steps < len(episode)
         columns.append(torch.from_numpy(episode)[steps.clamp(max=len(episode) - 1)].flatten(1))
         masks.append(inside)
-    return CloningData(see(np.concatenate(obs)), torch.cat(columns), torch.cat(masks))
+    seen = {name: torch.from_numpy(np.concatenate([episode[name] for episode in obs])) for name in obs[0]}
+    return CloningData(TensorDict(seen, batch_size=[sum(map(len, masks))]), torch.cat(columns), torch.cat(masks))
 
 
 def split_episodes(count: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
@@ -156,7 +156,7 @@ class Cloning:
 
     def _losses(self, data: CloningData) -> tuple[Tensor, Tensor]:
         """Sum of the losses of all columns that count, and their number."""
-        columns = self.policy.log_probs(self.policy.normalized(data.obs), data.actions)
+        columns = self.policy.log_probs(self.policy.inputs(data.obs), data.actions)
         mask = per_column(data.mask, columns.shape[1])
         return -torch.where(mask, columns, 0.0).sum(), mask.sum()
 

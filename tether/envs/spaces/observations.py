@@ -1,0 +1,128 @@
+"""Gymnasium's observation spaces as named, typed parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from tether.observations import TASK, Array, Observation, ObsPart, encode_text
+
+
+class ObservationReader:
+    """Brings what environments of a space show to parts; `layout` says which.
+
+    Choices count from 0 on, pictures are [height, width, channels], texts bytes, and floats float32, in which networks
+    compute; everything else keeps its type.
+
+    Args:
+        space: of an environment.
+        env_id: for messages.
+
+    Raises:
+        ValueError: a part of the space is none that policies read; or there are several texts.
+    """
+
+    def __init__(self, space: Space[Any], env_id: str) -> None:
+        self._leaves = tuple(_leaves(space, (), env_id))
+        self.layout = tuple(leaf.part for leaf in self._leaves)
+        if sum(part.kind == "text" for part in self.layout) > 1:
+            raise ValueError(f"{env_id}: no policy reads several texts. Leave one in the observation space: {space}")
+        self.is_plain = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
+        """An observation is the one part itself, up to its type."""
+
+    def __call__(self, obs: Any, rows: int) -> Observation:
+        """Read `rows` observations of the space.
+
+        Raises:
+            ValueError: a text is longer than its space allows.
+        """
+        return {leaf.part.name: leaf.read(obs, rows) for leaf in self._leaves}
+
+    def write(self, obs: Any, into: Observation, row: int) -> None:
+        """Read one observation of the space into a row of parts; see `__call__`."""
+        for leaf in self._leaves:
+            into[leaf.part.name][row] = leaf.read(obs, 1)[0]
+
+    def zeros(self, rows: int) -> Observation:
+        """Room for `rows` observations."""
+        return {part.name: part.zeros(rows) for part in self.layout}
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A space without others in it."""
+
+    keys: tuple[str | int, ...]
+    """Where it is in a nested observation."""
+    space: Space[Any]
+    part: ObsPart
+
+    def read(self, obs: Any, rows: int) -> Array:
+        """Its part [rows, *shape] of `rows` observations."""
+        for key in self.keys:
+            obs = obs[key]
+        match self.space:
+            case spaces.Text():
+                longest = self.part.shape[0]
+                return np.stack([encode_text(text, longest) for text in np.asarray(obs).reshape(rows).tolist()])
+            case spaces.Discrete() | spaces.MultiDiscrete():
+                return np.asarray(obs, dtype=np.int64).reshape(rows, -1) - np.reshape(self.space.start, -1)
+            case space if self.part.kind == "image":
+                return as_picture(np.asarray(obs).reshape(rows, *(space.shape or ())))
+        return np.asarray(obs, dtype=self.part.dtype).reshape(rows, -1)
+
+
+def _leaves(space: Space[Any], keys: tuple[str | int, ...], env_id: str) -> Iterator[_Leaf]:
+    name = ".".join(map(str, keys))
+    match space:
+        case spaces.Dict() | spaces.Tuple():
+            for key, inner in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
+                yield from _leaves(inner, (*keys, key), env_id)
+            return
+        case spaces.Text():
+            part = ObsPart(TASK, "text", (int(space.max_length),), "uint8")
+        case spaces.Discrete():
+            part = ObsPart(name or "state", "vector", (1,), "int64", (int(space.n),))
+        case spaces.MultiDiscrete():
+            choices = tuple(int(n) for n in space.nvec.reshape(-1))
+            part = ObsPart(name or "state", "vector", (len(choices),), "int64", choices)
+        case spaces.Box() if is_picture(space):
+            shape = as_picture(np.zeros((1, *space.shape), dtype=np.uint8)).shape[1:]
+            part = ObsPart(name or "image", "image", shape, "uint8")
+        case spaces.Box() | spaces.MultiBinary():
+            dtype = "float32" if np.issubdtype(space.dtype, np.floating) else str(space.dtype)
+            part = ObsPart(name or "state", "vector", (int(np.prod(space.shape)),), dtype)
+        case _:
+            raise ValueError(
+                f"{env_id}: no policy reads the observation space {space}. Use Box, Discrete, MultiDiscrete, "
+                "MultiBinary, Text, or Dict and Tuple of these; or leave a part of a Dict out with "
+                "env.train.drop_observations."
+            )
+    yield _Leaf(keys, space, part)
+
+
+def is_picture(space: Space[Any]) -> bool:
+    """Whether a space holds bytes in two to four dimensions."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
+
+
+def as_picture(pixels: Array) -> Array:
+    """Bring pictures to [rows, height, width, channels].
+
+    They come as [rows, height, width]; as [rows, height, width, channels]; as [rows, channels, height, width], which is
+    meant where the last axis is longer than 4 and the first the shortest; or with a stack of frames before either,
+    which become channels.
+    """
+    if pixels.ndim == 3:
+        return pixels[..., None]
+    *_, first, second, third = pixels.shape
+    if third > 4 and first < min(second, third):
+        pixels = np.moveaxis(pixels, -3, -1)
+    if pixels.ndim == 4:
+        return pixels
+    rows, frames, height, width, channels = pixels.shape
+    return np.moveaxis(pixels, 1, 3).reshape(rows, height, width, frames * channels)
