@@ -24,17 +24,24 @@ from benchmarks.speed.runs import (
 )
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
-from tether.kernels.dispatch import loops_for
-from tether.rollout.native import recorded_decoder
+from tether.kernels.dispatch import REFERENCE, kernels_for
 
 SHARE = 0.5
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "linear", "addmm", "bmm", "baddbmm", "mkldnn", "matmul", "product"),
-    "attention": ("scaled_dot_product", "attend", "attention", "queries_backward", "keys_backward", "arrange"),
+    "attention": (
+        "scaled_dot_product",
+        "attend",
+        "attention",
+        "query_back",
+        "key_value_back",
+        "weights_back",
+        "arrange",
+    ),
     "optimizer": ("adam", "lerp", "foreach", "norm_", "linalg_vector_norm"),
     "copies and dtype changes": ("copy", "to", "cat", "contiguous", "clone", "stack", "repeat", "expand"),
     "gathers and scatters": ("index", "gather", "scatter", "embedding", "masked", "where", "tril"),
-    "softmax, exp and sums": ("softmax", "exp", "sum", "amax", "log", "vecdot", "cumsum", "max", "masses"),
+    "softmax, exp and sums": ("softmax", "exp", "sum", "amax", "log", "vecdot", "cumsum", "max", "add_log_sums"),
     "layers' elementwise work": (
         "mul",
         "add",
@@ -47,12 +54,12 @@ KINDS: dict[str, tuple[str, ...]] = {
         "sub",
         "div",
         "sigmoid",
-        "gated",
+        "silu_mul",
         "rotate",
     ),
     "memory": ("empty", "zeros", "zero_", "fill_", "resize"),
 }
-"""Kind -> beginnings of the names of operators (after ``aten::``) and of our loops, looked through in this order."""
+"""Kind -> beginnings of the names of operators (after ``aten::``) and of our kernels, looked through in this order."""
 OTHER = "everything else"
 
 
@@ -63,23 +70,24 @@ def kind_of(name: str) -> str:
 
 
 @contextmanager
-def loops_recorded() -> Iterator[None]:
-    """PyTorch's profiler sees the compiled loops too, under their names: all start from Python, none are replayed."""
-    if loops_for(torch.empty(0, dtype=torch.bfloat16)) is None:
+def kernels_recorded() -> Iterator[None]:
+    """PyTorch's profiler sees compiled kernels too, under their names: all start from Python, none are replayed."""
+    maker = kernels_for(torch.empty(0, dtype=torch.bfloat16))
+    if maker is REFERENCE:
         yield
         return
-    kind = import_module("tether.kernels.cpu.openmp_loop").Loop
-    plain, replay_for = kind.__call__, recorded_decoder.replay_for
+    kind = import_module("tether.kernels.cpu.openmp_loop").Kernel
+    plain, record = kind.__call__, maker.record
 
-    def recorded(loop: Any, *arguments: Any) -> None:
-        with record_function(f"loop::{loop.name}"):
-            plain(loop, *arguments)
+    def recorded(kernel: Any, **arguments: Any) -> None:
+        with record_function(f"kernel::{kernel.name}"):
+            plain(kernel, **arguments)
 
-    kind.__call__, recorded_decoder.replay_for = recorded, lambda *_: None
+    kind.__call__, maker.record = recorded, REFERENCE.record
     try:
         yield
     finally:
-        kind.__call__, recorded_decoder.replay_for = plain, replay_for
+        kind.__call__, maker.record = plain, record
 
 
 class Recorder:
@@ -124,7 +132,7 @@ def measure(setting: Setting) -> Section:
         steps = [one_step(trainer) for _ in range(warm_up + setting.runs)][warm_up:]
         loggers = trainer.loggers
         trainer.loggers = phases  # type: ignore[assignment]  # a step only announces its phases and warns
-        with loops_recorded():
+        with kernels_recorded():
             one_step(trainer)
         phases.end()
         trainer.loggers = loggers

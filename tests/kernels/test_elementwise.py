@@ -1,4 +1,4 @@
-"""The compiled loops against the formulas in float64, and what they do with NaN, infinity and another thread count."""
+"""Compiled kernels against the formulas in float64, and what they do with NaN, infinity and another thread count."""
 
 import math
 import subprocess
@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.kernels.dispatch import loops_for
+from tether.kernels.dispatch import REFERENCE, kernels_for
 
 BF16 = torch.bfloat16
-loops = loops_for(torch.zeros(1, dtype=BF16))
-pytestmark = pytest.mark.skipif(loops is None, reason="no GNU OpenMP here")
+if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:
+    pytest.skip("no GNU OpenMP here", allow_module_level=True)
+
+from tether.kernels.cpu import decode_attention, elementwise, linear_plain, openmp_loop  # noqa: E402
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -26,14 +28,21 @@ def close(found: Tensor, expected: Tensor, ulps: float = 1.0) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=ulps * 2**-8, atol=ulps * 2**-8 * typical)
 
 
+def normed(x: Tensor, weight: Tensor, out: Tensor, offset: float = 0.0) -> Tensor:
+    """Of x [N, H, E] into `out`; the scale [N, H]."""
+    scale = torch.empty(x.shape[:2])
+    elementwise.rms_norm(x=x, weight=weight, out=out, scale=scale, offset=offset, eps=1e-2)
+    return scale
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (5, 40), (130, 7)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_norm_and_its_way_back(rows: int, width: int, offset: float) -> None:
+def test_norm_and_its_backward_pass(rows: int, width: int, offset: float) -> None:
     x, weight, grad = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
-    out, scale, parts = torch.empty_like(x), torch.empty(rows), torch.zeros(3, width)
-    grad_x = torch.empty_like(x)
-    loops.rms_norm(rows, 1, width, offset, 1e-2, x, weight, out, scale, width)
-    loops.rms_norm_backward(rows, width, 3, offset, x, weight, scale, grad, grad_x, parts)
+    out, grad_x, parts = torch.empty_like(x), torch.empty_like(x), torch.zeros(3, width)
+    scale = normed(x[:, None], weight, out[:, None], offset).squeeze(1)
+    both = {"x": x, "weight": weight, "scale": scale, "offset": offset}
+    elementwise.rms_norm_backward(**both, grad=grad, grad_x=grad_x, grad_weight=parts)
     exact, w = x.double().requires_grad_(), weight.double().requires_grad_()
     factor = (exact.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
     expected = exact * factor * (w + offset)
@@ -47,20 +56,20 @@ def test_norm_and_its_way_back(rows: int, width: int, offset: float) -> None:
 def test_norm_of_some_heads_of_each_row() -> None:
     """The next row's do not follow at once."""
     x, weight = drawn(6, 9, 8)[:, 2:5], drawn(8, seed=1)
-    out, scale = torch.empty(6, 3, 8, dtype=BF16), torch.empty(6, 3)
-    loops.rms_norm(6, 3, 8, 0.0, 1e-2, x, weight, out, scale, x.stride(0))
+    out = torch.empty(6, 3, 8, dtype=BF16)
+    scale = normed(x, weight, out)
     exact = x.double()
     factor = (exact.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
     close(out, exact * factor * weight.double(), 2)
     torch.testing.assert_close(scale.double(), factor.squeeze(-1), rtol=1e-6, atol=0)
 
 
-def test_gated_and_its_way_back() -> None:
+def test_silu_mul_and_its_backward_pass() -> None:
     gate, up, grad = drawn(1001, scale=6), drawn(1001, seed=1), drawn(1001, seed=2)
     gate[:4] = torch.tensor([200.0, -200.0, 88.0, -88.0])  # where e^x leaves float32
     out, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(3))
-    loops.gated(1001, gate, up, out)
-    loops.gated_backward(1001, gate, up, grad, grad_gate, grad_up)
+    elementwise.silu_mul(gate=gate, up=up, out=out)
+    elementwise.silu_mul_backward(gate=gate, up=up, grad=grad, grad_gate=grad_gate, grad_up=grad_up)
     g, u = gate.double().requires_grad_(), up.double().requires_grad_()
     expected = torch.nn.functional.silu(g) * u
     close(out, expected.detach())
@@ -74,8 +83,8 @@ def test_rotation_and_back() -> None:
     x, angle = drawn(6, 9, 8)[:, :5], torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     cosine, sine = (torch.cat([half, half], -1).to(BF16) for half in (angle.cos(), angle.sin()))
     turned, back = torch.empty(6, 5, 8, dtype=BF16), torch.empty(6, 5, 8, dtype=BF16)
-    loops.rotate(6, 5, 8, 1.0, x, cosine, sine, turned, x.stride(0))
-    loops.rotate(6, 5, 8, -1.0, turned, cosine, sine, back, turned.stride(0))
+    elementwise.rotate(x=x, cosine=cosine, sine=sine, out=turned, sign=1.0)
+    elementwise.rotate(x=turned, cosine=cosine, sine=sine, out=back, sign=-1.0)
     first, second = x.double().chunk(2, -1)
     c, s = cosine.double()[:, None, :4], sine.double()[:, None, :4]
     close(turned, torch.cat([first * c - second * s, second * c + first * s], -1))
@@ -87,17 +96,18 @@ def test_rotation_and_back() -> None:
 def test_products(rows: int, outputs: int) -> None:
     x, weight = drawn(rows, 37), drawn(outputs, 37, seed=1)
     bias, other = drawn(outputs, seed=2), drawn(rows, 60, seed=3)
-    product = x.double() @ weight.double().T
+    product, other = x.double() @ weight.double().T, other[:, 7 : 7 + outputs]
     cases = {
-        loops.PLAIN: (0, product),
-        loops.SILU: (bias, torch.nn.functional.silu(product + bias.double())),
-        loops.TIMES: (0, product * other.double()[:, 7 : 7 + outputs]),
-        loops.PLUS: (bias, product + bias.double() + other.double()[:, 7 : 7 + outputs]),
+        linear_plain.PLAIN: (None, product),
+        linear_plain.SILU: (bias, torch.nn.functional.silu(product + bias.double())),
+        linear_plain.TIMES: (None, product * other.double()),
+        linear_plain.PLUS: (bias, product + bias.double() + other.double()),
     }
-    for after, (offset, expected) in cases.items():
+    for epilogue, (summand, expected) in cases.items():
         out = torch.full((rows, 60), 9.0, dtype=BF16)
-        beside = other if after >= loops.TIMES else 0
-        loops.product(rows, 37, outputs, 60, after, x, weight, offset, 7, out, beside)
+        tensors = {"x": x, "weight": weight, "bias": summand, "out": out[:, 7 : 7 + outputs]}
+        beside = other if epilogue >= linear_plain.TIMES else None
+        linear_plain.linear_few_rows(**tensors, other=beside, epilogue=epilogue)
         close(out[:, 7 : 7 + outputs], expected)
         assert out[:, :7].eq(9).all()
         assert out[:, 7 + outputs :].eq(9).all()
@@ -109,9 +119,8 @@ def attended(
     """`heads` [R, 4 + 2 + 2, 8]: four query heads, two of keys, two of values, as a layer's product lays them out."""
     query, key, value = heads.split([4, 2, 2], dim=1)
     out = heads.new_empty(len(heads), 4, 8)
-    views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
-    how = (0.4, softcap, window)
-    loops.attend(len(heads), 2, 2, 8, 8, keys.shape[2], *how, position, keys, values, out, *views)
+    new, cache = {"query": query, "key": key, "value": value}, {"keys": keys, "values": values}
+    decode_attention.attend(**new, **cache, position=position, out=out, scale=0.4, softcap=softcap, window=window)
     return out
 
 
@@ -143,15 +152,17 @@ def test_damage_is_not_hidden(bad: float) -> None:
     heads, keys, values = drawn(1, 8, 8), drawn(1, 2, 9, 8, seed=1), drawn(1, 2, 9, 8, seed=2)
     values[0, 0, 2, 0] = bad
     assert not attended(heads, torch.tensor([5]), keys, values)[0, :2, 0].isfinite().any()
-    x, out, scale = drawn(2, 5), torch.empty(2, 5, dtype=BF16), torch.empty(2)
+    x, out = drawn(2, 5), torch.empty(2, 5, dtype=BF16)
     x[1, 3] = bad
-    loops.rms_norm(2, 1, 5, 0.0, 1e-5, x, drawn(5), out, scale, 5)
+    normed(x[:, None], drawn(5), out[:, None])
     assert out[0].isfinite().all()
     assert out[1].isnan().any()
-    loops.gated(10, drawn(10), x, out)
+    elementwise.silu_mul(gate=drawn(10), up=x.flatten(), out=out.flatten())
     assert not out[1, 3].isfinite()
-    loops.product(2, 5, 1, 1, loops.PLAIN, x, drawn(1, 5), 0, 0, out, 0)
-    assert not out.flatten()[1].isfinite()
+    out = out[:, :1]
+    nothing = {"bias": None, "other": None, "epilogue": linear_plain.PLAIN}
+    linear_plain.linear_few_rows(x=x, weight=drawn(1, 5), out=out, **nothing)
+    assert not out[1].isfinite()
 
 
 def test_a_key_that_is_not_a_number_spoils_its_row() -> None:
@@ -167,9 +178,10 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        x, out, scale, parts = drawn(50, 12), torch.empty(50, 12, dtype=BF16), torch.empty(50), torch.zeros(4, 12)
-        loops.rms_norm(50, 1, 12, 0.0, 1e-5, x, drawn(12), out, scale, 12)
-        loops.rms_norm_backward(50, 12, 4, 0.0, x, drawn(12), scale, drawn(50, 12, seed=3), torch.empty_like(x), parts)
+        x, out, parts = drawn(50, 12), torch.empty(50, 12, dtype=BF16), torch.zeros(4, 12)
+        both = {"x": x, "weight": drawn(12), "scale": normed(x[:, None], drawn(12), out[:, None])[:, 0], "offset": 0.0}
+        grads = {"grad": drawn(50, 12, seed=3), "grad_x": torch.empty_like(x), "grad_weight": parts}
+        elementwise.rms_norm_backward(**both, **grads)
         keys, values = drawn(7, 2, 31, 8, seed=1), drawn(7, 2, 31, 8, seed=2)
         results.append((out, parts, attended(heads, position, keys, values)))
     torch.set_num_threads(before)
@@ -178,12 +190,12 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 def test_only_for_bfloat16_on_a_cpu() -> None:
     number = torch.zeros(2, dtype=BF16)
-    assert loops_for(number, number) is loops
-    assert loops_for(number, number.float()) is None
-    assert loops_for(number.to("meta")) is None
+    assert kernels_for(number, number).name == "cpu"
+    assert kernels_for(number, number.float()) is REFERENCE
+    assert kernels_for(number.to("meta")) is REFERENCE
 
 
-def test_where_nothing_can_be_written_they_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_written_they_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compile = numba.cfunc
 
     def without_a_folder(*signature: object, cache: bool = False, **options: object) -> object:
@@ -194,7 +206,7 @@ def test_where_nothing_can_be_written_they_are_compiled_anew(monkeypatch: pytest
     monkeypatch.setattr(numba, "cfunc", without_a_folder)
     gate, up = drawn(9), drawn(9, seed=1)
     out = torch.empty_like(gate)
-    loops.Loop(loops.gated._body)(9, gate, up, out)
+    openmp_loop.Kernel(elementwise.silu_mul._body)(gate=gate, up=up, out=out)
     close(out, torch.nn.functional.silu(gate.double()) * up.double())
 
 

@@ -1,41 +1,43 @@
-"""Loops by AMX and by AVX-512 against the formulas in float64, and against the loops that need neither."""
+"""Kernels by AMX and by AVX-512 against the formulas in float64, and against the kernels that need neither."""
 
 import math
 import os
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.test_elementwise import close, drawn
-from tether.kernels.dispatch import loops_for, multiplying_for
+from tether.kernels.cpu import (
+    amx_instructions,
+    avx512_instructions,
+    decode_attention,
+    linear_amx,
+    linear_avx512,
+    linear_plain,
+)
+from tether.kernels.dispatch import kernels_for
 
 BF16 = torch.bfloat16
-loops = loops_for(torch.zeros(1, dtype=BF16))
-if loops is None:
-    pytest.skip("no compiled loops here", allow_module_level=True)
-
-tiled, vectored, tiles, vectors = (
-    import_module(f"tether.kernels.cpu.{name}")
-    for name in ("linear_amx", "linear_avx512", "amx_instructions", "avx512_instructions")
-)
-HERE = {tiled: tiles.has_tiles(), vectored: vectors.has_products()}
+HERE = {linear_amx: amx_instructions.has_amx(), linear_avx512: avx512_instructions.has_avx512_bf16()}
 both = pytest.mark.parametrize(
     "module",
     [
-        pytest.param(tiled, id="amx", marks=pytest.mark.skipif(not HERE[tiled], reason="no AMX here")),
-        pytest.param(vectored, id="avx512", marks=pytest.mark.skipif(not HERE[vectored], reason="no AVX512_BF16 here")),
+        pytest.param(linear_amx, id="amx", marks=pytest.mark.skipif(not HERE[linear_amx], reason="no AMX here")),
+        pytest.param(
+            linear_avx512,
+            id="avx512",
+            marks=pytest.mark.skipif(not HERE[linear_avx512], reason="no AVX512_BF16 here"),
+        ),
     ],
 )
 
 
 def test_amx_comes_first() -> None:
-    expected = tiled if HERE[tiled] else vectored if HERE[vectored] else None
-    assert multiplying_for(torch.zeros(1, dtype=BF16)) is expected
-    assert multiplying_for(torch.zeros(1)) is None
+    expected = next((module for module in (linear_amx, linear_avx512) if HERE[module]), None)
+    assert kernels_for(torch.zeros(1, dtype=BF16)).linear_kernels is expected
 
 
 @both
@@ -47,23 +49,23 @@ def test_products(module, rows: int, outputs: int, width: int) -> None:
     plain = x.double() @ weight.double().T
     biased = plain + bias.double()
     cases = (
-        (loops.PLAIN, None, None, plain),
-        (loops.PLAIN, bias, None, biased),
-        (loops.SILU, bias, None, torch.nn.functional.silu(biased)),
-        (loops.TIMES, None, other, plain * other.double()),
-        (loops.PLUS, bias, other, biased + other.double()),
+        (linear_plain.PLAIN, None, None, plain),
+        (linear_plain.PLAIN, bias, None, biased),
+        (linear_plain.SILU, bias, None, torch.nn.functional.silu(biased)),
+        (linear_plain.TIMES, None, other, plain * other.double()),
+        (linear_plain.PLUS, bias, other, biased + other.double()),
     )
     packed = module.packed(weight)
     for what, summand, beside, expected in cases:
-        close(module.multiplied(x, packed, outputs, summand, what, beside), expected)
+        close(module.linear(x, packed, outputs, summand, what, beside), expected)
 
 
 @both
 def test_a_row_does_not_depend_on_those_beside_it(module) -> None:
     x, packed = drawn(70, 64), module.packed(drawn(40, 64, seed=1))
-    together = module.multiplied(x, packed, 40, None, loops.PLAIN, None)
+    together = module.linear(x, packed, 40, None, linear_plain.PLAIN, None)
     for row in (0, 15, 16, 40, 69):
-        assert module.multiplied(x[row:], packed, 40, None, loops.PLAIN, None)[0].equal(together[row])
+        assert module.linear(x[row:], packed, 40, None, linear_plain.PLAIN, None)[0].equal(together[row])
 
 
 @both
@@ -71,19 +73,26 @@ def test_a_row_does_not_depend_on_those_beside_it(module) -> None:
 def test_damage_is_not_hidden(module, bad: float) -> None:
     x = drawn(20, 32)
     x[3, 7] = bad
-    out = module.multiplied(x, module.packed(drawn(5, 32, seed=1)), 5, None, loops.PLAIN, None)
+    out = module.linear(x, module.packed(drawn(5, 32, seed=1)), 5, None, linear_plain.PLAIN, None)
     assert not out[3].isfinite().any()
     assert out[torch.arange(20) != 3].isfinite().all()
 
 
-def attended(module, heads: Tensor, groups: int, position: Tensor, keys: Tensor, values: Tensor, *how) -> Tensor:
+def attended(
+    module,
+    heads: Tensor,
+    groups: int,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
     """`heads` [R, 2 G + 2 + 2, D]: query heads, two of keys, two of values, as a layer's product lays them out."""
     query, key, value = heads.split([2 * groups, 2, 2], dim=1)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
-    attend = loops.attend if module is loops else module.attend_to
-    size = heads.shape[2]
-    attend(len(heads), 2, groups, size, size, keys.shape[2], *how, position, keys, values, out, *views)
+    new, cache = {"query": query, "key": key, "value": value}, {"keys": keys, "values": values}
+    module.attend(**new, **cache, position=position, out=out, scale=0.1, softcap=softcap, window=window)
     return out
 
 
@@ -99,9 +108,8 @@ def test_attention_of_a_new_token(module, softcap: float, window: int, groups: i
     unwritten = (torch.arange(96) >= position[:, None])[:, None].expand(6, 2, 96)
     keys[unwritten] = values[unwritten] = math.nan
     theirs = (keys.clone(), values.clone())
-    how = (0.1, softcap, window)
-    found = attended(module, heads, groups, position, keys, values, *how)
-    expected = attended(loops, heads, groups, position, *theirs, *how)
+    found = attended(module, heads, groups, position, keys, values, softcap, window)
+    expected = attended(decode_attention, heads, groups, position, *theirs, softcap, window)
     close(found, expected.double(), 4)  # weights are rounded too
     assert found.isfinite().all()
     for mine, other in zip((keys, values), theirs, strict=True):  # the new token is in the cache
@@ -112,19 +120,19 @@ def test_attention_of_a_new_token(module, softcap: float, window: int, groups: i
 def test_a_key_that_is_not_a_number_spoils_its_row(module) -> None:
     heads, keys, values = drawn(2, 8, 64), drawn(2, 2, 32, 64, seed=1), drawn(2, 2, 32, 64, seed=2)
     keys[1, 0, 3, 0] = math.nan
-    out = attended(module, heads, 2, torch.tensor([5, 5]), keys, values, 0.1, 0.0, 0)
+    out = attended(module, heads, 2, torch.tensor([5, 5]), keys, values)
     assert out[1, :2].isnan().all()
     assert out[0].isfinite().all()
 
 
 def test_what_cannot_be_done_is_known() -> None:
-    for module in (tiled, vectored):
+    for module in (linear_amx, linear_avx512):
         assert not module.can_multiply(48)
         assert not module.can_attend(1, 48, 64)
         assert not module.can_attend(1, 64, 80)
-    assert not tiled.can_attend(17, 64, 64)
-    assert not tiled.can_attend(1, 32, 64)
-    assert vectored.can_attend(17, 32, 96)
+    assert not linear_amx.can_attend(17, 64, 64)
+    assert not linear_amx.can_attend(1, 32, 64)
+    assert linear_avx512.can_attend(17, 32, 96)
 
 
 @both
@@ -132,9 +140,9 @@ def test_the_number_of_threads_changes_no_bit(module) -> None:
     position, before, results = torch.tensor([9, 1, 30, 4, 4, 17, 0]), torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        out = module.multiplied(drawn(40, 64), module.packed(drawn(99, 64, seed=1)), 99, None, loops.SILU, None)
+        out = module.linear(drawn(40, 64), module.packed(drawn(99, 64, seed=1)), 99, None, linear_plain.SILU, None)
         keys, values = drawn(7, 2, 32, 64, seed=1), drawn(7, 2, 32, 64, seed=2)
-        results.append((out, attended(module, drawn(7, 8, 64), 2, position, keys, values, 0.1, 0.0, 0)))
+        results.append((out, attended(module, drawn(7, 8, 64), 2, position, keys, values)))
     torch.set_num_threads(before)
     assert all(found.equal(first) for other in results[1:] for found, first in zip(other, results[0], strict=True))
 
@@ -151,11 +159,13 @@ def test_memory_that_is_given_back_is_not_used(module) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-@pytest.mark.skipif(HERE[tiled], reason="AMX itself is here")
-def test_amx_in_software() -> None:
-    """The tests above of what is written for AMX, its instructions alone replaced."""
-    plugin = ["-p", "tests.kernels.software_tiles", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *plugin, "-k", "amx and not memory and not software", "-rs", __file__]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+@pytest.mark.skipif(all(HERE.values()), reason="AMX and AVX512_BF16 themselves are here")
+def test_amx_and_avx512_in_software() -> None:
+    """The tests of what is written for them, their instructions alone replaced, and freed memory overwritten."""
+    plugin = ["-p", "tests.kernels.software_instructions", "-p", "no:cacheprovider"]
+    files = [__file__, __file__.replace("linear", "packed_attention")]
+    command = [sys.executable, "-m", "pytest", *plugin, "-k", "not memory and not software", "-rs", *files]
+    environment = {**os.environ, "MALLOC_PERTURB_": "165"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "SKIPPED" not in done.stdout

@@ -1,4 +1,4 @@
-"""Attention over packed pieces in loops, against the formulas in float64. Runs where there is AVX512_BF16."""
+"""Attention over packed segments in kernels, against the formulas in float64. Runs where there is AVX512_BF16."""
 
 import math
 
@@ -8,12 +8,17 @@ from torch import Tensor
 
 from tests.kernels.test_elementwise import drawn
 from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.dispatch import pieces_for
-from tether.models.layers.attention import masked_attention, visible_keys
+from tether.kernels.dispatch import REFERENCE, kernels_for
+from tether.kernels.masked_attention import masked_attention, visible_keys
 
 BF16 = torch.bfloat16
-pieces = pieces_for(torch.zeros(1, dtype=BF16))
-pytestmark = pytest.mark.skipif(pieces is None, reason="no AVX512_BF16 here")
+if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:
+    pytest.skip("no GNU OpenMP here", allow_module_level=True)
+
+from tether.kernels.cpu import avx512_instructions, packed_attention  # noqa: E402
+
+has_avx512 = avx512_instructions.has_avx512_bf16()
+pytestmark = pytest.mark.skipif(not has_avx512, reason="no AVX512_BF16 here")
 
 LAYOUTS = {
     "one": ((40,), None),
@@ -33,15 +38,15 @@ def inputs(tokens: int, heads: str) -> list[Tensor]:
     return [*(x.detach().requires_grad_() for x in views), drawn(tokens, of_query, value_size, seed=2)]
 
 
-def visible(lengths: tuple, after: tuple | None, spec: AttentionSpec) -> Tensor:
+def visible(lengths: tuple, prefixes: tuple | None, spec: AttentionSpec) -> Tensor:
     """[N, N]: which token sees which."""
-    prior = after or (None,) * len(lengths)
-    piece = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    begins = torch.tensor([0 if before is None else lengths[before] for before in prior])
-    place = torch.cat([torch.arange(n) for n in lengths]) + begins[piece]
-    continues = torch.tensor([-1 if before is None else before for before in prior])[piece]
-    related = (piece[:, None] == piece) | (continues[:, None] == piece)
-    return related & visible_keys(place, place, spec)
+    prefixes = prefixes or (None,) * len(lengths)
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    begins = torch.tensor([0 if prefix is None else lengths[prefix] for prefix in prefixes])
+    position = torch.cat([torch.arange(n) for n in lengths]) + begins[segment]
+    continues = torch.tensor([-1 if prefix is None else prefix for prefix in prefixes])[segment]
+    related = (segment[:, None] == segment) | (continues[:, None] == segment)
+    return related & visible_keys(position, position, spec)
 
 
 def results(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor) -> list[Tensor]:
@@ -53,13 +58,13 @@ def results(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients(layout: str, heads: str, window: int | None, softcap: float | None) -> None:
-    lengths, after = LAYOUTS[layout]
+    lengths, prefixes = LAYOUTS[layout]
     spec = AttentionSpec(0, 0.3, window, softcap)
     query, key, value, grad = inputs(sum(lengths), heads)
-    assert pieces.can_attend(query.shape[2], value.shape[2])
-    found = results(query, key, value, grad, pieces.attention(query, key, value, lengths, after, spec))
+    assert packed_attention.can_attend(query.shape[2], value.shape[2])
+    found = results(query, key, value, grad, packed_attention.attention(query, key, value, lengths, prefixes, spec))
     exact = [x.detach().double().transpose(0, 1)[None].requires_grad_() for x in (query, key, value)]
-    out = masked_attention(*exact, visible(lengths, after, spec), spec)
+    out = masked_attention(*exact, visible(lengths, prefixes, spec), spec)
     expected = results(*exact, grad.double().transpose(0, 1)[None], out)
     for ours, theirs in zip(found, expected, strict=True):
         theirs = theirs[0].transpose(0, 1)
@@ -67,15 +72,17 @@ def test_values_and_gradients(layout: str, heads: str, window: int | None, softc
         assert (ours.double() - theirs).norm() <= 4e-3 * theirs.norm()
 
 
-def test_a_piece_does_not_depend_on_the_others_nor_on_the_threads() -> None:
+def test_a_segment_does_not_depend_on_the_others_nor_on_the_threads() -> None:
     spec, lengths = AttentionSpec(0, 0.3), (70, 33, 20)
     query, key, value, grad = inputs(sum(lengths), "grouped")
-    together = results(query, key, value, grad, pieces.attention(query, key, value, lengths, (None, None, 1), spec))
+    together = results(
+        query, key, value, grad, packed_attention.attention(query, key, value, lengths, (None, None, 1), spec)
+    )
     alone = [x.detach()[70:].requires_grad_() for x in (query, key, value)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 3)
     try:
-        out = pieces.attention(*alone, lengths[1:], (None, 0), spec)
+        out = packed_attention.attention(*alone, lengths[1:], (None, 0), spec)
         for whole, part in zip(together, results(*alone, grad[70:], out), strict=True):
             assert part.equal(whole[70:])
     finally:
@@ -88,11 +95,11 @@ def test_damage_stays_in_its_sequence_and_is_not_hidden(bad: float) -> None:
     query, key, value, _ = inputs(80, "plain")
     with torch.no_grad():
         value[45, 0, 3] = bad
-        out = pieces.attention(query, key, value, lengths, None, AttentionSpec(0, 0.3))
+        out = packed_attention.attention(query, key, value, lengths, None, AttentionSpec(0, 0.3))
     assert out[:40].isfinite().all()
     assert not out[45:, 0, 3].isfinite().any()
 
 
 def test_other_sizes_are_left_to_others() -> None:
-    assert not pieces.can_attend(40, 64)
-    assert not pieces.can_attend(64, 8)
+    assert not packed_attention.can_attend(40, 64)
+    assert not packed_attention.can_attend(64, 8)

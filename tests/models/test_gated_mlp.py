@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.tiny import tiny_model
-from tether.kernels.dispatch import loops_for
-from tether.models.layers import gated_mlp
+from tether.kernels import dispatch
 from tether.models.layers.gated_mlp import GatedMLP, replace_gated_mlps
 
-has_loops = loops_for(torch.zeros(1, dtype=torch.bfloat16)) is not None
+has_kernels = dispatch.maker("cpu", torch.bfloat16) is not dispatch.REFERENCE
 
 
 def gradients(mlp: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -30,10 +29,10 @@ def test_the_same_as_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("mlp_bias", [True, False])
-@pytest.mark.parametrize("with_loops", [True, False])
-def test_bfloat16_with_and_without_the_loop(monkeypatch: pytest.MonkeyPatch, with_loops: bool, mlp_bias: bool) -> None:
-    if not with_loops:
-        monkeypatch.setattr(gated_mlp, "loops_for", lambda *_: None)
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_bfloat16_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch, with_kernels: bool, mlp_bias: bool) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
     exact = tiny_model("llama", dtype=torch.float64, mlp_bias=mlp_bias).model.layers[0].mlp
     x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact.load_state_dict({key: value.bfloat16() for key, value in exact.state_dict().items()})
@@ -48,8 +47,10 @@ def bfloat16_mlp() -> tuple[GatedMLP, Tensor]:
     return mlp, torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
 
 
-@pytest.mark.skipif(not has_loops, reason="no compiled loops here")
+@pytest.mark.skipif(not has_kernels, reason="no compiled kernels here")
 def test_gate_times_up_is_not_kept() -> None:
+    from tether.kernels.cpu import maker  # numba, which may be missing
+
     mlp, x = bfloat16_mlp()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -57,7 +58,8 @@ def test_gate_times_up_is_not_kept() -> None:
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     inner = [tensor for tensor in kept if tensor.shape == gate.shape]
     assert [tensor.equal(expected) for tensor, expected in zip(inner, (gate, up), strict=True)] == [True, True]
-    assert out.equal(mlp.down_proj(gated_mlp._gated(gate, up)))
+    product = maker.silu_mul(gate, up)
+    assert out.equal(mlp.down_proj(product))
 
 
 def test_frozen_layers_get_no_gradient() -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from tests.tiny import TINY_CONFIGS, tiny_model
-from tether.models.output import log_probs
+from tether.kernels import dispatch
 from tether.models.output.log_probs import LmHead, LogProbs, lm_head_of, logits_of, token_log_probs
 from tether.models.output.truncation_record import KeptRecorder, KeptSets
 
@@ -146,13 +146,13 @@ def test_no_tokens():
     assert torch.equal(head.weight.grad, torch.zeros_like(head.weight))
 
 
-@pytest.mark.parametrize("with_loops", [True, False])
+@pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("chunk_size", [7, 70, 100])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_bfloat16_logits_with_and_without_the_loops(monkeypatch, with_loops, chunk_size, scale):
+def test_bfloat16_logits_with_and_without_kernels(monkeypatch, with_kernels, chunk_size, scale):
     """Against the formula in float64 of the very logits that the bfloat16 product gives."""
-    if not with_loops:
-        monkeypatch.setattr(log_probs, "loops_for", lambda *_: None)
+    if not with_kernels:
+        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
     torch.manual_seed(3)
     hidden = (2 * torch.randn(9, 4)).bfloat16().requires_grad_()
     weight = torch.eye(4).repeat(18, 1)[:70].mul(torch.randn(70, 1)).bfloat16().requires_grad_()  # exact products

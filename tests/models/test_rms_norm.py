@@ -7,7 +7,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.tiny import tiny_model
-from tether.models.layers import rms_norm
+from tether.kernels import dispatch, reference
 from tether.models.layers.rms_norm import RMSNorm, replace_norms
 
 WIDTH = 6
@@ -20,11 +20,11 @@ def both(theirs: nn.Module, offset: float, dtype: torch.dtype) -> tuple[nn.Modul
     return theirs, RMSNorm(theirs.weight, 1e-2, offset)
 
 
-@pytest.mark.parametrize("with_loops", [True, False])
+@pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_as_transformers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_loops: bool) -> None:
-    if not with_loops:
-        monkeypatch.setattr(rms_norm, "loops_for", lambda *_: None)
+def test_the_same_as_transformers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_kernels: bool) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
     x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype)
     for module, offset in ((LlamaRMSNorm(WIDTH, eps=1e-2), 0.0), (Gemma2RMSNorm(WIDTH, eps=1e-2), 1.0)):
         theirs, ours = both(module, offset, dtype)
@@ -54,7 +54,7 @@ def test_it_does_not_matter_how_many_rows_are_computed_at_a_time(monkeypatch: py
     x = torch.randn(5, 2, WIDTH, dtype=torch.float64, requires_grad=True)
     norm = RMSNorm(nn.Parameter(torch.randn(WIDTH, dtype=torch.float64)), 1e-2, 0.0)
     grad = torch.randn(5, 2, WIDTH, dtype=torch.float64)
-    monkeypatch.setattr(rms_norm, "_CACHED", cached)
+    monkeypatch.setattr(reference, "_CACHED", cached)
     out = norm(x)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight
     torch.testing.assert_close(out, expected)

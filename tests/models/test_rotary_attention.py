@@ -5,21 +5,21 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.tiny import tiny_model
+from tether.kernels import dispatch
 from tether.models.language.packing_check import hidden_states
-from tether.models.layers import rotary_attention
 from tether.models.layers.attention import Packed
 from tether.models.layers.rotary_attention import RotaryAttention, replace_attentions, rotated
 
 
 @pytest.mark.parametrize(
-    ("dtype", "with_loops", "tolerance"),
+    ("dtype", "with_kernels", "tolerance"),
     [(torch.float64, True, 1e-12), (torch.bfloat16, True, 1e-2), (torch.bfloat16, False, 1e-2)],
 )
 def test_the_same_as_transformers_and_back(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_loops: bool, tolerance: float
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_kernels: bool, tolerance: float
 ) -> None:
-    if not with_loops:
-        monkeypatch.setattr(rotary_attention, "loops_for", lambda *_: None)
+    if not with_kernels:
+        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
     torch.manual_seed(0)
     heads = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_()
     angle = torch.randn(1, 5, 4)  # the positions of both rows are the same

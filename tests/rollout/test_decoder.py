@@ -8,11 +8,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tether.kernels.dispatch import kernels_for
 from tether.models.layers.attention import Packed, use_tether_attention
-from tether.rollout.native import packed_linear
 from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.engine import NativeEngine
-from tether.rollout.native.packed_linear import Product, has_blocked_products
+from tether.rollout.native.packed_linear import Product
 from tether.rollout.protocol import NoiseKey, SamplingParams
 
 LAYOUT = Packed((7, 12, 1))
@@ -106,7 +106,7 @@ def test_products_by_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not multiplying:
-        monkeypatch.setattr(packed_linear, "multiplying_for", lambda *_: None)
+        monkeypatch.setattr(kernels_for(torch.zeros(1, dtype=dtype)), "linear_kernels", None, raising=False)
     torch.manual_seed(0)
     layers = [nn.Linear(32, width, bias=bias).to(dtype) for width in widths]
     x, other = torch.randn(rows, 32).to(dtype), torch.randn(rows, 64).to(dtype)
@@ -124,5 +124,5 @@ def test_products_by_parts(
 
 
 def test_blocks_only_where_they_pay() -> None:
-    assert not has_blocked_products(torch.zeros(4, 4))
-    assert not has_blocked_products(torch.zeros(4, 4, dtype=torch.float16))
+    for dtype in (torch.float32, torch.float16):
+        assert kernels_for(torch.zeros(1, dtype=dtype)).pack_linears([nn.Linear(4, 4, dtype=dtype)]) is None

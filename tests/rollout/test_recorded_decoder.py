@@ -1,4 +1,4 @@
-"""Decoding steps that are loops alone are replayed, and sample what they would have sampled without."""
+"""Decoding steps that are kernels alone are replayed, and sample what they would have sampled without."""
 
 import pytest
 import torch
@@ -6,15 +6,14 @@ from transformers import PreTrainedModel
 
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
-from tether.kernels.dispatch import multiplying_for, replay_for
-from tether.rollout.native import recorded_decoder
+from tether.kernels.dispatch import REFERENCE, kernels_for
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 
 BF16 = torch.bfloat16
-replay = replay_for(torch.zeros(1, dtype=BF16))
-pytestmark = pytest.mark.skipif(replay is None, reason="no GNU OpenMP here")
-MADE_OF_LOOPS = ("llama", "qwen2", "qwen3", "mistral")
+maker = kernels_for(torch.zeros(1, dtype=BF16))
+pytestmark = pytest.mark.skipif(maker is REFERENCE, reason="no GNU OpenMP here")
+MADE_OF_KERNELS = ("llama", "qwen2", "qwen3", "mistral")
 WIDE = {"intermediate_size": 64, "head_dim": 64}
 """For AMX."""
 
@@ -33,23 +32,26 @@ def same(left: RolloutBatch, right: RolloutBatch) -> bool:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens: a recording, or its being run."""
     happened: list[str] = []
-    record, run = replay.record, replay.Recording.run
+    record = maker.record
+
+    class Noted:
+        def __init__(self, recording):
+            self.recording = recording
+
+        def run(self):
+            happened.append("run")
+            self.recording.run()
 
     def noted_record(function, *, watched):
-        result = record(function, watched=watched)
-        happened.append("refused" if result[1] is None else "recorded")
-        return result
+        result, recording = record(function, watched=watched)
+        happened.append("refused" if recording is None else "recorded")
+        return result, recording and Noted(recording)
 
-    def noted_run(self):
-        happened.append("run")
-        run(self)
-
-    monkeypatch.setattr(replay, "record", noted_record)
-    monkeypatch.setattr(replay.Recording, "run", noted_run)
+    monkeypatch.setattr(maker, "record", noted_record)
     return happened
 
 
-@pytest.mark.parametrize("name", MADE_OF_LOOPS)
+@pytest.mark.parametrize("name", MADE_OF_KERNELS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_the_same_samples(name: str, rows: int, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(name, dtype=BF16)
@@ -58,7 +60,7 @@ def test_the_same_samples(name: str, rows: int, runs: list[str], monkeypatch: py
     assert runs.count("run") > 3 * runs.count("recorded") > 0
     assert "refused" not in runs
     done = len(runs)
-    monkeypatch.setattr(recorded_decoder, "replay_for", lambda *_: None)
+    monkeypatch.setattr(maker, "record", REFERENCE.record)
     assert same(found, sample(model, prompts))
     assert len(runs) == done
 
@@ -79,22 +81,22 @@ def test_changed_weights_are_seen(runs: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_layers_that_are_not_made_of_loops_alone_run_as_ever(name: str, runs: list[str]) -> None:
+def test_layers_that_are_not_made_of_kernels_alone_run_as_ever(name: str, runs: list[str]) -> None:
     sample(tiny_model(name, dtype=BF16), [[40, 50]])
     assert set(runs) == {"refused"}
     assert len(runs) < 5  # not tried again at every step
 
 
-@pytest.mark.parametrize("name", MADE_OF_LOOPS)
-def test_many_rows_are_replayed_where_products_are_loops(
+@pytest.mark.parametrize("name", MADE_OF_KERNELS)
+def test_many_rows_are_replayed_where_products_are_kernels(
     name: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(name, dtype=BF16, **WIDE)
     prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(40)]
     found = sample(model, prompts, slots=24)
     assert "run" in runs
-    assert ("refused" in runs) == (multiplying_for(torch.zeros(1, dtype=BF16)) is None)
-    monkeypatch.setattr(recorded_decoder, "replay_for", lambda *_: None)
+    assert ("refused" in runs) == (maker.linear_kernels is None)
+    monkeypatch.setattr(maker, "record", REFERENCE.record)
     assert same(found, sample(model, prompts, slots=24))
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tether.kernels import dispatch
 from tether.rollout.native import sampling
 from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import SamplingParams
@@ -149,13 +150,13 @@ def test_a_row_without_a_distribution_shows_it_and_spoils_no_other(
     assert torch.equal(log_prob[[0, 2]], good.log_prob[[0, 2]])
 
 
-@pytest.mark.parametrize("with_loops", [True, False])
+@pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_logits_are_summed_in_fp32(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_loops: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_kernels: bool
 ) -> None:
-    if not with_loops:
-        monkeypatch.setattr(sampling, "loops_for", lambda *_: None)
+    if not with_kernels:
+        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
     logits = random_logits(8, 5000, dtype)
     u = torch.linspace(0.01, 0.99, 8, dtype=torch.float64)
     low, high = draw(logits, u, params(0.8)), draw(logits.double(), u, params(0.8))

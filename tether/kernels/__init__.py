@@ -1,1 +1,6 @@
-"""Fused operations for the model code, chosen by device, dtype and processor."""
+"""Fused operations for the model code: one interface, made by PyTorch (reference), compiled for a CPU, or for CUDA."""
+
+from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
+from tether.kernels.dispatch import kernels_for
+
+__all__ = ["AttentionLayout", "AttentionSpec", "kernels_for"]

@@ -1,58 +1,46 @@
-"""Where the compiled loops of `tether.models` run, and are replayed."""
+"""Which maker computes an operation: chosen by device, dtype and what is installed, in this one place.
+
+A maker's method may leave shapes that its kernel does not take to the reference.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from functools import cache
-from importlib import import_module
-from types import ModuleType
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from tether.kernels.cuda.maker import Cuda
+from tether.kernels.reference import Reference
 
-def loops_for(*tensors: Tensor) -> ModuleType | None:
-    """The module of loops if it can compute with these: bfloat16 on a CPU whose threads are GNU OpenMP's; else None."""
-    if all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors):
-        return _loops()
-    return None
+REFERENCE = Reference()
 
 
-def multiplying_for(*tensors: Tensor) -> ModuleType | None:
-    """The module of loops that multiply, where `loops_for` gives one: by AMX (`tether.kernels.cpu.linear_amx`) or
-    AVX512_BF16 (`tether.kernels.cpu.linear_avx512`); None where there is neither."""
-    if loops_for(*tensors) is None:
-        return None
-    if import_module("tether.kernels.cpu.amx_instructions").has_tiles():
-        return import_module("tether.kernels.cpu.linear_amx")
-    return (
-        import_module("tether.kernels.cpu.linear_avx512")
-        if import_module("tether.kernels.cpu.avx512_instructions").has_products()
-        else None
-    )
-
-
-def pieces_for(*tensors: Tensor) -> ModuleType | None:
-    """The module of attention over packed pieces, where `loops_for` gives one and there is AVX512_BF16; else None."""
-    if loops_for(*tensors) is None:
-        return None
-    return (
-        import_module("tether.kernels.cpu.packed_attention")
-        if import_module("tether.kernels.cpu.avx512_instructions").has_products()
-        else None
-    )
-
-
-def replay_for(*tensors: Tensor) -> ModuleType | None:
-    """The module that records and replays loops, where `loops_for` gives one; else None."""
-    return None if loops_for(*tensors) is None else import_module("tether.kernels.cpu.recording")
+def kernels_for(*tensors: Tensor) -> Reference:
+    """The maker for operations on these tensors: that of their device and dtype, or the reference where they differ."""
+    first, *others = tensors
+    device, dtype = first.device.type, first.dtype
+    if any(x.dtype != dtype or x.device.type != device for x in others):
+        return REFERENCE
+    return maker(device, dtype)
 
 
 @cache
-def _loops() -> ModuleType | None:
-    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        return None
-    return import_module(
-        "tether.kernels.cpu.elementwise"
-    )  # with numba, which takes a moment that other devices need not spend
+def maker(device: str, dtype: torch.dtype) -> Reference:
+    """The maker for tensors of one device and dtype."""
+    if device == "cpu" and dtype == torch.bfloat16 and _has_gnu_openmp() and find_spec("numba") is not None:
+        # Imported here: numba takes a moment that other devices need not spend.
+        from tether.kernels.cpu.maker import Cpu
+
+        return Cpu()
+    if device == "cuda":
+        return Cuda()
+    return REFERENCE
+
+
+def _has_gnu_openmp() -> bool:
+    """Whether PyTorch's threads are those of GNU OpenMP, which the compiled kernels run in."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "GOMP_parallel")

@@ -8,18 +8,18 @@ give with 16 columns of 32 numbers. The tile of those columns holds numbers in p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
+from numba.core.base import BaseContext
 from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
+from numba.core.typing.templates import Signature
 from numpy.typing import NDArray
 
-from tether.kernels.cpu.avx512_instructions import declared
+from tether.kernels.cpu.avx512_instructions import Type, Typed, Value, declared, instruction
 
 TILE = 16
 """Rows of a tile, and columns of sums."""
@@ -32,7 +32,7 @@ _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl, whose num
 
 
 @cache
-def has_tiles() -> bool:
+def has_amx() -> bool:
     """Whether this processor has these instructions, and Linux lets this process use them."""
     features = binding.get_host_cpu_features()
     if not (features.get("amx-tile") and features.get("amx-bf16")):
@@ -41,7 +41,7 @@ def has_tiles() -> bool:
 
 
 def shapes_of(tiles: Mapping[int, tuple[int, int]]) -> NDArray[np.uint8]:
-    """What `configure` reads: for each tile in use its rows and the bytes of a row."""
+    """What `configure_tiles` reads: for each tile in use its rows and the bytes of a row."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1  # the only palette that there is
     for tile, (rows, width) in tiles.items():
@@ -49,23 +49,20 @@ def shapes_of(tiles: Mapping[int, tuple[int, int]]) -> NDArray[np.uint8]:
     return shapes
 
 
-_intrinsic: Any = intrinsic
-
-
-def _instruction(name: str, kinds: str, *arguments: Any) -> Any:
+def _instruction(name: str, kinds: str, *arguments: Type) -> Typed:
     """LLVM's function of that name; of its arguments ``t`` is a tile, ``p`` an address and ``n`` a number."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if kind == "t" and not isinstance(argument, types.IntegerLiteral):
             raise RequireLiteralValue("which tile has to be known when a loop is compiled")
     byte = ir.IntType(8)
-    of_kind: dict[str, Any] = {"t": byte, "p": byte.as_pointer(), "n": ir.IntType(64)}
-    made: dict[str, Any] = {
+    of_kind: dict[str, ir.Type] = {"t": byte, "p": byte.as_pointer(), "n": ir.IntType(64)}
+    made: dict[str, Callable[..., Value]] = {
         "t": lambda builder, argument, value: byte(argument.literal_value),
         "p": lambda builder, argument, value: builder.inttoptr(value, byte.as_pointer()),
         "n": lambda builder, argument, value: value,
     }
 
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         function = declared(builder, f"llvm.x86.{name}", ir.VoidType(), [of_kind[kind] for kind in kinds])
         of = zip(kinds, arguments, values, strict=True)
         builder.call(function, [made[kind](builder, argument, value) for kind, argument, value in of])
@@ -74,37 +71,37 @@ def _instruction(name: str, kinds: str, *arguments: Any) -> Any:
     return types.void(*arguments), code
 
 
-@_intrinsic
-def configure(typing: Any, shapes: Any) -> Any:
+@instruction
+def configure_tiles(typing: BaseContext, shapes: Type) -> Typed:
     """Give the tiles the shapes at an address; what they held is lost."""
     return _instruction("ldtilecfg", "p", shapes)
 
 
-@_intrinsic
-def release(typing: Any) -> Any:
+@instruction
+def release_tiles(typing: BaseContext) -> Typed:
     """Say that this thread needs no tiles for now."""
     return _instruction("tilerelease", "")
 
 
-@_intrinsic
-def clear(typing: Any, tile: Any) -> Any:
+@instruction
+def clear_tile(typing: BaseContext, tile: Type) -> Typed:
     """Fill a tile with zeros."""
     return _instruction("tilezero", "t", tile)
 
 
-@_intrinsic
-def read(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
+@instruction
+def load_tile(typing: BaseContext, tile: Type, address: Type, stride: Type) -> Typed:
     """Fill a tile with rows that lie `stride` bytes from each other."""
     return _instruction("tileloadd64", "tpn", tile, address, stride)
 
 
-@_intrinsic
-def write(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
+@instruction
+def store_tile(typing: BaseContext, tile: Type, address: Type, stride: Type) -> Typed:
     """Write a tile's rows, `stride` bytes from each other."""
     return _instruction("tilestored64", "tpn", tile, address, stride)
 
 
-@_intrinsic
-def add_product(typing: Any, sums: Any, left: Any, right: Any) -> Any:
+@instruction
+def add_tile_product(typing: BaseContext, sums: Type, left: Type, right: Type) -> Typed:
     """Add the product of two tiles to a third."""
     return _instruction("tdpbf16ps", "ttt", sums, left, right)

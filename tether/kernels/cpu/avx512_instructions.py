@@ -7,12 +7,15 @@ AVX512_BF16; AMD's processors have it since Zen 4.)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 from llvmlite import binding, ir
 from numba import types
+from numba.core.base import BaseContext
+from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
 COLUMNS = 32
@@ -39,29 +42,42 @@ _SUMS = ir.VectorType(ir.FloatType(), 16)
 _NUMBERS = ir.VectorType(_BFloat(), 32)
 _PAIRS = ir.VectorType(_PAIR_OF_ROW, 16)
 
-_intrinsic: Any = intrinsic
+Type: TypeAlias = types.Type
+Value: TypeAlias = ir.Value
+Typed: TypeAlias = tuple[Signature, Callable[..., Value]]
+"""Of an instruction the types that it takes, and what makes its code."""
+instruction: Any = intrinsic  # of what is decorated it makes a function for compiled code, with other arguments
 
 
 @cache
-def has_products() -> bool:
+def has_avx512_bf16() -> bool:
     """Whether this processor multiplies pairs of bfloat16 numbers."""
     features = binding.get_host_cpu_features()
     return all(features.get(name) for name in ("avx512f", "avx512bw", "avx512bf16"))
 
 
-def declared(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[Any]) -> Any:
+def declared(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Type]) -> Value:
     """LLVM's function of that name."""
-    module: Any = builder.module
+    module: ir.Module = builder.module
     return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, arguments), name)
 
 
-@_intrinsic
+@instruction
 def _add_products(
-    typing: Any, x: Any, stride: Any, rows: Any, weight: Any, pairs: Any, out: Any, to: Any, is_new: Any, ahead: Any
-) -> Any:
+    typing: BaseContext,
+    x: Type,
+    stride: Type,
+    rows: Type,
+    weight: Type,
+    pairs: Type,
+    out: Type,
+    to: Type,
+    is_new: Type,
+    ahead: Type,
+) -> Typed:
     """`add_products` of up to 12 rows; from `ahead` on is fetched."""
 
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         rows = values[2]
         end = builder.append_basic_block("end")
         cases = builder.switch(rows, end)
@@ -78,10 +94,18 @@ def _add_products(
 
 
 def _add_products_of(
-    b: ir.IRBuilder, rows: int, x: Any, stride: Any, weight: Any, pairs: Any, out: Any, to: Any, is_new: Any, ahead: Any
+    b: ir.IRBuilder,
+    rows: int,
+    x: Value,
+    stride: Value,
+    weight: Value,
+    pairs: Value,
+    out: Value,
+    to: Value,
+    is_new: Value,
+    ahead: Value,
 ) -> None:
     """Code for so many rows, whose sums stay in registers from one pair to the next, two of a row after another's."""
-    dot = declared(b, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _NUMBERS, _NUMBERS])
     starts = [b.add(x, b.mul(stride, _WORD(row))) for row in range(rows)]
     of_rows = [b.add(out, b.mul(to, _WORD(row))) for row in range(rows)]
     places = [_pointer(b, b.add(of_row, _WORD(64 * half)), _SUMS) for of_row in of_rows for half in range(2)]
@@ -92,10 +116,10 @@ def _add_products_of(
 
     b.position_at_end(loop)
     pair, sums = b.phi(_WORD), [b.phi(_SUMS) for _ in places]
-    now: list[Any] = list(sums)
+    now: list[Value] = list(sums)
     each = _PAIR if rows < _AT_ONCE // 2 else _AHEAD  # few rows go through the columns only once
     for line in range(0, each * _PAIRS_AT_ONCE, 64):
-        _fetch(b, b.add(ahead, b.add(b.mul(pair, _WORD(each)), _WORD(line))))
+        _prefetch(b, b.add(ahead, b.add(b.mul(pair, _WORD(each)), _WORD(line))))
     for more in range(_PAIRS_AT_ONCE):
         this = b.add(pair, _WORD(more))
         at = b.add(weight, b.mul(this, _WORD(_PAIR)))
@@ -105,8 +129,7 @@ def _add_products_of(
             first = b.insert_element(ir.Constant(_PAIRS, ir.Undefined), number, _PAIR_OF_ROW(0))
             everywhere = b.shuffle_vector(first, first, ir.Constant(_PAIRS, [0] * 16))
             for half in range(2):
-                numbers = [b.bitcast(of, _NUMBERS) for of in (everywhere, columns[half])]
-                now[2 * row + half] = b.call(dot, [now[2 * row + half], *numbers])
+                now[2 * row + half] = _dot(b, now[2 * row + half], everywhere, columns[half])
     following = b.add(pair, _WORD(_PAIRS_AT_ONCE))
     for phi, first, then in zip([pair, *sums], [_WORD(0), *before], [following, *now], strict=True):
         phi.add_incoming(first, entry)
@@ -118,13 +141,19 @@ def _add_products_of(
         b.store(number, place, align=4)
 
 
-def _pointer(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+def _dot(b: ir.IRBuilder, sums: Value, row: Value, columns: Value) -> Value:
+    """Add to 16 sums the products of 16 pairs of bfloat16 numbers with 16 others."""
+    function = declared(b, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _NUMBERS, _NUMBERS])
+    return b.call(function, [sums, b.bitcast(row, _NUMBERS), b.bitcast(columns, _NUMBERS)])
+
+
+def _pointer(b: ir.IRBuilder, address: Value, kind: ir.Type) -> Value:
     return b.inttoptr(address, kind.as_pointer())
 
 
 @numba.njit
 def add_products(
-    x: Any, stride: Any, rows: Any, weight: Any, pairs: Any, out: Any, out_stride: Any, is_new: Any
+    x: int, stride: int, rows: int, weight: int, pairs: int, out: int, out_stride: int, is_new: int
 ) -> None:
     """Add to sums [R, 32] float32 at `out` what R rows at `x` give with 32 columns at `weight` [pairs, 32, 2].
 
@@ -138,14 +167,14 @@ def add_products(
         _add_products(of, stride, last - first, weight, pairs, to, out_stride, is_new, ahead)
 
 
-@_intrinsic
-def transposed(typing: Any, x: Any, stride: Any, rows: Any, nothing: Any, out: Any) -> Any:
+@instruction
+def transpose_pairs(typing: BaseContext, x: Type, stride: Type, rows: Type, nothing: Type, out: Type) -> Typed:
     """16 pairs of numbers of each of up to 16 rows -> the rows as 16 of 32 columns at `out`.
 
     `stride` is in bytes; a row that there is none of has the numbers at `nothing`.
     """
 
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         x, stride, rows, nothing, out = values
         numbers = []
         for row in range(16):
@@ -167,29 +196,29 @@ def transposed(typing: Any, x: Any, stride: Any, rows: Any, nothing: Any, out: A
     return types.void(*[types.int64] * 5), code
 
 
-def _fetch(b: ir.IRBuilder, address: Any) -> None:
+def _prefetch(b: ir.IRBuilder, address: Value) -> None:
     number, place = ir.IntType(32), _BYTES.as_pointer()
     function = declared(b, "llvm.prefetch.p0", ir.VoidType(), [place, number, number, number])
     to_read, second_level, data = number(0), number(2), number(1)
     b.call(function, [b.inttoptr(address, place), to_read, second_level, data])
 
 
-@_intrinsic
-def fetch(typing: Any, address: Any) -> Any:
+@instruction
+def prefetch(typing: BaseContext, address: Type) -> Typed:
     """Ask for the line at an address, into the second level of the cache."""
 
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
-        _fetch(builder, values[0])
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
+        _prefetch(builder, values[0])
         return context.get_dummy_value()
 
     return types.void(address), code
 
 
-@_intrinsic
-def side_by_side(typing: Any, even: Any, odd: Any, out: Any) -> Any:
+@instruction
+def interleave(typing: BaseContext, even: Type, odd: Type, out: Type) -> Typed:
     """32 bfloat16 numbers at one address and 32 at another, in turns, to a third: a pair of 32 columns."""
 
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         half, whole = ir.VectorType(ir.IntType(16), COLUMNS), ir.VectorType(ir.IntType(16), 2 * COLUMNS)
         left, right = (builder.load(builder.inttoptr(at, half.as_pointer()), align=2) for at in values[:2])
         order = [place for n in range(COLUMNS) for place in (n, COLUMNS + n)]
@@ -200,13 +229,13 @@ def side_by_side(typing: Any, even: Any, odd: Any, out: Any) -> Any:
     return types.void(even, odd, out), code
 
 
-@_intrinsic
-def round_to(typing: Any, numbers: Any, out: Any) -> Any:
+@instruction
+def round_to_bfloat16(typing: BaseContext, numbers: Type, out: Type) -> Typed:
     """32 float32 numbers at an address -> the nearest bfloat16 ones: `tether.kernels.cpu.openmp_loop.rounded` of
     each.
     """
 
-    def code(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         words, halves = ir.VectorType(ir.IntType(32), COLUMNS), ir.VectorType(ir.IntType(16), COLUMNS)
         bits = builder.load(builder.inttoptr(values[0], words.as_pointer()), align=4)
 

@@ -1,40 +1,40 @@
-"""Loops that multiply with AMX: linear layers over any number of rows, and attention of new tokens.
+"""Linear layers over any number of rows and attention of new tokens by AMX.
 
-Whoever wants them asks `tether.kernels.dispatch.multiplying_for`, which knows what the processor has.
-
-Legend: N rows, E and O = width of what goes into a linear layer and of what comes out; R rows of one new token each, K
-key/value heads, G query heads for each of them, D = head size.
+Legend: N rows, E and O = width of the input and output of a linear layer; R rows of one new token each, K key/value
+heads, G query heads per key/value head, D = head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import numpy as np
-from numba import carray
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.kernels.cpu.amx_instructions import (
     DEPTH,
     LINE,
     TILE,
-    add_product,
-    clear,
-    configure,
-    read,
-    release,
+    add_tile_product,
+    clear_tile,
+    configure_tiles,
+    load_tile,
+    release_tiles,
     shapes_of,
-    write,
+    store_tile,
 )
-from tether.kernels.cpu.avx512_instructions import fetch, side_by_side
-from tether.kernels.cpu.elementwise import copy, finish, weigh
+from tether.kernels.cpu.avx512_instructions import interleave, prefetch
+from tether.kernels.cpu.decode_attention import Key, Keys, Out, Position, Query, Value, Values, attention_weights, copy
+from tether.kernels.cpu.kernel_signature import bfloat16, uint8
+from tether.kernels.cpu.linear_plain import finish
 from tether.kernels.cpu.openmp_loop import (
-    Loop,
-    bfloat16s,
-    float_of,
+    address_of,
+    array_uint32,
     inline,
-    keep,
-    pointer,
+    keep_alive,
+    kernel,
     rounded,
     share,
 )
@@ -47,50 +47,56 @@ _CHUNK = 4 * TILE  # numbers of a value that are summed up at once, in four tile
 
 
 def can_multiply(width: int) -> bool:
-    """Whether rows of so many numbers can be multiplied."""
+    """Whether `linear` takes rows of this width."""
     return width % DEPTH == 0
 
 
 def can_attend(groups: int, size: int, value_size: int) -> bool:
-    """Whether heads like these can be attended to."""
+    """Whether `attend` takes heads like these."""
     return size % _CHUNK == value_size % _CHUNK == 0 and groups <= TILE
 
 
 @inline
-def _sums(x: Any, lower: Any, stride: Any, weight: Any, steps: Any, out: Any, ahead: Any, lines: Any) -> None:
-    """Float32 sums [32, 32], to `out`, of 16 rows at `x` and 16 at `lower`; `lines` are fetched in each step."""
-    clear(0)
-    clear(1)
-    clear(2)
-    clear(3)
+def _sums(x: int, lower: int, stride: int, weight: int, steps: int, out: int, ahead: int, lines: int) -> None:
+    """Float32 sums [32, 32], to `out`, of 16 rows at `x` and 16 at `lower`; each step prefetches `lines` at `ahead`."""
+    clear_tile(0)
+    clear_tile(1)
+    clear_tile(2)
+    clear_tile(3)
     for k in range(steps):
-        read(4, x + LINE * k, stride)
-        read(6, weight + 2048 * k, LINE)
-        read(7, weight + 2048 * k + 1024, LINE)
+        load_tile(4, x + LINE * k, stride)
+        load_tile(6, weight + 2048 * k, LINE)
+        load_tile(7, weight + 2048 * k + 1024, LINE)
         for line in range(lines):
-            fetch(ahead + LINE * (lines * k + line))
-        add_product(0, 4, 6)
-        add_product(1, 4, 7)
-        read(5, lower + LINE * k, stride)
-        add_product(2, 5, 6)
-        add_product(3, 5, 7)
-    write(0, out, 128)
-    write(1, out + 64, 128)
-    write(2, out + 2048, 128)
-    write(3, out + 2112, 128)
+            prefetch(ahead + LINE * (lines * k + line))
+        add_tile_product(0, 4, 6)
+        add_tile_product(1, 4, 7)
+        load_tile(5, lower + LINE * k, stride)
+        add_tile_product(2, 5, 6)
+        add_tile_product(3, 5, 7)
+    store_tile(0, out, 128)
+    store_tile(1, out + 64, 128)
+    store_tile(2, out + 2048, 128)
+    store_tile(3, out + 2112, 128)
 
 
-@Loop
-def product(p: Any) -> None:
-    """x [N, E], a packed weight, bias [O] -> out [N, O], with `other` [N, O] by the way; see `multiplied`.
-
-    A thread has a share of the weight's blocks. While one is multiplied, the next is fetched.
-    """
-    a = carray(p, (10,))
-    rows, width, outputs, what, x, weight, shapes = a[0], a[1], a[2], a[3], a[4], a[5], a[9]
+@kernel
+def product(
+    x: Annotated[int, bfloat16("rows", "width")],
+    weight: Annotated[int, bfloat16("padded_outputs", "width")],
+    out: Annotated[int, bfloat16("rows", "outputs")],
+    bias: Annotated[int, bfloat16("outputs", optional=True)],
+    other: Annotated[int, bfloat16("rows", "outputs", optional=True)],
+    tile_shapes: Annotated[int, uint8(_BLOCK + 1, 64)],
+    epilogue: int,
+    rows: int,
+    width: int,
+    outputs: int,
+) -> None:
+    """See `linear`. A thread has a share of the weight's blocks; while one is multiplied, the next is prefetched."""
     steps, configured = width // DEPTH, 0
     sums = np.empty((_BLOCK, _BLOCK), np.float32)
-    place = sums.ctypes.data
+    at_sums = address_of(sums)
     first, last = share((outputs + _BLOCK - 1) // _BLOCK)
     for upper in range(0, rows, _ROWS_AT_ONCE):
         end = min(upper + _ROWS_AT_ONCE, rows)
@@ -98,47 +104,52 @@ def product(p: Any) -> None:
         for block in range(first, last):
             column = block * _BLOCK
             columns = min(_BLOCK, outputs - column)
-            bias = a[6] + 2 * column if a[6] != 0 else 0
-            here = weight + 2048 * steps * block
+            of_bias = bias + 2 * column if bias != 0 else 0
+            of_block = weight + 2048 * steps * block
             lines = (_BLOCK + times - 1) // times if block + 1 < last else 0
             for time in range(times):
                 row = upper + time * _BLOCK
                 count = min(_BLOCK, end - row)
                 lower = row + TILE if count > TILE else row
                 if count != configured:
-                    configure(shapes + 64 * count)
+                    configure_tiles(tile_shapes + 64 * count)
                     configured = count
-                ahead = here + 2048 * steps + LINE * lines * steps * time
-                _sums(x + 2 * row * width, x + 2 * lower * width, 2 * width, here, steps, place, ahead, lines)
+                ahead = of_block + 2048 * steps + LINE * lines * steps * time
+                _sums(x + 2 * row * width, x + 2 * lower * width, 2 * width, of_block, steps, at_sums, ahead, lines)
                 for i in range(count):
                     at = 2 * ((row + i) * outputs + column)
-                    finish(place + 128 * i, columns, bias, what, a[8] + at, a[7] + at)
-    release()
-    keep(sums)
+                    finish(at_sums + 128 * i, columns, of_bias, epilogue, other + at, out + at)
+    release_tiles()
+    keep_alive((sums,))
 
 
-def _shapes_of_rows(rows: int) -> Any:
+def _shapes_of_rows(rows: int) -> NDArray[np.uint8]:
     upper, lower = min(rows, TILE), rows - TILE if rows > TILE else rows
     return shapes_of(dict(enumerate((n, LINE) for n in (upper, upper, lower, lower, upper, lower, TILE, TILE))))
 
 
-_PRODUCT_SHAPES = np.stack([_shapes_of_rows(rows) for rows in range(_BLOCK + 1)])
+_TILE_SHAPES = torch.from_numpy(np.stack([_shapes_of_rows(rows) for rows in range(_BLOCK + 1)]))
+"""For each number of rows in a block."""
 
 
-@Loop
-def pack(p: Any) -> None:
+@kernel
+def pack(
+    weight: Annotated[int, bfloat16("outputs", "width")],
+    out: Annotated[int, bfloat16("padded_outputs", "width")],
+    outputs: int,
+    width: int,
+) -> None:
     """A weight [O, E] -> blocks of 32 outputs, of steps of 32 numbers, of two tiles; after the last output zeros."""
-    a = carray(p, (4,))
-    outputs, pairs = a[0], a[1] // 2
-    blocks, steps = (outputs + _BLOCK - 1) // _BLOCK, a[1] // DEPTH
+    pairs = width // 2
+    blocks, steps = (outputs + _BLOCK - 1) // _BLOCK, width // DEPTH
     first, last = share(blocks * steps * 2)
     for tile in range(first, last):
         block, step, half = tile // 2 // steps, tile // 2 % steps, tile % 2
-        to = carray(pointer(a[3] + 1024 * tile, np.uint32(0)), (TILE, TILE))
+        to = array_uint32(out + 1024 * tile, (TILE, TILE))
         for o in range(TILE):
             output = block * _BLOCK + half * TILE + o
             if output < outputs:
-                of = carray(pointer(a[2] + 4 * (output * pairs + step * TILE), np.uint32(0)), (TILE,))
+                of = array_uint32(weight + 4 * (output * pairs + step * TILE), (TILE,))
                 for pair in range(TILE):
                     to[pair, o] = of[pair]
             else:
@@ -147,151 +158,165 @@ def pack(p: Any) -> None:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A weight [O, E] as `multiplied` wants it; `can_multiply(E)`."""
+    """A weight [O, E] as `linear` wants it; `can_multiply(E)`."""
     outputs, width = weight.shape
-    tiles = weight.new_empty(-(-outputs // _BLOCK) * _BLOCK, width)
-    pack(outputs, width, weight.contiguous(), tiles)
-    return tiles
+    out = weight.new_empty(-(-outputs // _BLOCK) * _BLOCK, width)
+    pack(weight=weight.contiguous(), out=out)
+    return out
 
 
-def multiplied(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, what: int, other: Tensor | None) -> Tensor:
-    """x [N, E] times a `packed` weight, plus bias [O], and what follows: [N, O].
+def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, epilogue: int, other: Tensor | None) -> Tensor:
+    """x [N, E] times a `packed` weight, plus bias [O], and the epilogue: [N, O].
 
     Args:
         x: bfloat16, as all of them.
         weight: from `packed`.
         outputs: O.
         bias: or None.
-        what: ``PLAIN``, ``SILU``, ``TIMES`` or ``PLUS`` of `tether.kernels.cpu.elementwise`.
+        epilogue: ``PLAIN``, ``SILU``, ``TIMES`` or ``PLUS`` of `tether.kernels.cpu.linear_plain`.
         other: [N, O], for the last two.
     """
-    x, beside = x.contiguous(), 0 if other is None else other.contiguous()
-    out = x.new_empty(len(x), outputs)
-    numbers = (len(x), x.shape[1], outputs, what)
-    product(*numbers, x, weight, 0 if bias is None else bias, out, beside, _PRODUCT_SHAPES.ctypes.data)
+    out, other = x.new_empty(len(x), outputs), None if other is None else other.contiguous()
+    tensors = {"x": x.contiguous(), "weight": weight, "out": out, "bias": bias, "other": other}
+    product(**tensors, tile_shapes=_TILE_SHAPES, epilogue=epilogue)
     return out
 
 
 @inline
-def _scores(keys: Any, size: Any, queries: Any, out: Any) -> None:
+def _scores(keys: int, size: int, queries: int, out: int) -> None:
     """32 keys [32, D] times 16 queries [D / 2, 16], in pairs -> float32 [32, 16] to `out`."""
-    clear(4)
-    clear(5)
+    clear_tile(4)
+    clear_tile(5)
     for step in range(size // _CHUNK):
         here = keys + 2 * LINE * step
-        read(0, here, 2 * size)
-        read(1, here + LINE, 2 * size)
-        read(2, here + 2 * TILE * size, 2 * size)
-        read(3, here + 2 * TILE * size + LINE, 2 * size)
-        read(6, queries + 2048 * step, LINE)
-        read(7, queries + 2048 * step + 1024, LINE)
-        add_product(4, 0, 6)
-        add_product(5, 2, 6)
-        add_product(4, 1, 7)
-        add_product(5, 3, 7)
-    write(4, out, LINE)
-    write(5, out + 1024, LINE)
+        load_tile(0, here, 2 * size)
+        load_tile(1, here + LINE, 2 * size)
+        load_tile(2, here + 2 * TILE * size, 2 * size)
+        load_tile(3, here + 2 * TILE * size + LINE, 2 * size)
+        load_tile(6, queries + 2048 * step, LINE)
+        load_tile(7, queries + 2048 * step + 1024, LINE)
+        add_tile_product(4, 0, 6)
+        add_tile_product(5, 2, 6)
+        add_tile_product(4, 1, 7)
+        add_tile_product(5, 3, 7)
+    store_tile(4, out, LINE)
+    store_tile(5, out + 1024, LINE)
 
 
 @inline
-def _pair_up(values: Any, stride: Any, seen: Any, nothing: Any, pairs: Any, ahead: Any) -> None:
+def _pair_up(values: int, stride: int, seen: int, zeros: int, pairs: int, ahead: int) -> None:
     """32 values of which a chunk is wanted -> [16, chunk]: those of two keys side by side, 0 for what is not seen."""
     for n in range(TILE):
         even, odd = values + 4 * n * stride, values + 4 * n * stride + 2 * stride
-        side_by_side(even if 2 * n < seen else nothing, odd if 2 * n + 1 < seen else nothing, pairs + 4 * _CHUNK * n)
+        interleave(even if 2 * n < seen else zeros, odd if 2 * n + 1 < seen else zeros, pairs + 4 * _CHUNK * n)
         even, odd = even + LINE, odd + LINE
         at = pairs + 4 * _CHUNK * n + 2 * LINE
-        side_by_side(even if 2 * n < seen else nothing, odd if 2 * n + 1 < seen else nothing, at)
-        fetch(even + ahead - LINE)
-        fetch(even + ahead)
-        fetch(odd + ahead - LINE)
-        fetch(odd + ahead)
+        interleave(even if 2 * n < seen else zeros, odd if 2 * n + 1 < seen else zeros, at)
+        prefetch(even + ahead - LINE)
+        prefetch(even + ahead)
+        prefetch(odd + ahead - LINE)
+        prefetch(odd + ahead)
 
 
 @inline
-def _add_values(weights: Any, stride: Any, pairs: Any) -> None:
+def _add_values(weights: int, stride: int, pairs: int) -> None:
     """16 weighted sums of a chunk of 32 values, to those in the first four tiles."""
-    read(4, weights, stride)
-    read(5, pairs, 4 * _CHUNK)
-    read(6, pairs + LINE, 4 * _CHUNK)
-    read(7, pairs + 2 * LINE, 4 * _CHUNK)
-    add_product(0, 4, 5)
-    add_product(1, 4, 6)
-    add_product(2, 4, 7)
-    read(5, pairs + 3 * LINE, 4 * _CHUNK)
-    add_product(3, 4, 5)
+    load_tile(4, weights, stride)
+    load_tile(5, pairs, 4 * _CHUNK)
+    load_tile(6, pairs + LINE, 4 * _CHUNK)
+    load_tile(7, pairs + 2 * LINE, 4 * _CHUNK)
+    add_tile_product(0, 4, 5)
+    add_tile_product(1, 4, 6)
+    add_tile_product(2, 4, 7)
+    load_tile(5, pairs + 3 * LINE, 4 * _CHUNK)
+    add_tile_product(3, 4, 5)
 
 
-@Loop
-def attend(p: Any) -> None:
-    """As `tether.kernels.cpu.elementwise.attend`, where the cache has room for a multiple of 32 tokens.
+@kernel
+def attend_tiles(
+    query: Query,
+    key: Key,
+    value: Value,
+    position: Position,
+    keys: Keys,
+    values: Values,
+    out: Out,
+    tile_shapes: Annotated[int, uint8(64)],
+    scale: float,
+    softcap: float,
+    window: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    capacity: int,
+    size: int,
+    value_size: int,
+    query_row: int,
+    query_head: int,
+    key_row: int,
+    key_head: int,
+    value_row: int,
+    value_head: int,
+) -> None:
+    """As `tether.kernels.cpu.decode_attention.attend`, where the cache has room for a multiple of 32 tokens.
 
-    Keys and values are taken 32 at a time, from a multiple of 32 on, and weights are rounded before they meet the
-    values. Meanwhile those of the next head are fetched, a few lines at a time: for many at once one would wait.
+    Keys and values are taken 32 at a time, from a multiple of 32 on, and weights are rounded before they are multiplied
+    with the values. Meanwhile those of the next head are prefetched, a few lines at a time: for many at once one would
+    wait.
     """
-    a = carray(p, (23,))
-    rows, kv_heads, groups, size, value_size, capacity = a[0], a[1], a[2], a[3], a[4], a[5]
-    scale, softcap, window = float_of(a[6]), float_of(a[7]), a[8]
-    position = carray(pointer(a[9], np.int64(0)), (rows,))
-    out = bfloat16s(a[12], (rows, kv_heads * groups, value_size))
+    groups = heads // kv_heads
     queries, columns = np.zeros((size // 2, TILE), np.uint32), np.empty((_BLOCK, TILE), np.float32)
     scores, weights = np.empty((groups, capacity + 4), np.float32), np.zeros((TILE, capacity), np.uint16)
-    pairs, sums, nothing = np.empty((TILE, _CHUNK), np.uint32), np.empty((TILE, _CHUNK), np.float32), np.zeros(32)
-    at_queries, at_columns, at_weights = queries.ctypes.data, columns.ctypes.data, weights.ctypes.data
-    at_pairs, at_sums, at_nothing = pairs.ctypes.data, sums.ctypes.data, np.int64(nothing.ctypes.data)
+    pairs, sums, zeros = np.empty((TILE, _CHUNK), np.uint32), np.empty((TILE, _CHUNK), np.float32), np.zeros(32)
+    at_queries, at_columns, at_weights = address_of(queries), address_of(columns), address_of(weights)
+    at_pairs, at_sums, at_zeros = address_of(pairs), address_of(sums), address_of(zeros)
     lines = (_BLOCK * size // (LINE // 2) + groups - 1) // groups  # of 32 keys, a query head's share
-    configure(a[22])
+    configure_tiles(tile_shapes)
     first, last = share(rows * kv_heads)
     for task in range(first, last):
         row, head = task // kv_heads, task % kv_heads
-        keys, values = a[10] + 2 * task * capacity * size, a[11] + 2 * task * capacity * value_size
+        row_keys, row_values = keys + 2 * task * capacity * size, values + 2 * task * capacity * value_size
         here = position[row]
         start = max(0, here + 1 - window) if window > 0 else 0
         begin = start // _BLOCK * _BLOCK
         end = here + 1 - begin
-        copy(a[16] + 2 * (row * a[17] + head * a[18]), size, keys + 2 * here * size)
-        copy(a[19] + 2 * (row * a[20] + head * a[21]), value_size, values + 2 * here * value_size)
+        copy(key + 2 * (row * key_row + head * key_head), size, row_keys + 2 * here * size)
+        copy(value + 2 * (row * value_row + head * value_head), value_size, row_values + 2 * here * value_size)
         for group in range(groups):
-            query = a[13] + 2 * (row * a[14] + (head * groups + group) * a[15])
-            of_query = carray(pointer(query, np.uint32(0)), (size // 2,))
+            of_query = array_uint32(query + 2 * (row * query_row + (head * groups + group) * query_head), (size // 2,))
             for pair in range(size // 2):
                 queries[pair, group] = of_query[pair]
         for n in range(0, end, _BLOCK):
-            _scores(keys + 2 * (begin + n) * size, size, at_queries, at_columns)
+            _scores(row_keys + 2 * (begin + n) * size, size, at_queries, at_columns)
             for group in range(groups):
                 to_scores = scores[group]
                 for i in range(_BLOCK):
                     to_scores[n + i] = columns[i, group] * scale
                 for line in range(group * lines, (group + 1) * lines):
-                    fetch(keys + 2 * (capacity + begin + n) * size + LINE * line)
+                    prefetch(row_keys + 2 * (capacity + begin + n) * size + LINE * line)
         for group in range(groups):
-            weigh(scores[group], start - begin, end - (start - begin), softcap, weights[group])
+            attention_weights(scores[group], start - begin, end - (start - begin), softcap, weights[group])
         for chunk in range(0, value_size, _CHUNK):
-            clear(0)
-            clear(1)
-            clear(2)
-            clear(3)
+            clear_tile(0)
+            clear_tile(1)
+            clear_tile(2)
+            clear_tile(3)
             for n in range(0, end, _BLOCK):
-                here_values, ahead = values + 2 * ((begin + n) * value_size + chunk), 2 * capacity * value_size
-                _pair_up(here_values, value_size, end - n, at_nothing, at_pairs, ahead)
+                block_values, ahead = row_values + 2 * ((begin + n) * value_size + chunk), 2 * capacity * value_size
+                _pair_up(block_values, value_size, end - n, at_zeros, at_pairs, ahead)
                 _add_values(at_weights + 2 * n, 2 * capacity, at_pairs)
-            write(0, at_sums, 4 * _CHUNK)
-            write(1, at_sums + LINE, 4 * _CHUNK)
-            write(2, at_sums + 2 * LINE, 4 * _CHUNK)
-            write(3, at_sums + 3 * LINE, 4 * _CHUNK)
+            store_tile(0, at_sums, 4 * _CHUNK)
+            store_tile(1, at_sums + LINE, 4 * _CHUNK)
+            store_tile(2, at_sums + 2 * LINE, 4 * _CHUNK)
+            store_tile(3, at_sums + 3 * LINE, 4 * _CHUNK)
             for group in range(groups):
                 of, to = sums[group], out[row, head * groups + group]
                 for e in range(_CHUNK):
                     to[chunk + e] = rounded(of[e])
-    release()
-    keep(queries)
-    keep(columns)
-    keep(weights)
-    keep(pairs)
-    keep(sums)
-    keep(nothing)
+    release_tiles()
+    keep_alive((queries, columns, weights, pairs, sums, zeros))
 
 
-def attend_to(*arguments: int | float | Tensor) -> None:
-    """`attend`, with the tiles' shapes."""
-    attend(*arguments, _PRODUCT_SHAPES[-1].ctypes.data)
+def attend(**arguments: Tensor | float) -> None:
+    """See `tether.kernels.cpu.decode_attention.attend`, whose arguments it takes."""
+    attend_tiles(**arguments, tile_shapes=_TILE_SHAPES[-1])

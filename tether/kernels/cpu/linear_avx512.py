@@ -1,24 +1,22 @@
-"""Loops that multiply with AVX-512: linear layers over any number of rows, and attention of new tokens.
+"""Linear layers and attention of new tokens by AVX-512; what `tether.kernels.cpu.linear_amx` is to AMX.
 
-Whoever wants them asks `tether.kernels.dispatch.multiplying_for`, which knows what the processor has. They are what
-`tether.kernels.cpu.linear_amx` is to AMX.
-
-Legend: N rows, E and O = width of what goes into a linear layer and of what comes out; R rows of one new token each, K
-key/value heads, G query heads for each of them, D = head size.
+Legend: N rows, E and O = width of the input and output of a linear layer; R rows of one new token each, K key/value
+heads, G query heads per key/value head, D = head size.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated
 
 import numpy as np
-from numba import carray
 from torch import Tensor
 
-from tether.kernels.cpu.avx512_instructions import COLUMNS, add_products, fetch, side_by_side, transposed
-from tether.kernels.cpu.elementwise import copy, finish, weigh
-from tether.kernels.cpu.openmp_loop import Loop, bfloat16s, float_of, keep, pointer, rounded, share
+from tether.kernels.cpu.avx512_instructions import COLUMNS, add_products, interleave, prefetch, transpose_pairs
+from tether.kernels.cpu.decode_attention import Key, Keys, Out, Position, Query, Value, Values, attention_weights, copy
+from tether.kernels.cpu.kernel_signature import bfloat16
+from tether.kernels.cpu.linear_plain import finish
+from tether.kernels.cpu.openmp_loop import address_of, keep_alive, kernel, rounded, share
 
 _BLOCK = COLUMNS
 _ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight
@@ -27,91 +25,114 @@ MOST_ROWS = sys.maxsize
 
 
 def can_multiply(width: int) -> bool:
-    """Whether rows of so many numbers can be multiplied."""
+    """Whether `linear` takes rows of this width."""
     return width % _BLOCK == 0
 
 
 def can_attend(groups: int, size: int, value_size: int) -> bool:
-    """Whether heads like these can be attended to."""
+    """Whether `attend` takes heads like these."""
     return size % _BLOCK == value_size % _BLOCK == 0
 
 
-@Loop
-def product(p: Any) -> None:
-    """x [N, E], a packed weight, bias [O] -> out [N, O], with `other` [N, O] by the way; see `multiplied`."""
-    a = carray(p, (9,))
-    rows, width, outputs, what, x, weight, out, other = a[0], a[1], a[2], a[3], a[4], a[5], a[7], a[8]
+@kernel
+def product(
+    x: Annotated[int, bfloat16("rows", "width")],
+    weight: Annotated[int, bfloat16("padded_outputs", "width")],
+    out: Annotated[int, bfloat16("rows", "outputs")],
+    bias: Annotated[int, bfloat16("outputs", optional=True)],
+    other: Annotated[int, bfloat16("rows", "outputs", optional=True)],
+    epilogue: int,
+    rows: int,
+    width: int,
+    outputs: int,
+) -> None:
+    """See `linear`."""
     sums = np.empty((_ROWS_AT_ONCE, _BLOCK), np.float32)
-    place = np.int64(sums.ctypes.data)
+    at_sums = address_of(sums)
     first, last = share((outputs + _BLOCK - 1) // _BLOCK)
     for upper in range(0, rows, _ROWS_AT_ONCE):
         count = min(_ROWS_AT_ONCE, rows - upper)
         for block in range(first, last):
             column = block * _BLOCK
-            columns, here = min(_BLOCK, outputs - column), weight + 2 * width * column
-            bias = a[6] + 2 * column if a[6] != 0 else 0
-            add_products(x + 2 * width * upper, 2 * width, count, here, width // 2, place, 4 * _BLOCK, 1)
+            columns, of_block = min(_BLOCK, outputs - column), weight + 2 * width * column
+            of_bias = bias + 2 * column if bias != 0 else 0
+            add_products(x + 2 * width * upper, 2 * width, count, of_block, width // 2, at_sums, 4 * _BLOCK, 1)
             for i in range(count):
                 at = 2 * ((upper + i) * outputs + column)
-                finish(place + 4 * _BLOCK * i, columns, bias, what, other + at, out + at)
-    keep(sums)
+                finish(at_sums + 4 * _BLOCK * i, columns, of_bias, epilogue, other + at, out + at)
+    keep_alive((sums,))
 
 
-@Loop
-def pack(p: Any) -> None:
+@kernel
+def pack(
+    weight: Annotated[int, bfloat16("outputs", "width")],
+    out: Annotated[int, bfloat16("padded_outputs", "width")],
+    outputs: int,
+    width: int,
+) -> None:
     """A weight [O, E] -> blocks of 32 outputs as columns [E / 2, 32] of pairs; after the last output zeros."""
-    a = carray(p, (4,))
-    outputs, width, weight, out = a[0], a[1], a[2], a[3]
     zeros = np.zeros(_BLOCK, np.uint16)
-    nothing = np.int64(zeros.ctypes.data)
+    at_zeros = address_of(zeros)
     first, last = share((outputs + _BLOCK - 1) // _BLOCK)
     for block in range(first, last):
         for step in range(0, width, _BLOCK):
             for half in range(0, _BLOCK, 16):
                 output = block * _BLOCK + half
                 to = out + 2 * (_BLOCK * (block * width + step) + 2 * half)
-                transposed(weight + 2 * (output * width + step), 2 * width, outputs - output, nothing, to)
-    keep(zeros)
+                transpose_pairs(weight + 2 * (output * width + step), 2 * width, outputs - output, at_zeros, to)
+    keep_alive((zeros,))
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A weight [O, E] as `multiplied` wants it; `can_multiply(E)`."""
+    """A weight [O, E] as `linear` wants it; `can_multiply(E)`."""
     outputs, width = weight.shape
-    blocks = weight.new_empty(-(-outputs // _BLOCK) * _BLOCK, width)
-    pack(outputs, width, weight.contiguous(), blocks)
-    return blocks
-
-
-def multiplied(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, what: int, other: Tensor | None) -> Tensor:
-    """x [N, E] times a `packed` weight, plus bias [O], and what follows: [N, O]. See
-    `tether.kernels.cpu.linear_amx`.
-    """
-    x, beside = x.contiguous(), 0 if other is None else other.contiguous()
-    out = x.new_empty(len(x), outputs)
-    product(len(x), x.shape[1], outputs, what, x, weight, 0 if bias is None else bias, out, beside)
+    out = weight.new_empty(-(-outputs // _BLOCK) * _BLOCK, width)
+    pack(weight=weight.contiguous(), out=out)
     return out
 
 
-@Loop
-def attend(p: Any) -> None:
-    """As `tether.kernels.cpu.elementwise.attend`, where the cache has room for a multiple of 32 tokens.
+def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, epilogue: int, other: Tensor | None) -> Tensor:
+    """See `tether.kernels.cpu.linear_amx.linear`."""
+    out, other = x.new_empty(len(x), outputs), None if other is None else other.contiguous()
+    product(x=x.contiguous(), weight=weight, out=out, bias=bias, other=other, epilogue=epilogue)
+    return out
 
-    Keys and values are taken 32 at a time, from a multiple of 32 on, and weights are rounded before they meet the
-    values.
+
+@kernel
+def attend(
+    query: Query,
+    key: Key,
+    value: Value,
+    position: Position,
+    keys: Keys,
+    values: Values,
+    out: Out,
+    scale: float,
+    softcap: float,
+    window: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    capacity: int,
+    size: int,
+    value_size: int,
+    query_row: int,
+    query_head: int,
+    key_row: int,
+    key_head: int,
+    value_row: int,
+    value_head: int,
+) -> None:
+    """As `tether.kernels.cpu.decode_attention.attend`, where the cache has room for a multiple of 32 tokens.
+
+    Keys and values are taken 32 at a time, from a multiple of 32 on, and weights are rounded before they are multiplied
+    with the values.
     """
-    a = carray(p, (22,))
-    rows, kv_heads, groups, size, value_size, capacity = a[0], a[1], a[2], a[3], a[4], a[5]
-    scale, softcap, window = float_of(a[6]), float_of(a[7]), a[8]
-    position = carray(pointer(a[9], np.int64(0)), (rows,))
-    out = bfloat16s(a[12], (rows, kv_heads * groups, value_size))
+    groups = heads // kv_heads
     scores, weights = np.empty((groups, capacity + 4), np.float32), np.empty((groups, capacity), np.uint16)
     block, sums = np.empty((max(size // 2, 16), _BLOCK), np.uint32), np.empty((groups, _BLOCK), np.float32)
     zeros = np.zeros(_BLOCK, np.uint16)
-    to_scores, to_block, nothing = (
-        np.int64(scores.ctypes.data),
-        np.int64(block.ctypes.data),
-        np.int64(zeros.ctypes.data),
-    )
+    at_scores, at_block, at_zeros = address_of(scores), address_of(block), address_of(zeros)
     first, last = share(rows * kv_heads)
     for task in range(first, last):
         row, head = task // kv_heads, task % kv_heads
@@ -119,48 +140,39 @@ def attend(p: Any) -> None:
         start = max(0, here + 1 - window) if window > 0 else 0
         begin = start // _BLOCK * _BLOCK
         end, before = here + 1 - begin, start - begin
-        keys, values = a[10] + 2 * task * capacity * size, a[11] + 2 * task * capacity * value_size
-        copy(a[16] + 2 * (row * a[17] + head * a[18]), size, keys + 2 * here * size)
-        copy(a[19] + 2 * (row * a[20] + head * a[21]), value_size, values + 2 * here * value_size)
-        query = a[13] + 2 * (row * a[14] + head * groups * a[15])
+        row_keys, row_values = keys + 2 * task * capacity * size, values + 2 * task * capacity * value_size
+        copy(key + 2 * (row * key_row + head * key_head), size, row_keys + 2 * here * size)
+        copy(value + 2 * (row * value_row + head * value_head), value_size, row_values + 2 * here * value_size)
+        row_query = query + 2 * (row * query_row + head * groups * query_head)
         for n in range(0, end, _BLOCK):
-            of_keys = keys + 2 * (begin + n) * size
+            block_keys = row_keys + 2 * (begin + n) * size
             for step in range(0, size, _BLOCK):
                 for half in range(0, _BLOCK, 16):
-                    to = to_block + 2 * (_BLOCK * step + 2 * half)
-                    rows_of_keys = of_keys + 2 * (half * size + step)
-                    transposed(rows_of_keys, 2 * size, end - n - half, nothing, to)
+                    to = at_block + 2 * (_BLOCK * step + 2 * half)
+                    half_keys = block_keys + 2 * (half * size + step)
+                    transpose_pairs(half_keys, 2 * size, end - n - half, at_zeros, to)
                     for i in range(16):
-                        fetch(rows_of_keys + 2 * (capacity + i) * size)
-            add_products(query, 2 * a[15], groups, to_block, size // 2, to_scores + 4 * n, 4 * (capacity + 4), 1)
+                        prefetch(half_keys + 2 * (capacity + i) * size)
+            to = at_scores + 4 * n
+            add_products(row_query, 2 * query_head, groups, at_block, size // 2, to, 4 * (capacity + 4), 1)
         for group in range(groups):
             of = scores[group]
             for n in range(end):
                 of[n] *= scale
-            weigh(of, before, end - before, softcap, weights[group])
+            attention_weights(of, before, end - before, softcap, weights[group])
         for chunk in range(0, value_size, _BLOCK):
             for n in range(0, end, _BLOCK):
                 for i in range(0, _BLOCK, 2):
-                    even = values + 2 * ((begin + n + i) * value_size + chunk)
-                    odd = even + 2 * value_size if n + i + 1 < end else nothing
-                    side_by_side(even if n + i < end else nothing, odd, to_block + 64 * i)
-                    fetch(even + 2 * capacity * value_size)
-                    fetch(even + 2 * (capacity + 1) * value_size)
-                of_block = np.int64(weights.ctypes.data) + 2 * n
-                add_products(
-                    of_block, 2 * capacity, groups, to_block, 16, np.int64(sums.ctypes.data), 4 * _BLOCK, n == 0
-                )
+                    even = row_values + 2 * ((begin + n + i) * value_size + chunk)
+                    odd = even + 2 * value_size if n + i + 1 < end else at_zeros
+                    interleave(even if n + i < end else at_zeros, odd, at_block + 64 * i)
+                    prefetch(even + 2 * capacity * value_size)
+                    prefetch(even + 2 * (capacity + 1) * value_size)
+                block_weights = address_of(weights) + 2 * n
+                to = address_of(sums)
+                add_products(block_weights, 2 * capacity, groups, at_block, 16, to, 4 * _BLOCK, n == 0)
             for group in range(groups):
-                of, to = sums[group], out[row, head * groups + group]
+                of, to_head = sums[group], out[row, head * groups + group]
                 for e in range(_BLOCK):
-                    to[chunk + e] = rounded(of[e])
-    keep(scores)
-    keep(weights)
-    keep(block)
-    keep(sums)
-    keep(zeros)
-
-
-def attend_to(*arguments: int | float | Tensor) -> None:
-    """`attend`."""
-    attend(*arguments)
+                    to_head[chunk + e] = rounded(of[e])
+    keep_alive((scores, weights, block, sums, zeros))

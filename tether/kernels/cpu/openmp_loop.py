@@ -1,4 +1,4 @@
-"""What compiled loops are made of: how they are called, and numbers in memory.
+"""How compiled kernels are made and called, and what their bodies are written with: numbers in memory, and functions.
 
 numba compiles them, and brings its compiler with it; PyTorch's own threads run them. Each thread takes an even share
 of what there is to do, and each number is made by one thread, so that no result depends on how many threads there are.
@@ -7,11 +7,12 @@ of what there is to do, and each number is made by one thread, so that no result
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numba
 import numpy as np
@@ -19,7 +20,10 @@ import torch
 from llvmlite import binding, ir
 from numba import carray, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
+
+from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, Ints, Signature
 
 # The pool that PyTorch's kernels run in; threads of another one would wait for the same cores.
 pool = ctypes.CDLL(None)
@@ -29,43 +33,77 @@ _thread: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
 _threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
 
 _MATHS = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; NaN and infinity stay what they are
-inline: Any = numba.njit(inline="always", fastmath=_MATHS)
+f32 = cast("Callable[[SupportsFloat], float]", np.float32)
+"""A float32 number; to mypy a float, so that sums of them are."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-recorded: ContextVar[list[tuple[int, Any, Any]] | None] = ContextVar("recorded", default=None)
-"""Where calls are noted for `tether.kernels.cpu.recording`: a loop's address, its numbers, and what they came from."""
+
+def inline(function: Function) -> Function:
+    """Compile a function as a part of each kernel that calls it."""
+    return cast("Function", numba.njit(inline="always", fastmath=_MATHS)(function))
 
 
-class Loop:
-    """A compiled function of one array of numbers; compiled, or read from the disk, when it is first called."""
+Call: TypeAlias = "tuple[int, ctypes.Array[ctypes.c_int64], dict[str, Tensor | float | None]]"
+"""Of one call of a kernel: its address, its array of arguments, and the tensors whose addresses are in it."""
+recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+"""Where calls are noted for `tether.kernels.cpu.recording`."""
 
-    def __init__(self, body: Callable[[Any], None]) -> None:
+
+class Kernel:
+    """A compiled function that all of PyTorch's threads run; compiled, or read from the disk, when first called."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self.signature = Signature(body)
+        self.name = self.signature.name
         self._body = body
-        self.name = body.__name__
 
     @cached_property
-    def _compiled(self) -> Any:
+    def address(self) -> int:
+        """Of the compiled code."""
         options: Any = {"fastmath": _MATHS, "error_model": "numpy"}
+        body = numba.njit(inline="always", **options)(self._body)
         signature = types.void(types.CPointer(types.int64))
         try:
-            return numba.cfunc(signature, cache=True, **options)(self._body)
+            compiled: Any = numba.cfunc(signature, cache=True, **options)(self._entry(body))
         except RuntimeError:  # neither this folder nor the user's cache can be written to
-            return numba.cfunc(signature, **options)(self._body)
+            compiled = numba.cfunc(signature, **options)(self._entry(body))
+        self._compiled = compiled  # owns the code
+        return int(compiled.address)
 
-    def __call__(self, *arguments: int | float | Tensor) -> None:
-        """Run on all of PyTorch's threads: sizes are handed on as they are, tensors as addresses, floats as bits."""
-        numbers = (x if isinstance(x, int) else x.data_ptr() if isinstance(x, Tensor) else _bits(x) for x in arguments)
-        array = (ctypes.c_int64 * len(arguments))(*numbers)
+    def _entry(self, body: Callable[..., None]) -> Callable[..., None]:
+        """What the threads call: unpacks the array of arguments for the body.
+
+        numba caches it beside the body's file. The fingerprint, a variable of its closure, which numba looks at, keeps
+        it from finding code that was compiled from another version of the files here.
+        """
+        lines = ["def make(fingerprint):\n", *(f"    {line}\n" for line in self.signature.unpacking().splitlines())]
+        code = compile("".join([*lines, f"    return {self.name}\n"]), self._body.__code__.co_filename, "exec")
+        space: dict[str, Any] = {"carray": carray, "float_of": float_of, "body": body, **_ARRAYS}
+        exec(code, space)
+        entry: Callable[..., None] = space["make"](_fingerprint())
+        entry.__module__, entry.__qualname__ = self._body.__module__, self.name
+        return entry
+
+    def __call__(self, **arguments: Tensor | float | None) -> None:
+        """Run on all of PyTorch's threads; see `Signature.pack` for the arguments and for what is raised."""
+        array = self.signature.pack(**arguments)
         if (calls := recorded.get()) is not None:
-            calls.append((self._compiled.address, array, arguments))
-        self.run(array)
-
-    def run(self, array: Any) -> None:
-        """Run with arguments that are numbers in an array already."""
-        pool.GOMP_parallel(ctypes.c_void_p(self._compiled.address), array, torch.get_num_threads(), 0)
+            calls.append((self.address, array, arguments))
+        run(self.address, array)
 
 
-def _bits(number: float) -> int:
-    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+kernel = Kernel
+
+
+def run(address: int, array: ctypes.Array[ctypes.c_int64]) -> None:
+    """Run compiled code on all of PyTorch's threads."""
+    pool.GOMP_parallel(ctypes.c_void_p(address), array, torch.get_num_threads(), 0)
+
+
+@cache
+def _fingerprint() -> int:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return int.from_bytes(sha256(b"".join(file.read_bytes() for file in files)).digest()[:7], "little")
 
 
 def _pointer_to(typing: Any, address: Any, like: Any) -> Any:
@@ -81,37 +119,60 @@ pointer: Any = intrinsic(_pointer_to)
 
 
 @inline
-def bfloat16s(address: Any, shape: Any) -> Any:
-    """The array of bfloat16 numbers, as whole numbers of 16 bits, that lies at an address."""
+def array_bfloat16(address: int, shape: tuple[int, ...]) -> BFloat16s:
+    """The array that lies at an address."""
     return carray(pointer(address, np.uint16(0)), shape)
 
 
 @inline
-def float32s(address: Any, shape: Any) -> Any:
-    """The array of float32 numbers that lies at an address."""
+def array_float32(address: int, shape: tuple[int, ...]) -> Floats:
+    """The array that lies at an address."""
     return carray(pointer(address, np.float32(0)), shape)
 
 
 @inline
-def keep(array: Any) -> None:
-    """Stands where an array was last needed: numba frees what is not named any more, whoever has its address."""
-    array.ravel()[0] = 0
+def array_int64(address: int, shape: tuple[int, ...]) -> Ints:
+    """The array that lies at an address."""
+    return carray(pointer(address, np.int64(0)), shape)
 
 
 @inline
-def float_of(bits: Any) -> Any:
-    """A float among a loop's arguments."""
-    return np.float32(np.int64(bits).view(np.float64))
+def array_uint32(address: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+    """The array that lies at an address: pairs of bfloat16 numbers."""
+    return carray(pointer(address, np.uint32(0)), shape)
+
+
+_ARRAYS = {f.__name__: f for f in (array_bfloat16, array_float32, array_int64)}
+
+
+def _keep_alive(typing: Any, arrays: Any) -> Any:
+    """Stands where arrays were last needed: numba frees what is not named any more, whoever has its address."""
+    return types.void(arrays), lambda context, builder, signature, values: context.get_dummy_value()
+
+
+keep_alive: Any = intrinsic(_keep_alive)
 
 
 @inline
-def load(number: Any) -> Any:
+def address_of(array: NDArray[Any]) -> int:
+    """Of its first number; see `keep_alive`."""
+    return np.int64(array.ctypes.data)  # type: ignore[return-value]
+
+
+@inline
+def float_of(bits: int) -> float:
+    """A float among the arguments of compiled code."""
+    return f32(np.int64(bits).view(np.float64))
+
+
+@inline
+def load(bits: int | np.uint16) -> float:
     """bfloat16 -> float32: the upper half of it."""
-    return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+    return f32(np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32))
 
 
 @inline
-def rounded(number: Any) -> Any:
+def rounded(number: float) -> np.uint16:
     """float32 -> the nearest bfloat16, of two the even one."""
     bits = np.float32(number).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -119,45 +180,45 @@ def rounded(number: Any) -> Any:
 
 
 @inline
-def exp(x: Any) -> Any:
+def exp(x: float) -> float:
     """e^x: 2^n of the nearest whole n to x / log 2, times a polynomial in the rest of it."""
-    y = np.float32(x) * np.float32(1.4426950408889634)
-    n = np.floor(y + np.float32(0.5))
+    y = f32(x) * f32(1.4426950408889634)
+    n = np.floor(y + f32(0.5))
     f = y - n
-    power = np.float32(1.5403530e-4)
-    power = power * f + np.float32(1.3333558e-3)
-    power = power * f + np.float32(9.6181291e-3)
-    power = power * f + np.float32(5.5504109e-2)
-    power = power * f + np.float32(2.4022651e-1)
-    power = power * f + np.float32(6.9314718e-1)
-    power = power * f + np.float32(1)
-    n = n if n > np.float32(-127) else np.float32(-127)  # NaN too: as a whole number it would be anything
-    n = n if n < np.float32(128) else np.float32(128)
+    power = f32(1.5403530e-4)
+    power = power * f + f32(1.3333558e-3)
+    power = power * f + f32(9.6181291e-3)
+    power = power * f + f32(5.5504109e-2)
+    power = power * f + f32(2.4022651e-1)
+    power = power * f + f32(6.9314718e-1)
+    power = power * f + f32(1)
+    n = n if n > f32(-127) else f32(-127)  # NaN too: as a whole number it would be anything
+    n = n if n < f32(128) else f32(128)
     scaled = power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return np.float32(0) if y < np.float32(-126) else scaled
+    return f32(0) if y < f32(-126) else scaled
 
 
 @inline
-def sigmoid(x: Any) -> Any:
+def sigmoid(x: float) -> float:
     """1 / (1 + e^-x)."""
-    return np.float32(1) / (np.float32(1) + exp(-x))
+    return f32(1) / (f32(1) + exp(-x))
 
 
 @inline
-def silu(x: Any) -> Any:
+def silu(x: float) -> float:
     """x / (1 + e^-x)."""
     return x * sigmoid(x)
 
 
 @inline
-def capped(score: Any, softcap: Any) -> Any:
+def capped(score: float, softcap: float) -> float:
     """softcap * tanh(score / softcap)."""
-    e = exp(np.float32(-2) * abs(score) / softcap)
-    size = softcap * (np.float32(1) - e) / (np.float32(1) + e)
+    e = exp(f32(-2) * abs(score) / softcap)
+    size = softcap * (f32(1) - e) / (f32(1) + e)
     return size if score > 0 else -size
 
 
 @inline
-def share(count: Any) -> Any:
+def share(count: int) -> tuple[int, int]:
     """First and last (excluded) of this thread's share of `count` things."""
     return count * _thread() // _threads(), count * (_thread() + 1) // _threads()

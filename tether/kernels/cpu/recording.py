@@ -1,69 +1,70 @@
-"""A call's loops, kept to be run again on the same memory, one after the other, without Python in between.
+"""A call's kernels, recorded to be run again on the same memory, one after the other, without Python in between.
 
-A decoding step is hundreds of loops, with few rows of a few microseconds each, and starting each from Python takes
+A decoding step is hundreds of kernels, with few rows of a few microseconds each, and starting each from Python takes
 longer than many of them run. Whoever records a call and runs it again puts the new inputs where the old ones were, and
-finds the results where the old ones were: what a CUDA graph is to kernels.
+finds the results where the old ones were: what a CUDA graph is to CUDA's kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import torch
 from llvmlite import binding, ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import types
+from numba.core.base import BaseContext
+from numba.core.typing.templates import Signature
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tether.kernels.cpu.openmp_loop import Loop, pool, recorded
+from tether.kernels.cpu.avx512_instructions import Type, Typed, Value, instruction
+from tether.kernels.cpu.kernel_signature import Ints, int64
+from tether.kernels.cpu.openmp_loop import Call, kernel, pool, recorded
 
 Result = TypeVar("Result")
 
 _HARMLESS = ("empty", "new_empty", "promote_types")
-"""Beginnings of the names of operators that compute nothing, beside those that only look at memory another way."""
+"""Beginnings of the names of operators that compute nothing; so do those that return views."""
 
 binding.add_symbol("GOMP_barrier", ctypes.cast(pool.GOMP_barrier, ctypes.c_void_p).value)
 _barrier: Any = types.ExternalFunction("GOMP_barrier", types.void())
 
 
-def _run_loop(typing: Any, address: Any, arguments: Any) -> Any:
-    """Call the loop at `address` with the array at `arguments`."""
+def _run_kernel(typing: BaseContext, address: Type, arguments: Type) -> Typed:
+    """Call the compiled code at `address` with the array at `arguments`."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+    def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         numbers = ir.IntType(64).as_pointer()
-        loop = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), [numbers]).as_pointer())
-        builder.call(loop, [builder.inttoptr(values[1], numbers)])
+        code = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), [numbers]).as_pointer())
+        builder.call(code, [builder.inttoptr(values[1], numbers)])
         return context.get_dummy_value()
 
     return types.void(address, arguments), code
 
 
-_run: Any = intrinsic(_run_loop)
+_run = instruction(_run_kernel)
 
 
-@Loop
-def _chain(p: Any) -> None:
-    """How many, then of each loop its address and that of its arguments; each waits for all threads of the last."""
-    count = carray(p, (1,))[0]
-    calls = carray(p, (1 + 2 * count,))
+@kernel
+def _run_all(calls: Annotated[Ints, int64("count", 2)], count: int) -> None:
+    """Addresses of code and of its arguments [C, 2]; each waits for all threads of the one before."""
     for i in range(count):
-        _run(calls[1 + 2 * i], calls[2 + 2 * i])
+        _run(calls[i, 0], calls[i, 1])
         _barrier()
 
 
 class Recording:
-    """The loops of one call, with the memory that they work on."""
+    """The kernels of one call, with the memory that they work on."""
 
-    def __init__(self, calls: list[tuple[int, Any, Any]]) -> None:
-        self._calls = calls  # holds arguments and tensors: only their addresses are in the array
-        addresses = [number for loop, array, _ in calls for number in (loop, ctypes.addressof(array))]
-        self._array = (ctypes.c_int64 * (1 + len(addresses)))(len(calls), *addresses)
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls = calls  # holds arguments and tensors: only their addresses are handed on
+        self._addresses = torch.tensor([(code, ctypes.addressof(array)) for code, array, _ in calls]).view(-1, 2)
 
     def run(self) -> None:
         """Run them all again."""
-        _chain.run(self._array)
+        _run_all(calls=self._addresses)
 
 
 def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
@@ -71,15 +72,15 @@ def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Res
 
     Args:
         function: what to record.
-        watched: look at all that PyTorch does in it, which takes longer than many loops do. False where it is known to
-            compute nothing.
+        watched: look at all that PyTorch does in it, which takes longer than many kernels do. False where it is known
+            to compute nothing.
 
     Returns:
-        Its result, and its recording; None if PyTorch was seen to compute something in it beside the loops.
+        Its result, and its recording; None if PyTorch was seen to compute something in it besides the kernels.
     """
-    calls: list[tuple[int, Any, Any]] = []
+    calls: list[Call] = []
     token = recorded.set(calls)
-    watch = _Watch()
+    watch = _ComputationWatch()
     try:
         with watch if watched else nullcontext():
             result = function()
@@ -88,7 +89,7 @@ def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Res
     return result, None if watch.computed else Recording(calls)
 
 
-class _Watch(TorchDispatchMode):
+class _ComputationWatch(TorchDispatchMode):
     """Notices operators that compute."""
 
     computed = False

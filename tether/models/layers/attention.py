@@ -10,21 +10,17 @@ Legend: N = tokens of all sequences laid end to end, H = query heads, K = key/va
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
-from tether.kernels.cpu.causal_attention import causal_attention
-from tether.kernels.dispatch import pieces_for
+from tether.kernels.dispatch import kernels_for
 from tether.models.layers.gated_mlp import replace_gated_mlps
-from tether.models.layers.packed_layout import places_of
 from tether.models.layers.rms_norm import replace_norms
 from tether.models.layers.rotary_attention import replace_attentions
 
@@ -35,36 +31,27 @@ ATTENTION_NAME = "tether"
 class Packed:
     """Sequences laid end to end in one row of N tokens; each attends causally to itself alone.
 
-    Sequences may share how they begin, as the responses to one prompt do: `after` says which piece a piece continues,
-    and a piece that others continue is no sequence of its own. The layers then see a shared prompt once.
+    Sequences may share a prefix, as the responses to one prompt do: `prefixes` says which segment continues which, and
+    a segment that others continue is no sequence of its own. The layers then see a shared prompt once.
     """
 
     lengths: tuple[int, ...]
-    """Tokens of each piece."""
-    after: tuple[int | None, ...] | None = None
-    """Of each piece the number of the one that it continues, which itself continues none; None: all begin anew."""
+    """Tokens of each segment."""
+    prefixes: tuple[int | None, ...] | None = None
+    """Of each segment the number of the one that it continues, which itself has no prefix; None: none has one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`; R is 1 and Q is N."""
-        pieces = pieces_for(query, key, value)
-        if pieces is not None and pieces.can_attend(query.shape[3], value.shape[3]):
-            tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-            attended: Tensor = pieces.attention(*tokens, self.lengths, self.after, spec)
-            return attended.transpose(0, 1)[None]
-        places = places_of(self.lengths, self.after, query.device)
-        spread = (places.batches(places.spread(x[0].transpose(0, 1))) for x in (query, key, value))
-        outputs = []
-        for q, k, v in zip(*spread, strict=True):
-            out = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return places.collect(torch.cat(outputs)).transpose(0, 1)[None]
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        attended = kernels_for(query, key, value).packed_attention(query, key, value, self.lengths, self.prefixes, spec)
+        return attended.transpose(0, 1)[None]
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """[1, N]: each token's position in its own sequence."""
-        after = self.after or (None,) * len(self.lengths)
-        first = [0 if prior is None else self.lengths[prior] for prior in after]
-        pieces = zip(first, self.lengths, strict=True)
-        return torch.cat([torch.arange(start, start + length, device=device) for start, length in pieces])[None]
+        prefixes = self.prefixes or (None,) * len(self.lengths)
+        first = [0 if prefix is None else self.lengths[prefix] for prefix in prefixes]
+        segments = zip(first, self.lengths, strict=True)
+        return torch.cat([torch.arange(start, start + length, device=device) for start, length in segments])[None]
 
 
 @dataclass(frozen=True)
@@ -73,52 +60,7 @@ class Padded:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`; Q is the padded width, and what comes out at padding is not used."""
-        return _causal(query, key, value, spec)
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    length = query.shape[2]
-    windowed = spec.sliding_window is not None and spec.sliding_window < length
-    if not windowed and spec.softcap is None:
-        # The kernel has no head sizes apart for keys and values.
-        if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
-            return causal_attention(query, key, value, spec.scale)
-        gqa = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale, enable_gqa=gqa)
-    position = torch.arange(length, device=query.device)
-    visible = visible_keys(position, position, spec)
-    return masked_attention(query, key, value, visible, spec)
-
-
-def visible_keys(query_position: Tensor, key_position: Tensor, spec: AttentionSpec) -> Tensor:
-    """Boolean [..., Q, L]: may the query at a position see the key at a position (causal, and in the window)."""
-    distance = query_position[..., :, None] - key_position[..., None, :]
-    visible = distance >= 0
-    if spec.sliding_window is not None:
-        visible &= distance < spec.sliding_window
-    return visible
-
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
-    """Grouped-query attention under a boolean mask `visible`, which broadcasts over [R, K, G, Q, L].
-
-    Query heads are grouped by the key head that they share, so keys and values are never repeated.
-    """
-    rows, heads, width, size = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, width, size)
-    key, value = key.unsqueeze(2), value.unsqueeze(2)
-    if spec.softcap is None:
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=visible, scale=spec.scale)
-    else:
-        scores = torch.matmul(grouped, key.transpose(-1, -2)) * spec.scale
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        scores = scores.masked_fill(~visible, -math.inf)
-        out = torch.matmul(
-            scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype),
-            value,
-        )
-    return out.reshape(rows, heads, width, value.shape[-1])
+        return kernels_for(query, key, value).causal_attention(query, key, value, spec)
 
 
 def _attention_interface(

@@ -1,6 +1,6 @@
-"""Self-attention with rotary positions, whose rotation is one pass forward and one back.
+"""Self-attention with rotary positions, whose rotation is one pass forward and one backward.
 
-transformers writes the rotation as half a dozen tensor operations for queries and as many for keys, and autograd keeps
+transformers writes the rotation as half a dozen tensor operations for queries and as many for keys, and autograd saves
 what lies between them.
 """
 
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
-from tether.kernels.dispatch import loops_for
+from tether.kernels.dispatch import kernels_for
 from tether.models.layers.module_swap import replace_modules
 
 REPLACED = (
@@ -80,45 +78,8 @@ class RotaryAttention(nn.Module):
 
 
 def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Heads [.., H, D] rotated by angles of which cosine and sine [.., D] are given, each for both halves of D.
-
-    With x and y the two halves: ``x cos - y sin, y cos + x sin`` (Su et al., "RoFormer", 2021, in the order of halves).
-    """
-    if loops_for(heads, cosine, sine) is not None:
-        turned: Tensor = _Rotation.apply(heads, cosine, sine)
-        return turned
-    half = heads.shape[-1] // 2
-    first, second = heads.split(half, dim=-1)
-    cosine, sine = (x[..., None, :half] for x in (cosine, sine))
-    turned_first = torch.addcmul(first * cosine, second, sine, value=-1)
-    return torch.cat([turned_first, torch.addcmul(second * cosine, first, sine)], dim=-1)
-
-
-class _Rotation(torch.autograd.Function):
-    """The way back is the rotation by the opposite angle."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return _by_loop(heads, cosine, sine, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _by_loop(grad, cosine, sine, -1.0), None, None
-
-
-def _by_loop(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
-    loops: Any = loops_for(heads)
-    *rows, count, size = heads.shape
-    flat = heads.reshape(-1, count, size)
-    if flat.stride()[1:] != (size, 1):
-        flat = flat.contiguous()
-    cosine, sine = (x.expand(*rows, size).contiguous() for x in (cosine, sine))
-    turned = heads.new_empty(heads.shape)
-    loops.rotate(len(flat), count, size, sign, flat, cosine, sine, turned, flat.stride(0))
-    return turned
+    """See `tether.kernels.reference.Reference.rotate`."""
+    return kernels_for(heads, cosine, sine).rotate(heads, cosine, sine)
 
 
 def replace_attentions(model: PreTrainedModel) -> None:

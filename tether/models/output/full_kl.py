@@ -1,7 +1,7 @@
 """The exact KL from policy to reference at each position, without a [tokens, vocabulary] tensor of logits.
 
 Both models' logits are computed a chunk of the vocabulary at a time, side by side, forward and again backward
-(`tether.models.output.vocabulary_chunks`, which has the legend). With z and r the logits of policy and reference over
+(`tether.kernels.vocabulary_chunks`, which has the legend). With z and r the logits of policy and reference over
 the temperature, p = softmax(z) and q = softmax(r)::
 
     KL = sum_v p_v (log p_v - log q_v) = sum_v p_v (z_v - r_v) - logsumexp(z) + logsumexp(r)
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tether.kernels.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 from tether.models.output.log_probs import LmHead
-from tether.models.output.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 
 
 def full_kl_of_hidden(

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from hidden states, without the [tokens, vocabulary] tensor of logits.
 
 Logits are computed a chunk of the vocabulary at a time, forward and again backward
-(`tether.models.output.vocabulary_chunks`, which has the legend). With z = logits / temperature, p = softmax(z) and y
+(`tether.kernels.vocabulary_chunks`, which has the legend). With z = logits / temperature, p = softmax(z) and y
 the target::
 
     log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
@@ -12,7 +12,6 @@ Where sampling kept only some tokens (`KeptSets`), the others have p = 0 in all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from tether.kernels.dispatch import loops_for
+from tether.kernels.dispatch import kernels_for
+from tether.kernels.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 from tether.models.output.truncation_record import KeptSets
-from tether.models.output.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
-
-CUT = -1e30
-"""z of a token that sampling did not keep: its exp is 0, and unlike -inf it stays finite in products with 0."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +112,6 @@ def token_log_probs(
     return LogProbs(log_probs, entropy, sum_pi_squared)
 
 
-def _locate(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-    """Which targets [N, 1] lie in a chunk, and their column there (0 for those that do not)."""
-    inside = (targets >= span.start) & (targets < span.stop)
-    return inside[:, None], torch.where(inside, targets - span.start, 0)[:, None]
-
-
 class _TokenLogProbs(torch.autograd.Function):
     """See `token_log_probs`. Keeps [N] statistics and recomputes the logits backward."""
 
@@ -139,12 +129,9 @@ class _TokenLogProbs(torch.autograd.Function):
         with_sum_pi_squared: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         chunks = VocabularyChunks(hidden, weight, bias, transform, chunk_size)
-        loops = _loops(chunks, kept)
-        if loops is None:
-            target_z, *sums = _sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
-        else:
-            target_z, *sums = _sums_by_loop(loops, chunks, targets)
-        top, mass, moment, square = sums
+        kernels = kernels_for(hidden)
+        sums = kernels.log_sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
+        target_z, top, mass, moment, square = sums
         log_normalizer = top + mass.log()
         entropy = mass.log() - moment / mass
         sum_pi_squared = (square / mass.square())[:, 0] if with_sum_pi_squared else None
@@ -170,12 +157,8 @@ class _TokenLogProbs(torch.autograd.Function):
         )
         if to_log_prob is None:
             to_log_prob = torch.zeros_like(log_normalizer)
-        loops = _loops(chunks, ctx.kept)
-        if loops is None:
-            gradients = _grad_logits(chunks, targets, ctx.kept, log_normalizer, entropy, to_log_prob, to_entropy)
-        else:
-            gradients = _grad_logits_by_loop(loops, chunks, targets, log_normalizer, entropy, to_log_prob, to_entropy)
-        for span, weight_rows, grad in gradients:
+        statistics = (log_normalizer, entropy, to_log_prob, to_entropy)
+        for span, weight_rows, grad in kernels_for(hidden).grad_logits(chunks, targets, ctx.kept, *statistics):
             if grad_bias is not None:
                 grad_bias[span] = grad.sum(0)
             grad_logits = chunks.for_matmul(grad)
@@ -188,92 +171,3 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
-
-
-def _sums(
-    chunks: VocabularyChunks, targets: Tensor, kept: KeptSets | None, with_entropy: bool, with_sum_pi_squared: bool
-) -> tuple[Tensor, ...]:
-    """[N, 1] each: z of the target, and with m = max z: m, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m)."""
-    target_z = torch.zeros(len(targets), 1, dtype=chunks.dtype, device=targets.device)
-    mass, moment, square = (torch.zeros_like(target_z) for _ in range(3))
-    top = torch.full_like(target_z, torch.finfo(chunks.dtype).min)
-    for span, _, z, exp_z in chunks:
-        if kept is not None:
-            z.masked_fill_(kept.cut(span), CUT)
-        inside, column = _locate(targets, span)
-        target_z = torch.where(inside, z.gather(1, column), target_z)
-        new_top = torch.maximum(top, z.amax(1, keepdim=True))
-        torch.exp(z.sub_(new_top), out=exp_z)
-        shift = top - new_top
-        decay = shift.exp()  # what the sums so far shrink by under the new maximum
-        if with_entropy:
-            moment = decay * (moment + shift * mass) + torch.linalg.vecdot(exp_z, z)[:, None]
-        if with_sum_pi_squared:
-            square = decay.square() * square + torch.linalg.vecdot(exp_z, exp_z)[:, None]
-        mass = decay * mass + exp_z.sum(1, keepdim=True)
-        top = new_top
-    return target_z, top, mass, moment, square
-
-
-def _sums_by_loop(loops: Any, chunks: VocabularyChunks, targets: Tensor) -> tuple[Tensor, ...]:
-    """See `_sums`."""
-    factor = chunks.transform.scale / chunks.transform.temperature
-    target_z = torch.zeros(len(targets), 1, dtype=chunks.dtype)
-    sums = torch.tensor([torch.finfo(chunks.dtype).min, 0, 0, 0]).repeat(len(targets), 1)
-    for span, _, logits in chunks.products():
-        inside, column = _locate(targets, span)
-        target_z = torch.where(inside, logits.gather(1, column).to(chunks.dtype).mul_(factor), target_z)
-        loops.log_sums(*logits.shape, factor, logits, sums)
-    return target_z, *sums.split(1, dim=1)
-
-
-def _grad_logits(
-    chunks: VocabularyChunks,
-    targets: Tensor,
-    kept: KeptSets | None,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    to_log_prob: Tensor,
-    to_entropy: Tensor | None,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of each chunk its span, its weight and the gradient of its logits [N, C].
-
-    dz = g (1[v = y] - p) - h p (log p + entropy) for upstream gradients g of the log-prob, h of the entropy.
-    """
-    for span, weight, z, p in chunks:
-        softcap_slope = chunks.transform.slope_beside(z)
-        if kept is not None:
-            z.masked_fill_(kept.cut(span), CUT)
-        torch.exp(z.sub_(log_normalizer), out=p)
-        if to_entropy is None:
-            grad = p.mul_(-to_log_prob)
-        else:
-            grad = z.add_(entropy).mul_(to_entropy).add_(to_log_prob).mul_(p).neg_()
-        inside, column = _locate(targets, span)
-        grad.scatter_add_(1, column, torch.where(inside, to_log_prob, 0.0))
-        yield span, weight, grad if softcap_slope is None else grad.mul_(softcap_slope)
-
-
-def _grad_logits_by_loop(
-    loops: Any,
-    chunks: VocabularyChunks,
-    targets: Tensor,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    to_log_prob: Tensor,
-    to_entropy: Tensor | None,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """See `_grad_logits`."""
-    factor = chunks.transform.scale / chunks.transform.temperature
-    to_entropy = torch.zeros_like(to_log_prob) if to_entropy is None else to_entropy
-    rows = torch.cat([log_normalizer, entropy, to_log_prob, to_entropy], dim=1)
-    for span, weight, logits in chunks.products():
-        column = torch.where((targets >= span.start) & (targets < span.stop), targets - span.start, -1)
-        loops.log_probs_backward(*logits.shape, factor, logits, rows, column)
-        yield span, weight, logits
-
-
-def _loops(chunks: VocabularyChunks, kept: KeptSets | None) -> Any:
-    """The loops where they do all that is asked for."""
-    is_plain = kept is None and chunks.bias is None and chunks.transform.softcap is None
-    return loops_for(chunks.hidden) if is_plain else None

@@ -9,21 +9,18 @@ L = longest prefix among the rows, D and E = head size of keys and of values, N 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.dispatch import loops_for, multiplying_for
-from tether.models.layers.attention import Packed, visible_keys
+from tether.kernels.dispatch import kernels_for
+from tether.models.layers.attention import Packed
 
 _MORE = 64  # tokens that there is room for at least, after which a cache is made anew
-_MULTIPLE = 32  # of tokens: what loops take at a time
+_MULTIPLE = 32  # of tokens: what kernels take at a time
 
 
 class KVCache:
@@ -129,7 +126,6 @@ class Decode:
     def __init__(self, cache: KVCache, position: Tensor, length: int) -> None:
         """Rows stand at `position` [R] int64, all under `length`."""
         self._cache = cache
-        self._slot = torch.arange(len(position), device=position.device)
         self._position = position
         self._length = length
         self._biases: dict[int | None, Tensor] = {}
@@ -142,46 +138,8 @@ class Decode:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`: [R, H, 1, D] in, [R, H, 1, E] out."""
-        loops = loops_for(query, key, value)
-        if loops is not None:
-            return self._by_loop(loops, query.squeeze(2), key.squeeze(2), value.squeeze(2), spec)
-        rows, heads, _, size = query.shape
-        self._cache.write(spec.layer, self._slot, self._position, self._length, key.squeeze(2), value.squeeze(2))
-        keys, values = self._cache.read(spec.layer, rows, self._length)
-        # The G query heads of one key head stand in the place of G query positions: keys are never repeated.
-        query = query.reshape(rows, keys.shape[1], -1, size)
-        bias = self._bias(spec, query.dtype)
-        if spec.softcap is None:
-            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=spec.scale)
-        else:
-            scores = torch.matmul(query, keys.transpose(-1, -2)) * spec.scale
-            scores = spec.softcap * torch.tanh(scores / spec.softcap) + bias
-            weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-            out = torch.matmul(weights.to(values.dtype), values)
-        return out.reshape(rows, heads, 1, -1)
-
-    def _by_loop(self, loops: Any, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """[R, H, D], [R, K, D] and [R, K, E] -> [R, H, 1, E]."""
-        rows, heads, size = query.shape
+        query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
         keys, values = self._cache.room(spec.layer, self._length, key, value)
-        groups = heads // keys.shape[1]
-        shape = (rows, keys.shape[1], groups, size, values.shape[3], keys.shape[2])
-        out = query.new_empty(rows, heads, 1, values.shape[3])
-        how = (float(spec.scale), float(spec.softcap or 0), spec.sliding_window or 0)
-        views = (number for x in (query, key, value) for number in (x, x.stride(0), x.stride(1)))
-        arguments = (*shape, *how, self._position, keys, values, out, *views)
-        multiplying = multiplying_for(query)
-        if multiplying is not None and multiplying.can_attend(groups, size, values.shape[3]):
-            multiplying.attend_to(*arguments)
-        else:
-            loops.attend(*arguments)
-        return out
-
-    def _bias(self, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-        """[R, 1, 1, L]: 0 where the row sees the key, -inf elsewhere; the layers of one window share it."""
-        if spec.sliding_window not in self._biases:
-            keys = torch.arange(self._length, device=self._position.device)
-            visible = visible_keys(self._position[:, None, None], keys, spec)
-            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
-            self._biases[spec.sliding_window] = hidden
-        return self._biases[spec.sliding_window]
+        return kernels_for(query, key, value).decode_attention(
+            query, key, value, keys, values, self._position, self._length, spec, self._biases
+        )

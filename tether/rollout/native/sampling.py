@@ -8,16 +8,15 @@ Legend: R = rows, V = vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tether.kernels.dispatch import loops_for
+from tether.kernels.dispatch import kernels_for
+from tether.kernels.sampling import inverse_sample
 from tether.rollout.protocol import SamplingParams
 
-_BLOCK = 128
 _SCRATCH = 1 << 21  # elements of the fp32 weights held at once: 8 MiB, about what a cache holds
 
 
@@ -47,9 +46,9 @@ def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_kept
         with_kept: also return which tokens had a probability above 0.
     """
     is_plain = sampling.temperature != 0 and not with_kept and not sampling.cuts(logits.shape[-1])
-    loops = loops_for(logits) if is_plain else None
-    if loops is not None:
-        return _sample_by_loop(loops, logits.contiguous(), uniform, sampling.temperature)
+    if is_plain:
+        drawn = kernels_for(logits).sample(logits, uniform, sampling.temperature)
+        return Draw(*drawn, _none_of(logits))
     at_once = max(1, _SCRATCH // logits.shape[-1])
     parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     if sampling.temperature == 0:
@@ -81,25 +80,7 @@ def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept
         weights.masked_fill_(weights < floor, 0.0)
     if sampling.top_p < 1:
         weights.masked_fill_(weights < _nucleus_floor(weights, sampling.top_p), 0.0)
-    token, total = _invert(weights, uniform)
-    chosen = weights.gather(-1, token[:, None]).squeeze(-1)
-    return Draw(token, chosen.log() - total.log().to(chosen.dtype), weights > 0 if with_kept else _none_of(logits))
-
-
-def _sample_by_loop(loops: Any, logits: Tensor, uniform: Tensor, temperature: float) -> Draw:
-    """From the whole vocabulary: only the weights of the block in which the number ends are ever written."""
-    rows, size = logits.shape
-    top, mass = torch.empty(rows, 1), torch.empty(rows, -(-size // _BLOCK))
-    loops.masses(rows, size, _BLOCK, 1.0 / temperature, logits, top, mass)
-    cumulative = mass.to(uniform.dtype).cumsum(dim=-1)
-    total = cumulative[:, -1]
-    block, before = _first_above(cumulative, uniform * total)
-    places = block[:, None] * _BLOCK + torch.arange(_BLOCK)
-    scaled = (logits.gather(-1, places.clamp(max=size - 1)).float() - top) / temperature
-    weights = scaled.exp().masked_fill_(places >= size, 0.0)
-    inside, _ = _first_above(weights.to(uniform.dtype).cumsum(dim=-1), uniform * total - before)
-    chosen = scaled.gather(-1, inside[:, None]).squeeze(-1)
-    return Draw(block * _BLOCK + inside, chosen - total.log().to(chosen.dtype), _none_of(logits))
+    return Draw(*inverse_sample(weights, uniform), weights > 0 if with_kept else _none_of(logits))
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
@@ -116,28 +97,3 @@ def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
         if count >= weights.shape[-1] or not inside[:, -1].any():
             return largest.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
         count *= 8
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The token [R] in which `uniform` of each row's mass ends, and the row's mass [R] in the dtype of `uniform`."""
-    missing = -weights.shape[-1] % _BLOCK
-    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _BLOCK)
-    mass = blocks.sum(dim=-1).to(uniform.dtype).cumsum(dim=-1)
-    total = mass[:, -1]
-    block, before = _first_above(mass, uniform * total)
-    inside = blocks[torch.arange(len(weights), device=weights.device), block].to(uniform.dtype).cumsum(dim=-1)
-    token, _ = _first_above(inside, uniform * total - before)
-    return block * _BLOCK + token, total
-
-
-def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first entry of each row that exceeds the target, and the entry before it (0 at the start).
-
-    The target is held strictly under the row's last entry: rounding may lift it there, and an entry with no mass of its
-    own must never be the answer.
-    """
-    last = cumulative[:, -1]
-    target = torch.minimum(target, last * (1 - torch.finfo(last.dtype).eps)).clamp(min=0)
-    index = (cumulative <= target[:, None]).sum(dim=-1).clamp(max=cumulative.shape[-1] - 1)  # NaN rows stay in range
-    before = cumulative.gather(-1, (index - 1).clamp(min=0)[:, None]).squeeze(-1)
-    return index, torch.where(index > 0, before, 0.0)

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
+from tether.kernels.padded_batches import select_rows
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
-from tether.models.layers.packed_layout import select_rows
 from tether.models.output.full_kl import full_kl_of_hidden
 from tether.models.output.log_probs import lm_head_of, token_log_probs
 from tether.models.output.truncation_record import KeptSets

@@ -1,8 +1,8 @@
-"""AMX's tiles in software: with ``-p tests.kernels.software_tiles`` pytest runs what is written for AMX without it.
+"""AMX and AVX512_BF16 in software: with ``-p tests.kernels.software_instructions`` pytest runs kernels without them.
 
-Only the instructions of `tether.kernels.cpu.amx_instructions` are replaced, so what runs is the loops that AMX runs. A
-tile that is not configured, or whose shape does not fit the others of a product, ends the process, as it does on the
-processor.
+Only the instructions of `tether.kernels.cpu.amx_instructions`, and the product of pairs in
+`tether.kernels.cpu.avx512_instructions`, are replaced, so what runs is the kernels that AMX and AVX-512 run. A tile
+that is not configured, or whose shape does not fit the others of a product, ends the process, as on the processor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import carray, types
 
-from tether.kernels.cpu import amx_instructions, openmp_loop
+from tether.kernels.cpu import amx_instructions, avx512_instructions, openmp_loop
 from tether.kernels.cpu.avx512_instructions import declared
 from tether.kernels.cpu.openmp_loop import load, pointer
 
 _cache = tempfile.TemporaryDirectory()
-numba.config.CACHE_DIR = _cache.name  # such loops must not be found by a process that has AMX
+numba.config.CACHE_DIR = _cache.name  # such kernels must not be found by a process that has the instructions
 
 THREADS, TILES, ROWS, WIDTH = 256, 8, 16, 64
 _bytes = np.zeros((THREADS, TILES, ROWS, WIDTH), np.uint8)
@@ -56,7 +56,7 @@ def _sums(tile: Any) -> Any:
 
 
 def ldtilecfg(address: Any) -> None:
-    """See `amx_instructions.configure`."""
+    """See `amx_instructions.configure_tiles`."""
     given = carray(pointer(address, np.uint8(0)), (64,))
     shapes = carray(pointer(_SHAPES, np.int64(0)), (THREADS, TILES, 2))[_thread()]
     for tile in range(TILES):
@@ -65,18 +65,18 @@ def ldtilecfg(address: Any) -> None:
 
 
 def tilerelease() -> None:
-    """See `amx_instructions.release`."""
+    """See `amx_instructions.release_tiles`."""
     carray(pointer(_SHAPES, np.int64(0)), (THREADS, TILES, 2))[_thread()] = 0
 
 
 def tilezero(tile: Any) -> None:
-    """See `amx_instructions.clear`."""
+    """See `amx_instructions.clear_tile`."""
     _shape(tile)
     _held(tile)[:] = 0
 
 
 def tileloadd64(tile: Any, address: Any, stride: Any) -> None:
-    """See `amx_instructions.read`."""
+    """See `amx_instructions.load_tile`."""
     rows, width = _shape(tile)
     held = _held(tile)
     held[:] = 0
@@ -85,7 +85,7 @@ def tileloadd64(tile: Any, address: Any, stride: Any) -> None:
 
 
 def tilestored64(tile: Any, address: Any, stride: Any) -> None:
-    """See `amx_instructions.write`."""
+    """See `amx_instructions.store_tile`."""
     rows, width = _shape(tile)
     held = _held(tile)
     for row in range(rows):
@@ -93,7 +93,7 @@ def tilestored64(tile: Any, address: Any, stride: Any) -> None:
 
 
 def tdpbf16ps(sums: Any, left: Any, right: Any) -> None:
-    """See `amx_instructions.add_product`."""
+    """See `amx_instructions.add_tile_product`."""
     (rows, out_width), (left_rows, left_width), (pairs, right_width) = _shape(sums), _shape(left), _shape(right)
     if left_rows != rows or 4 * pairs != left_width or right_width != out_width:
         _abort()
@@ -131,4 +131,22 @@ def _instruction(name: str, kinds: str, *arguments: Any) -> Any:
 
 
 amx_instructions._instruction = _instruction
-amx_instructions.has_tiles = lambda: True
+amx_instructions.has_amx = lambda: True
+
+
+def _dot(builder: ir.IRBuilder, sums: Any, row: Any, columns: Any) -> Any:
+    """In the place of `avx512_instructions._dot`: a bfloat16 number is the upper half of a float32."""
+    words, floats = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.FloatType(), 16)
+
+    def both(pairs: Any) -> tuple[Any, Any]:
+        lower = builder.shl(pairs, ir.Constant(words, [16] * 16))
+        upper = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * 16))
+        return builder.bitcast(lower, floats), builder.bitcast(upper, floats)
+
+    for x, y in zip(both(row), both(columns), strict=True):
+        sums = builder.fadd(sums, builder.fmul(x, y))
+    return sums
+
+
+avx512_instructions._dot = _dot
+avx512_instructions.has_avx512_bf16 = lambda: True

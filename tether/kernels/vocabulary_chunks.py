@@ -1,4 +1,4 @@
-"""One pass over the vocabulary: the logits of all tokens, a chunk of vocabulary entries at a time.
+"""Passes over the vocabulary: the logits of all tokens, a chunk of vocabulary entries at a time, and sums over them.
 
 Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries a chunk. Only [N, C] logits are ever held,
 so memory is O(N * C). Chunks of the vocabulary and not of tokens, because each row of the output matrix then gets its
@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+CUT = -1e30
+"""z of a token that sampling did not keep: its exp is 0, and unlike -inf it stays finite in products with 0."""
+
+
+class KeptTokenSets(Protocol):
+    """The tokens that each of N positions could be sampled from."""
+
+    def cut(self, span: slice) -> Tensor:
+        """[N, C] bool: the tokens of this range of the vocabulary that were not kept."""
+        ...
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -91,3 +103,61 @@ class VocabularyChunks:
 
     def _shaped(self, buffer: Tensor, width: int) -> Tensor:
         return buffer[: len(self.hidden) * width].view(len(self.hidden), width)
+
+
+def locate(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+    """Which targets [N, 1] lie in a chunk, and their column there (0 for those that do not)."""
+    inside = (targets >= span.start) & (targets < span.stop)
+    return inside[:, None], torch.where(inside, targets - span.start, 0)[:, None]
+
+
+def log_sums(
+    chunks: VocabularyChunks, targets: Tensor, kept: KeptTokenSets | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[Tensor, ...]:
+    """[N, 1] each: z of the target, and with m = max z: m, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m)."""
+    target_z = torch.zeros(len(targets), 1, dtype=chunks.dtype, device=targets.device)
+    mass, moment, square = (torch.zeros_like(target_z) for _ in range(3))
+    top = torch.full_like(target_z, torch.finfo(chunks.dtype).min)
+    for span, _, z, exp_z in chunks:
+        if kept is not None:
+            z.masked_fill_(kept.cut(span), CUT)
+        inside, column = locate(targets, span)
+        target_z = torch.where(inside, z.gather(1, column), target_z)
+        new_top = torch.maximum(top, z.amax(1, keepdim=True))
+        torch.exp(z.sub_(new_top), out=exp_z)
+        shift = top - new_top
+        decay = shift.exp()  # what the sums so far shrink by under the new maximum
+        if with_entropy:
+            moment = decay * (moment + shift * mass) + torch.linalg.vecdot(exp_z, z)[:, None]
+        if with_sum_pi_squared:
+            square = decay.square() * square + torch.linalg.vecdot(exp_z, exp_z)[:, None]
+        mass = decay * mass + exp_z.sum(1, keepdim=True)
+        top = new_top
+    return target_z, top, mass, moment, square
+
+
+def grad_logits(
+    chunks: VocabularyChunks,
+    targets: Tensor,
+    kept: KeptTokenSets | None,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    from_log_prob: Tensor,
+    from_entropy: Tensor | None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields of each chunk its span, its weight and the gradient of its logits [N, C].
+
+    dz = g (1[v = y] - p) - h p (log p + entropy) for upstream gradients g of the log-prob, h of the entropy.
+    """
+    for span, weight, z, p in chunks:
+        softcap_slope = chunks.transform.slope_beside(z)
+        if kept is not None:
+            z.masked_fill_(kept.cut(span), CUT)
+        torch.exp(z.sub_(log_normalizer), out=p)
+        if from_entropy is None:
+            grad = p.mul_(-from_log_prob)
+        else:
+            grad = z.add_(entropy).mul_(from_entropy).add_(from_log_prob).mul_(p).neg_()
+        inside, column = locate(targets, span)
+        grad.scatter_add_(1, column, torch.where(inside, from_log_prob, 0.0))
+        yield span, weight, grad if softcap_slope is None else grad.mul_(softcap_slope)

@@ -1,0 +1,133 @@
+"""Causal attention on a CPU: PyTorch's flash kernels, and for short sequences a backward pass of our own.
+
+The flash backward kernel multiplies small blocks, and on the sequences of reinforcement learning takes far longer than
+its arithmetic. There the scores of several rows at a time are made again as whole matrices, which large products read.
+
+Legend: R rows, W tokens, K key/value heads, H = K * G query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+WeightsBackward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""See `weights_backward`."""
+_SHORT = 384  # tokens; from here on the kernel is faster
+_SCORES = 1 << 20  # of the scores held at once, which then stay in the cache
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, weights_backward: WeightsBackward
+) -> Tensor:
+    """``softmax(scale * query @ key^T) @ value``, each query over its own key and those before.
+
+    Args:
+        query: [R, H, W, D] on the CPU.
+        key: [R, K, W, D]; G query heads share one of its heads.
+        value: [R, K, W, D].
+        scale: of the scores.
+        weights_backward: the function of this name, or the same in a compiled kernel.
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated ones in float32
+    attended: Tensor = _CausalAttention.apply(query, key, value, scale, weights_backward)
+    return attended
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Keeps keys and values as they are, not repeated for each query head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, weights_backward: WeightsBackward
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        out, log_sum = _forward(query, *_repeated(groups, key, value), 0.0, True, attn_mask=None, scale=scale)
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.scale, ctx.groups, ctx.weights_backward = scale, groups, weights_backward
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        if query.shape[2] < _SHORT:
+            found = _short_backward(grad, query, key, value, out, log_sum, ctx.scale, ctx.weights_backward)
+            return *found, None, None
+        keys, values = _repeated(ctx.groups, key, value)
+        grads = _backward(grad, query, keys, values, out, log_sum, 0.0, True, attn_mask=None, scale=ctx.scale)
+        grad_query, *by_head = grads
+        grad_key, grad_value = (x.unflatten(1, (-1, ctx.groups)).sum(dim=2) for x in by_head)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _short_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    weights_backward: WeightsBackward,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value.
+
+    With P = exp(scale Q K^T - log_sum) under the diagonal and dO the gradient of the output (Dao et al.,
+    "FlashAttention", 2022, appendix B.2)::
+
+        dV = P^T dO    dS = P * (dO V^T - rowsum(dO * O))    dQ = scale dS K    dK = scale dS^T Q
+
+    The first product goes into an exponent, and from dO V^T about as much is subtracted: these two are made in at least
+    float32, the others in the tensors' own dtype.
+
+    Args:
+        grad: [R, H, W, D] of the output.
+        query: [R, H, W, D].
+        key: [R, K, W, D].
+        value: [R, K, W, D].
+        out: [R, H, W, D].
+        log_sum: [R, H, W] of the exponentials of each query's scores.
+        scale: of the scores.
+        weights_backward: see `causal_attention`.
+    """
+    rows, heads, width, _ = query.shape
+    groups = (key.shape[1], heads // key.shape[1])
+    exact = log_sum.dtype
+    found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    inputs = (query, key, value, grad, out, log_sum)
+    at_once = max(1, _SCORES // (heads * width * width))
+    for first in range(0, rows, at_once):
+        chosen = slice(first, first + at_once)
+        # The G query heads of one key head stand one below the other: [r * K, G * W, ..].
+        q, k, v, g, o, log_s = (
+            (x[chosen].unflatten(1, groups).flatten(2, 3) if x.shape[1] == heads else x[chosen]).flatten(0, 1)
+            for x in inputs
+        )
+        scores, grad_weights = torch.bmm(q.to(exact), k.to(exact).mT), torch.bmm(g.to(exact), v.to(exact).mT)
+        p, s = weights_backward(scores, grad_weights, log_s, o, g, scale)
+        by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.mT, g))
+        for whole, part in zip(found, by_head, strict=True):
+            whole[chosen] = part.view(whole[chosen].shape)
+    return found
+
+
+def weights_backward(
+    scores: Tensor, grad_weights: Tensor, log_sum: Tensor, out: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """P and dS as above [B, G * W, W], from Q K^T and dO V^T, which are overwritten, and the rows of the others."""
+    width, dtype = scores.shape[2], grad.dtype
+    weights = scores.mul_(scale).sub_(log_sum[..., None]).exp_()
+    weights.unflatten(1, (-1, width)).tril_()
+    along = torch.linalg.vecdot(grad.to(scores.dtype), out.to(scores.dtype))
+    return weights.to(dtype), grad_weights.sub_(along[..., None]).mul_(weights).to(dtype)
+
+
+def _repeated(groups: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors if groups == 1 else tuple(x.repeat_interleave(groups, dim=1) for x in tensors)

@@ -1,0 +1,114 @@
+"""Kernels over logits: sums over the vocabulary for sampling and log-probabilities, and the gradient of the latter.
+
+Legend: N rows, V = vocabulary, C = vocabulary entries in a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+
+from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, Ints, bfloat16, float32, int64
+from tether.kernels.cpu.openmp_loop import exp, f32, inline, kernel, load, rounded, share
+
+
+@inline
+def _ordered(bits: np.uint16) -> np.int32:
+    """The bits of a bfloat16 as a whole number that is larger for larger ones; back again by the same function."""
+    signed = np.int32(np.int16(bits))
+    return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFF))
+
+
+@inline
+def _largest(numbers: BFloat16s) -> float:
+    """Of bfloat16 numbers, as float32; it may be NaN where one is."""
+    largest = np.int32(-0x8000)
+    for n in range(len(numbers)):
+        largest = max(largest, _ordered(numbers[n]))
+    return load(np.uint16(_ordered(np.uint16(largest))))
+
+
+@kernel
+def exp_sums(
+    logits: Annotated[BFloat16s, bfloat16("rows", "width")],
+    largest: Annotated[Floats, float32("rows")],
+    sums: Annotated[Floats, float32("rows", "blocks")],
+    block: int,
+    factor: float,
+    rows: int,
+    width: int,
+    blocks: int,
+) -> None:
+    """Logits [N, V] -> their largest [N], and the sums of e^(factor * (logit - largest)) over blocks [N, B]."""
+    first, last = share(rows)
+    for row in range(first, last):
+        of, to, top = logits[row], sums[row], _largest(logits[row])
+        largest[row] = top
+        for b in range(blocks):
+            part, total = of[b * block : (b + 1) * block], f32(0)
+            for n in range(len(part)):
+                total += exp((load(part[n]) - top) * factor)
+            to[b] = total
+
+
+@kernel
+def add_log_sums(
+    logits: Annotated[BFloat16s, bfloat16("rows", "width")],
+    sums: Annotated[Floats, float32("rows", 4)],
+    factor: float,
+    rows: int,
+    width: int,
+) -> None:
+    """Logits [N, C] of a chunk, added to what `sums` [N, 4] holds of the chunks before.
+
+    With z = logits * factor: m = max z, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m).
+    """
+    first, last = share(rows)
+    for row in range(first, last):
+        of, so_far = logits[row], sums[row]
+        before, top = so_far[0], _largest(of) * factor
+        top = before if before > top else top
+        mass, moment, square = f32(0), f32(0), f32(0)
+        for n in range(width):
+            z = load(of[n]) * factor - top
+            e = exp(z)
+            mass += e
+            moment += e * z
+            square += e * e
+        shift = before - top
+        decay = exp(shift)
+        so_far[0] = top
+        so_far[2] = decay * (so_far[2] + shift * so_far[1]) + moment
+        so_far[1] = decay * so_far[1] + mass
+        so_far[3] = decay * decay * so_far[3] + square
+
+
+@kernel
+def log_probs_backward(
+    logits: Annotated[BFloat16s, bfloat16("rows", "width")],
+    statistics: Annotated[Floats, float32("rows", 4)],
+    column: Annotated[Ints, int64("rows")],
+    factor: float,
+    rows: int,
+    width: int,
+) -> None:
+    """Logits [N, C] of a chunk -> the gradient with respect to them, in place.
+
+    `statistics` [N, 4]: log normaliser, entropy, upstream gradients of log-probability and of entropy. `column` [N]: of
+    the target in this chunk, or -1.
+    """
+    first, last = share(rows)
+    for row in range(first, last):
+        of, target = logits[row], column[row]
+        log_sum, entropy = statistics[row, 0], statistics[row, 1]
+        from_log_prob, from_entropy = statistics[row, 2], statistics[row, 3]
+        at_target = f32(0)
+        if target >= 0:
+            log_p = load(of[target]) * factor - log_sum
+            at_target = from_log_prob - exp(log_p) * (from_log_prob + from_entropy * (log_p + entropy))
+        for n in range(width):
+            log_p = load(of[n]) * factor - log_sum
+            of[n] = rounded(-exp(log_p) * (from_log_prob + from_entropy * (log_p + entropy)))
+        if target >= 0:
+            of[target] = rounded(at_target)

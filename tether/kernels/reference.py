@@ -1,0 +1,292 @@
+"""Every operation of the model code in plain PyTorch: any device, any dtype, and what other makers are tested against.
+
+A maker is a class with these methods; `tether.kernels.cpu.maker` and `tether.kernels.cuda` replace those for which they
+have a kernel, and leave the others, and shapes that a kernel does not take, to this one. What is returned is
+differentiable where a gradient is needed.
+
+Legend: N = tokens or rows, H = query heads, K = key/value heads, D and E = head size of keys and of values, V =
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import causal_attention, weights_backward
+from tether.kernels.linear_layers import Epilogue, PackedLinears, apply_epilogue
+from tether.kernels.masked_attention import masked_attention, visible_keys
+from tether.kernels.padded_batches import padded_batches
+from tether.kernels.sampling import inverse_sample
+from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, grad_logits, log_sums
+
+Result = TypeVar("Result")
+_CACHED = 1 << 17  # numbers of a few rows
+_SCRATCH = 1 << 21  # elements of the fp32 weights held at once: 8 MiB, about what a cache holds
+
+
+class Recording(Protocol):
+    """The kernels of one call, to be run again."""
+
+    def run(self) -> None:
+        """Run them on the same memory."""
+        ...
+
+
+class Reference:
+    """The operations in plain PyTorch."""
+
+    name = "reference"
+
+    def describe(self) -> str:
+        """Which kernels are used, for the log."""
+        return "plain PyTorch"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension, in at least float32: [.., E].
+
+        At an offset of 0 the normalised x is rounded to its dtype before the weight, as transformers does, else after.
+        """
+        if not torch.is_grad_enabled():
+            return self.rms_norm_forward(x, weight, eps, offset)[0]
+        normed: Tensor = _RMSNorm.apply(x, weight, eps, offset, self)
+        return normed
+
+    def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        """The normalised x [.., E] and the factor 1 / sqrt(mean(x^2) + eps) of each row [.., 1]."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        # A few rows at a time, so that what is computed in between stays in the cache.
+        for rows, row_scale, normed in _few_rows(x, scale, out):
+            exact = rows.to(scale.dtype)
+            mean_square = torch.linalg.vecdot(exact, exact).div_(x.shape[-1])
+            row_scale.copy_(mean_square.add_(eps).rsqrt_().unsqueeze(-1))
+            if offset == 0:
+                torch.mul(torch.mul(exact, row_scale).to(x.dtype), weight, out=normed)
+            else:
+                normed.copy_((exact * row_scale).mul_(weight.to(exact.dtype) + offset))
+        return out, scale
+
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor, offset: float, needs_weight: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of x and of the weight, the latter in float32 if it is needed.
+
+        With n = x * scale: d weight = sum grad n, dx = scale (g - n mean(g n)) for g = grad * (weight + offset).
+        """
+        grad_x, grad_weight = torch.empty_like(x), scale.new_zeros(weight.shape)
+        factor = weight.to(scale.dtype) + offset
+        for rows, row_scale, row_grad, row_grad_x in _few_rows(x, scale, grad, grad_x):
+            normed = rows.to(scale.dtype) * row_scale
+            exact = row_grad.to(scale.dtype)
+            if needs_weight:
+                grad_weight += torch.mul(exact, normed).sum(0)
+            g = exact * factor
+            along = torch.linalg.vecdot(g, normed).div_(-x.shape[-1]).unsqueeze(-1)
+            row_grad_x.copy_(g.addcmul_(normed, along).mul_(row_scale))
+        return grad_x, grad_weight if needs_weight else None
+
+    def gated_mlp(self, gate: Tensor, up: Tensor, down: nn.Module) -> Tensor:
+        """``down(silu(gate) * up)`` of gate and up [.., E]."""
+        out: Tensor = down(F.silu(gate) * up)
+        return out
+
+    def rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Heads [.., H, D] turned by angles whose cosine and sine [.., D] are given, each for both halves of D.
+
+        With x and y the two halves: ``x cos - y sin, y cos + x sin`` (Su et al., "RoFormer", 2021, in the order of
+        halves).
+        """
+        half = heads.shape[-1] // 2
+        first, second = heads.split(half, dim=-1)
+        cosine, sine = (x[..., None, :half] for x in (cosine, sine))
+        turned_first = torch.addcmul(first * cosine, second, sine, value=-1)
+        return torch.cat([turned_first, torch.addcmul(second * cosine, first, sine)], dim=-1)
+
+    def packed_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        prefixes: tuple[int | None, ...] | None,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Causal attention of packed segments: query [N, H, D], key [N, K, D], value [N, K, E] -> [N, H, E].
+
+        `lengths` and `prefixes` are those of `tether.models.layers.attention.Packed`.
+        """
+        batches = padded_batches(lengths, prefixes, query.device)
+        spread = (batches.batches(batches.spread(x)) for x in (query, key, value))
+        outputs = []
+        for q, k, v in zip(*spread, strict=True):
+            out = self.causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return batches.collect(torch.cat(outputs))
+
+    def causal_attention(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Each row by itself: query [R, H, Q, D], key [R, K, Q, D], value [R, K, Q, E] -> [R, H, Q, E]."""
+        length = query.shape[2]
+        windowed = spec.sliding_window is not None and spec.sliding_window < length
+        if not windowed and spec.softcap is None:
+            # PyTorch's kernel wants keys and values of one head size.
+            if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+                return causal_attention(query, key, value, spec.scale, self.attention_weights_backward)
+            gqa = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale, enable_gqa=gqa)
+        position = torch.arange(length, device=query.device)
+        visible = visible_keys(position, position, spec)
+        return masked_attention(query, key, value, visible, spec)
+
+    def attention_weights_backward(
+        self, scores: Tensor, grad_weights: Tensor, log_sum: Tensor, out: Tensor, grad: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `tether.kernels.causal_attention.weights_backward`."""
+        return weights_backward(scores, grad_weights, log_sum, out, grad, scale)
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: Tensor,
+        length: int,
+        spec: AttentionSpec,
+        biases: dict[int | None, Tensor],
+    ) -> Tensor:
+        """One new token per row: its key and value go into the cache, its query over the keys that it sees.
+
+        Args:
+            query: [R, H, D].
+            key: [R, K, D].
+            value: [R, K, E].
+            keys: [S, K, C, D], of which the first R slots are used.
+            values: [S, K, C, E].
+            position: [R] int64 of the new token; all under `length`.
+            length: keys that are looked at.
+            spec: of the layer.
+            biases: what layers of one window share in a step; empty at its beginning.
+
+        Returns:
+            [R, H, 1, E].
+        """
+        rows, heads, size = query.shape
+        row = torch.arange(rows, device=position.device)
+        keys[row, :, position], values[row, :, position] = key, value
+        keys, values = keys[:rows, :, :length], values[:rows, :, :length]
+        if spec.sliding_window not in biases:
+            visible = visible_keys(position[:, None, None], torch.arange(length, device=position.device), spec)
+            bias = torch.zeros(visible.shape, dtype=query.dtype, device=visible.device)
+            biases[spec.sliding_window] = bias.masked_fill_(~visible, -torch.inf)
+        bias = biases[spec.sliding_window]
+        # The G query heads of one key head stand in the place of G query positions: keys are never repeated.
+        query = query.reshape(rows, keys.shape[1], -1, size)
+        if spec.softcap is None:
+            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=spec.scale)
+        else:
+            scores = torch.matmul(query, keys.transpose(-1, -2)) * spec.scale
+            scores = spec.softcap * torch.tanh(scores / spec.softcap) + bias
+            weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+            out = torch.matmul(weights.to(values.dtype), values)
+        return out.reshape(rows, heads, 1, -1)
+
+    def pack_linears(self, layers: Sequence[nn.Linear]) -> PackedLinears | None:
+        """A copy of the layers' weights in the order that `linears` wants; None where it uses them as they are."""
+        return None
+
+    def linears(
+        self,
+        x: Tensor,
+        layers: Sequence[nn.Linear],
+        packed: PackedLinears | None,
+        epilogue: Epilogue,
+        other: Tensor | None,
+    ) -> Tensor:
+        """The outputs of layers that read the same x [N, E], side by side, after the epilogue; no gradient.
+
+        Args:
+            x: [N, E].
+            layers: with their current weights.
+            packed: from `pack_linears`.
+            epilogue: applied before the result is rounded.
+            other: [N, sum of the layers' widths], for the epilogues with a second tensor.
+        """
+        outputs = [F.linear(x, layer.weight, layer.bias) for layer in layers]
+        return apply_epilogue(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1), epilogue, other)
+
+    def sample(self, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Of logits [R, V] the token in which `uniform` [R] of the distribution ends, and its log-probability."""
+        at_once = max(1, _SCRATCH // logits.shape[-1])
+        parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
+        drawn = []
+        for rows, numbers in parts:
+            exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            weights = (exact if temperature == 1 else exact / temperature).softmax(dim=-1)
+            drawn.append(inverse_sample(weights, numbers))
+        token, log_prob = map(torch.cat, zip(*drawn, strict=True))
+        return token, log_prob
+
+    def log_sums(
+        self,
+        chunks: VocabularyChunks,
+        targets: Tensor,
+        kept: KeptTokenSets | None,
+        with_entropy: bool,
+        with_sum_pi_squared: bool,
+    ) -> tuple[Tensor, ...]:
+        """See `tether.kernels.vocabulary_chunks.log_sums`."""
+        return log_sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
+
+    def grad_logits(
+        self,
+        chunks: VocabularyChunks,
+        targets: Tensor,
+        kept: KeptTokenSets | None,
+        log_normalizer: Tensor,
+        entropy: Tensor,
+        from_log_prob: Tensor,
+        from_entropy: Tensor | None,
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """See `tether.kernels.vocabulary_chunks.grad_logits`."""
+        return grad_logits(chunks, targets, kept, log_normalizer, entropy, from_log_prob, from_entropy)
+
+    def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
+        """Call the function: its result, and a recording of it where it runs kernels that can be run again.
+
+        `watched` also looks for anything else that it computes, which makes the recording None.
+        """
+        return function(), None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, maker: Reference) -> Tensor:
+        x = x.contiguous()
+        out, scale = maker.rms_norm_forward(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset, ctx.maker = offset, maker
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
+        found = ctx.maker.rms_norm_backward(x, weight, scale, grad.contiguous(), ctx.offset, needs_weight)
+        grad_x, grad_weight = found
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _few_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor [.., width], at a time; all at once where each operation is a kernel to launch."""
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, *others)]
+    at_once = max(1, _CACHED // x.shape[-1]) if x.device.type == "cpu" else max(1, len(flat[0]))
+    return zip(*(rows.split(at_once) for rows in flat), strict=True)

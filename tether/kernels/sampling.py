@@ -1,0 +1,48 @@
+"""One token per row from a distribution over the vocabulary, by inverting its cumulative sums at a given number.
+
+Nothing of the vocabulary's size is sorted or accumulated: each row is summed in blocks, the block in which the number
+ends is found first, the token inside it second.
+
+Legend: R = rows, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+"""Vocabulary entries per sum."""
+
+
+def inverse_sample(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Of weights [R, V] the token [R] in which `uniform` [R] of each row's mass ends, and its log-probability [R]."""
+    token, total = _invert(weights, uniform)
+    chosen = weights.gather(-1, token[:, None]).squeeze(-1)
+    return token, chosen.log() - total.log().to(chosen.dtype)
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The token [R] in which `uniform` of each row's mass ends, and the row's mass [R] in the dtype of `uniform`."""
+    missing = -weights.shape[-1] % BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
+    mass = blocks.sum(dim=-1).to(uniform.dtype).cumsum(dim=-1)
+    total = mass[:, -1]
+    block, before = first_above(mass, uniform * total)
+    inside = blocks[torch.arange(len(weights), device=weights.device), block].to(uniform.dtype).cumsum(dim=-1)
+    token, _ = first_above(inside, uniform * total - before)
+    return block * BLOCK + token, total
+
+
+def first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first entry of each row that exceeds the target, and the entry before it (0 at the start).
+
+    The target is held strictly under the row's last entry: rounding may lift it there, and an entry with no mass of its
+    own must never be the answer.
+    """
+    last = cumulative[:, -1]
+    target = torch.minimum(target, last * (1 - torch.finfo(last.dtype).eps)).clamp(min=0)
+    index = (cumulative <= target[:, None]).sum(dim=-1).clamp(max=cumulative.shape[-1] - 1)  # NaN rows stay in range
+    before = cumulative.gather(-1, (index - 1).clamp(min=0)[:, None]).squeeze(-1)
+    return index, torch.where(index > 0, before, 0.0)
