@@ -159,13 +159,23 @@ def test_memory_that_is_given_back_is_not_used(module) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-@pytest.mark.skipif(all(HERE.values()), reason="AMX and AVX512_BF16 themselves are here")
-def test_amx_and_avx512_in_software() -> None:
-    """The tests of what is written for them, their instructions alone replaced, and freed memory overwritten."""
-    plugin = ["-p", "tests.kernels.software_instructions", "-p", "no:cacheprovider"]
-    files = [__file__, __file__.replace("linear", "packed_attention")]
-    command = [sys.executable, "-m", "pytest", *plugin, "-k", "not memory and not software", "-rs", *files]
+def run_in_software(*arguments: str) -> None:
+    """Tests of what is written for AMX and AVX-512, their instructions alone replaced, and freed memory overwritten."""
+    plugin = ["-p", "tests.kernels.software_instructions", "-p", "no:cacheprovider", "-rs", "--timeout", "3000"]
+    command = [sys.executable, "-m", "pytest", *plugin, *arguments]
     environment = {**os.environ, "MALLOC_PERTURB_": "165"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "SKIPPED" not in done.stdout
+
+
+@pytest.mark.skipif(all(HERE.values()), reason="AMX and AVX512_BF16 themselves are here")
+def test_amx_and_avx512_in_software() -> None:
+    run_in_software("-k", "not memory and not software", __file__)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(HERE[linear_avx512], reason="AVX512_BF16 itself is here")
+def test_packed_attention_in_software() -> None:
+    run_in_software(__file__.replace("linear", "packed_attention"))

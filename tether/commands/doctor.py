@@ -11,6 +11,7 @@ import time
 import torch
 from rich.table import Table
 
+from tether.kernels import maker
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import resolve_device, usable_cores
 from tether.runtime.terminal import Screen
@@ -26,6 +27,8 @@ EXTRAS = {
     "reasoning-gym": ("quickstart", "procedural tasks with verifiers: data.train_files=reasoning_gym:TASK"),
     "gguf": ("quickstart", "models from GGUF files, among them tether model pull smollm2-135m"),
     "matplotlib": ("quickstart", "tether plot"),
+    "liger-kernel": ("cuda-kernels", "fused norms and gated MLPs on CUDA"),
+    "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
     "peft": ("lora", "LoRA: actor_rollout_ref.model.lora_rank"),
     "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
     "wandb": ("wandb", "trainer.logger=wandb"),
@@ -40,6 +43,7 @@ def show_doctor() -> None:
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
     console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process")
     console.print(f"dtype: {_dtype_advice(device)}")
+    console.print(f"kernels in bfloat16: {maker(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
     console.print(f"disk: {free:.0f} GiB free here; models are cached in {cache_dir()}")
     table = Table(box=None, padding=(0, 2, 0, 0))

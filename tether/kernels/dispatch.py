@@ -6,6 +6,7 @@ A maker's method may leave shapes that its kernel does not take to the reference
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from torch import Tensor
 from tether.kernels.cuda.maker import Cuda
 from tether.kernels.reference import Reference
 
+_log = logging.getLogger(__name__)
 REFERENCE = Reference()
 
 
@@ -30,7 +32,13 @@ def kernels_for(*tensors: Tensor) -> Reference:
 
 @cache
 def maker(device: str, dtype: torch.dtype) -> Reference:
-    """The maker for tensors of one device and dtype."""
+    """The maker for tensors of one device and dtype; the log says once which it is."""
+    chosen = _choose(device, dtype)
+    _log.info("kernels for %s on %s: %s", dtype, device, chosen.describe())
+    return chosen
+
+
+def _choose(device: str, dtype: torch.dtype) -> Reference:
     if device == "cpu" and dtype == torch.bfloat16 and _has_gnu_openmp() and find_spec("numba") is not None:
         # Imported here: numba takes a moment that other devices need not spend.
         from tether.kernels.cpu.maker import Cpu
