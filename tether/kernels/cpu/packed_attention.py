@@ -19,8 +19,6 @@ Legend: N tokens, B blocks, K key/value heads, H = K * G query heads, D and E = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,6 +27,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.cpu.attention_blocks import (
+    CONTINUATIONS_START,
+    FIELDS,
+    FIRST_TOKEN,
+    NUM_CONTINUATIONS,
+    NUM_TOKENS,
+    POSITION,
+    PREFIX_START,
+    PREFIX_TOKENS,
+    SEGMENT_END,
+    SEGMENT_START,
+    Blocks,
+    blocks_of,
+)
 from tether.kernels.cpu.avx512_instructions import COLUMNS, add_products, interleave, transpose_pairs
 from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, Ints, bfloat16, float32, int64
 from tether.kernels.cpu.openmp_loop import (
@@ -46,65 +58,13 @@ from tether.kernels.cpu.openmp_loop import (
 
 _BLOCK = COLUMNS
 _MASKED = np.float32(-1e30)
-_FIELDS = 9
-(
-    _FIRST_TOKEN,
-    _NUM_TOKENS,
-    _POSITION,
-    _SEGMENT_START,
-    _SEGMENT_END,
-    _PREFIX_START,
-    _PREFIX_TOKENS,
-    _CONTINUATIONS_START,
-    _NUM_CONTINUATIONS,
-) = range(_FIELDS)
-
-Table = Annotated[Ints, int64("blocks", _FIELDS)]
+Table = Annotated[Ints, int64("blocks", FIELDS)]
 Query = Annotated[int, bfloat16("tokens", "heads", "size", strides=("query_token", "query_head"))]
 Key = Annotated[int, bfloat16("tokens", "kv_heads", "size", strides=("key_token", "key_head"))]
 Value = Annotated[int, bfloat16("tokens", "kv_heads", "value_size", strides=("value_token", "value_head"))]
 KeyColumns = Annotated[int, bfloat16("kv_heads", "blocks", "size", _BLOCK)]
 ValueColumns = Annotated[int, bfloat16("kv_heads", "blocks", "value_size", _BLOCK)]
 PerQuery = Annotated[Floats, float32("heads", "blocks", _BLOCK)]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Where the blocks of 32 tokens lie; made by `blocks_of`."""
-
-    table: Tensor
-    """[B, 9] int64: first token, number of tokens, position of the first in its segment; first block of the segment and
-    the one after its last; first block of its prefix and the prefix's tokens (0: none); where among `continuations`
-    those of its segment begin, and how many they are."""
-    continuations: Tensor
-    """Blocks of the segments whose prefix a segment is: these and the later blocks of the segment see its keys."""
-    longest: int
-    """Keys that a query can see, rounded up to whole blocks."""
-
-
-@lru_cache(maxsize=8)  # every layer asks for the same, forward and backward
-def blocks_of(lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None) -> Blocks:
-    """The blocks of the segments that `tether.kernels.packed_layout.Packed` describes."""
-    counts = [-(-length // _BLOCK) for length in lengths]
-    start = [sum(counts[:segment]) for segment in range(len(counts))]
-    prefixes = prefixes or (None,) * len(lengths)
-    continuing: list[list[int]] = [[] for _ in lengths]
-    for segment, prefix in enumerate(prefixes):
-        if prefix is not None:
-            continuing[prefix].extend(range(start[segment], start[segment] + counts[segment]))
-    table: list[tuple[int, ...]] = []
-    continuations: list[int] = []
-    longest = token = 0
-    for segment, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
-        before = (0, 0) if prefix is None else (start[prefix], lengths[prefix])
-        longest = max(longest, counts[segment] + -(-before[1] // _BLOCK))
-        own = (start[segment], start[segment] + counts[segment])
-        after = (len(continuations), len(continuing[segment]))
-        for position in range(0, length, _BLOCK):
-            table.append((token + position, min(_BLOCK, length - position), position, *own, *before, *after))
-        continuations.extend(continuing[segment])
-        token += length
-    return Blocks(torch.tensor(table), torch.tensor(continuations, dtype=torch.int64), longest * _BLOCK)
 
 
 @kernel
@@ -129,7 +89,7 @@ def arrange(
     first, last = share(heads * blocks)
     for task in range(first, last):
         head, block = task // blocks, task % blocks
-        count, row = table[block, _NUM_TOKENS], x + 2 * (table[block, _FIRST_TOKEN] * token_stride + head * head_stride)
+        count, row = table[block, NUM_TOKENS], x + 2 * (table[block, FIRST_TOKEN] * token_stride + head * head_stride)
         for chunk in range(0, size, _BLOCK):
             if transposed != 0:
                 for i in range(0, _BLOCK, 16):
@@ -155,18 +115,18 @@ def _scores(x: int, stride: int, block: Ints, before: int, columns: int, keys: i
     """Products of a block's rows with transposed keys: all that it may see, of which `before` are the prefix's."""
     for column in range(0, columns, _BLOCK):
         own = column - before
-        at = block[_SEGMENT_START] + own // _BLOCK if own >= 0 else block[_PREFIX_START] + column // _BLOCK
+        at = block[SEGMENT_START] + own // _BLOCK if own >= 0 else block[PREFIX_START] + column // _BLOCK
         to = address_of(out) + 4 * column
-        add_products(x, stride, block[_NUM_TOKENS], keys + 4 * _BLOCK * pairs * at, pairs, to, 4 * out.shape[1], 1)
+        add_products(x, stride, block[NUM_TOKENS], keys + 4 * _BLOCK * pairs * at, pairs, to, 4 * out.shape[1], 1)
 
 
 @inline
 def _weighted_sums(weights: BFloat16s, block: Ints, before: int, columns: int, values: int, out: int) -> None:
     """Weights of a block's rows times interleaved values -> sums [32, 32] at `out`, a row per token of the block."""
-    stride, at, rows = 2 * weights.shape[1], address_of(weights), block[_NUM_TOKENS]
+    stride, at, rows = 2 * weights.shape[1], address_of(weights), block[NUM_TOKENS]
     if before > 0:
-        add_products(at, stride, rows, values + 64 * _BLOCK * block[_PREFIX_START], before // 2, out, 4 * _BLOCK, 1)
-    own, is_new = values + 64 * _BLOCK * block[_SEGMENT_START], 1 if before == 0 else 0
+        add_products(at, stride, rows, values + 64 * _BLOCK * block[PREFIX_START], before // 2, out, 4 * _BLOCK, 1)
+    own, is_new = values + 64 * _BLOCK * block[SEGMENT_START], 1 if before == 0 else 0
     add_products(at + 2 * before, stride, rows, own, (columns - before) // 2, out, 4 * _BLOCK, is_new)
 
 
@@ -240,17 +200,17 @@ def attend(
     for task in range(first, last):
         head, number = task // blocks, task % blocks
         kv_head, block = head // groups, table[number]
-        before = _whole(block[_PREFIX_TOKENS])
-        columns = before + block[_POSITION] + _BLOCK
-        rows = query + 2 * (block[_FIRST_TOKEN] * query_token + head * query_head)
+        before = _whole(block[PREFIX_TOKENS])
+        columns = before + block[POSITION] + _BLOCK
+        rows = query + 2 * (block[FIRST_TOKEN] * query_token + head * query_head)
         keys = key_columns + 2 * _BLOCK * size * blocks * kv_head
         _scores(rows, 2 * query_token, block, before, columns, keys, size // 2, scores)
         for i in range(_BLOCK):
             log_sum[head, number, i] = f32(0)
-        for i in range(block[_NUM_TOKENS]):
+        for i in range(block[NUM_TOKENS]):
             of, to, total = scores[i, :columns], weights[i], f32(0)
             _scale(of, scale, softcap)
-            _mask(of, block[_POSITION] + i, before, block[_PREFIX_TOKENS], columns, window)
+            _mask(of, block[POSITION] + i, before, block[PREFIX_TOKENS], columns, window)
             largest = _largest(of, tops)
             for n in range(columns):
                 e = exp(of[n] - largest)
@@ -261,8 +221,8 @@ def attend(
         for chunk in range(0, value_size, _BLOCK):
             of_values = values + 2 * _BLOCK * blocks * (kv_head * value_size + chunk)
             _weighted_sums(weights, block, before, columns, of_values, address_of(sums))
-            for i in range(block[_NUM_TOKENS]):
-                at = ((block[_FIRST_TOKEN] + i) * heads + head) * value_size + chunk
+            for i in range(block[NUM_TOKENS]):
+                at = ((block[FIRST_TOKEN] + i) * heads + head) * value_size + chunk
                 to, of, factor = array_bfloat16(out + 2 * at, (_BLOCK,)), sums[i], f32(1 / masses[i])
                 for e in range(_BLOCK):
                     to[e] = rounded(of[e] * factor)
@@ -303,20 +263,20 @@ def query_backward(
     for task in range(first, last):
         head, number = task // blocks, task % blocks
         kv_head, block = head // groups, table[number]
-        before = _whole(block[_PREFIX_TOKENS])
-        columns = before + block[_POSITION] + _BLOCK
-        rows = query + 2 * (block[_FIRST_TOKEN] * query_token + head * query_head)
+        before = _whole(block[PREFIX_TOKENS])
+        columns = before + block[POSITION] + _BLOCK
+        rows = query + 2 * (block[FIRST_TOKEN] * query_token + head * query_head)
         of_keys = key_columns + 2 * _BLOCK * size * blocks * kv_head
         _scores(rows, 2 * query_token, block, before, columns, of_keys, size // 2, scores)
-        rows = grad + 2 * (block[_FIRST_TOKEN] * heads + head) * value_size
+        rows = grad + 2 * (block[FIRST_TOKEN] * heads + head) * value_size
         of_values = value_columns + 2 * _BLOCK * value_size * blocks * kv_head
         _scores(rows, 2 * heads * value_size, block, before, columns, of_values, value_size // 2, grads)
         for i in range(_BLOCK):
             mean_grad[head, number, i] = f32(0)
-        for i in range(block[_NUM_TOKENS]):
+        for i in range(block[NUM_TOKENS]):
             of, back, to, total, mean = scores[i, :columns], grads[i], changes[i], log_sum[head, number, i], f32(0)
             _scale(of, scale, softcap)
-            _mask(of, block[_POSITION] + i, before, block[_PREFIX_TOKENS], columns, window)
+            _mask(of, block[POSITION] + i, before, block[PREFIX_TOKENS], columns, window)
             for n in range(columns):
                 mean += exp(of[n] - total) * back[n]
             mean_grad[head, number, i] = mean
@@ -326,8 +286,8 @@ def query_backward(
         for chunk in range(0, size, _BLOCK):
             of_keys = keys + 2 * _BLOCK * blocks * (kv_head * size + chunk)
             _weighted_sums(changes, block, before, columns, of_keys, address_of(sums))
-            for i in range(block[_NUM_TOKENS]):
-                at = ((block[_FIRST_TOKEN] + i) * heads + head) * size + chunk
+            for i in range(block[NUM_TOKENS]):
+                at = ((block[FIRST_TOKEN] + i) * heads + head) * size + chunk
                 to, sums_of_row = array_bfloat16(grad_query + 2 * at, (_BLOCK,)), sums[i]
                 for d in range(_BLOCK):
                     to[d] = rounded(sums_of_row[d] * scale)
@@ -349,8 +309,8 @@ def _add_weighted(
 def _write(sums: Floats, block: Ints, factor: float, kv_heads: int, kv_head: int, out: int) -> None:
     """Sums [32, size] times a factor -> the block's tokens and that head of `out` [N, K, size]."""
     size = sums.shape[1]
-    for i in range(block[_NUM_TOKENS]):
-        to = array_bfloat16(out + 2 * ((block[_FIRST_TOKEN] + i) * kv_heads + kv_head) * size, (size,))
+    for i in range(block[NUM_TOKENS]):
+        to = array_bfloat16(out + 2 * ((block[FIRST_TOKEN] + i) * kv_heads + kv_head) * size, (size,))
         of = sums[i]
         for d in range(size):
             to[d] = rounded(of[d] * factor)
@@ -395,23 +355,23 @@ def key_value_backward(
     first, last = share(kv_heads * blocks)
     for task in range(first, last):
         kv_head, block = task // blocks, table[task % blocks]
-        count = block[_NUM_TOKENS]
-        of_keys = key + 2 * (block[_FIRST_TOKEN] * key_token + kv_head * key_head)
-        of_values = value + 2 * (block[_FIRST_TOKEN] * value_token + kv_head * value_head)
+        count = block[NUM_TOKENS]
+        of_keys = key + 2 * (block[FIRST_TOKEN] * key_token + kv_head * key_head)
+        of_values = value + 2 * (block[FIRST_TOKEN] * value_token + kv_head * value_head)
         of_key[:] = f32(0)
         of_value[:] = f32(0)
-        own = block[_SEGMENT_END] - task % blocks
-        seeing = own + block[_NUM_CONTINUATIONS]
+        own = block[SEGMENT_END] - task % blocks
+        seeing = own + block[NUM_CONTINUATIONS]
         for step in range(groups * seeing):
             head, n = kv_head * groups + step // seeing, step % seeing
-            seen_by = task % blocks + n if n < own else continuations[block[_CONTINUATIONS_START] + n - own]
+            seen_by = task % blocks + n if n < own else continuations[block[CONTINUATIONS_START] + n - own]
             at = 2 * _BLOCK * (head * blocks + seen_by)
             add_products(of_keys, 2 * key_token, count, query_columns + at * size, size // 2, at_scores, 4 * _BLOCK, 1)
             columns = grad_columns + at * value_size
             add_products(of_values, 2 * value_token, count, columns, value_size // 2, at_grads, 4 * _BLOCK, 1)
             totals, means = log_sum[head, seen_by], mean_grad[head, seen_by]
-            is_own = table[seen_by, _SEGMENT_START] == block[_SEGMENT_START]
-            distance = table[seen_by, _POSITION] - block[_POSITION] + (0 if is_own else table[seen_by, _PREFIX_TOKENS])
+            is_own = table[seen_by, SEGMENT_START] == block[SEGMENT_START]
+            distance = table[seen_by, POSITION] - block[POSITION] + (0 if is_own else table[seen_by, PREFIX_TOKENS])
             for i in range(count):
                 of, back, to, to_change = scores[i], weight_grads[i], weights[i], changes[i]
                 _scale(of, scale, softcap)
