@@ -24,8 +24,8 @@ from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, PolicyOutputs
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -139,7 +139,7 @@ def measure_point(size: Size) -> Point:
     batch.advantages = torch.randn(len(rollout), 1).expand_as(batch.rollout_log_probs).contiguous()
 
     def update() -> None:
-        engine.update(batch, PolicyModel(model), PolicyLoss(), UpdatePlan(len(batch)), step=0)
+        engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(len(batch)), step=0)
 
     update()
     spent: list[float] = []

@@ -20,7 +20,7 @@ from tether.data.rows import Row
 from tether.models.language.load import load_causal_lm, load_tokenizer
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.text.forward import PolicyModel
+from tether.training.text.forward import PolicyForward
 
 
 def sums(model: str, count: int) -> list[list[int]]:
@@ -44,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = load_causal_lm(args.model, dtype=getattr(torch, args.dtype))
     engine = NativeEngine(model, eos_token_ids=frozenset(), max_num_seqs=args.rows)
-    policy = PolicyModel(model)
+    policy = PolicyForward()
     prompts = sums(args.model, args.rows)
     length = args.new_tokens
     kinds = {
@@ -64,7 +64,7 @@ def main() -> None:
         for name, sampling in kinds.items():
             generating[name].append(seconds(lambda s=sampling: engine.generate(prompts, s, NoiseKey(0, 0))))
             with torch.no_grad():
-                replaying[name].append(seconds(lambda n=name: policy(batches[n])))
+                replaying[name].append(seconds(lambda n=name: policy(model, batches[n])))
     tokens = args.rows * length
     print(f"{args.rows} rows, {length} new tokens each, {args.dtype}")
     print(f"{args.threads} threads, medians of {args.runs} runs")

@@ -1,4 +1,4 @@
-"""Typed batches that flow through a training step.
+"""What flows through a training step: typed batches, and the weights that go back to the sampler.
 
 Legend: B = rows (one sampled response each), P = prompt width, T = response width. Rows are right-padded, never
 left-padded: row b holds prompt tokens ``prompt_ids[b, :prompt_length[b]]`` and then response tokens
@@ -14,12 +14,13 @@ Worked example, one prompt [5, 6, 7] sampled twice, answers [8, 2] and [9] (2 = 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from tensordict import TensorClass
+from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
 
@@ -39,6 +40,30 @@ class Prompt:
     """The row's `extra_info`, passed to the reward as it is."""
     index: int = 0
     """Row number in the concatenated dataset: the sample's identity in logs."""
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """The weights of an engine after its last update, for those that sample with them."""
+
+    version: int
+    """Updates so far; rows that are sampled with these weights carry it as `policy_version`."""
+    tensors: Iterable[tuple[str, Tensor]]
+    """Name and value of each, as in the model's ``state_dict``. A receiver whose tensors share their memory copies
+    nothing."""
+
+
+INFERRED = {"log_probs": "old_log_probs"} | {
+    name: name for name in ("sum_pi_squared", "values", "bootstrap_values", "seen")
+}
+"""Field of a model's outputs -> field of the batch that takes it."""
+
+
+def _take(batch: TrainBatch | EnvBatch, outputs: Any) -> None:
+    for name, field_name in INFERRED.items():
+        value = getattr(outputs, name, None)  # a method of every tensordict is called `values`
+        if isinstance(value, Tensor | TensorDict):
+            setattr(batch, field_name, value)
 
 
 def filled(field: Tensor | None) -> Tensor:
@@ -86,6 +111,8 @@ class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     """Log-probability under the distribution that the token was truly sampled from."""
     truncated: Bool[Tensor, " B"]
     """The response was cut by the length limit: it did not end by itself."""
+    policy_version: Int[Tensor, " B"] | None = None
+    """Updates that the policy had had when the row was sampled (`tether.training.protocol.WeightUpdate`)."""
     kept: KeptTokens | None = None
     """What top-k and top-p left to draw from; None where they left everything."""
 
@@ -105,6 +132,8 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """The reward as given: for text, the score at the last response token."""
     scored: Bool[Tensor, " B"]
     """False where the reward abstained or failed: the row is left out of every statistic and of the update."""
+    policy_version: Int[Tensor, " B"] | None = None
+    """As in the rollout."""
     kept: KeptTokens | None = None
     """As in the rollout: every log-probability and entropy is of the distribution over these tokens."""
     old_log_probs: Float[Tensor, "B T"] | None = None
@@ -154,12 +183,102 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
             truncated=rollout.truncated,
             token_level_scores=on_last_token(scores.where(scored, 0.0), mask).to(torch.float32),
             scored=scored,
+            policy_version=rollout.policy_version,
             kept=rollout.kept,
             batch_size=rollout.batch_size,
         )
+
+    def take(self, outputs: Any) -> None:
+        """Take over what a policy or a critic gave for these rows; log-probs are those of the old policy."""
+        _take(self, outputs)
 
     def leave_out(self, rows: Bool[Tensor, " B"]) -> None:
         """Treat these rows as rows without a score: no statistic and no loss sees them any more."""
         self.scored = self.scored & ~rows
         self.response_mask = self.response_mask & ~rows[:, None]
         self.token_level_scores = torch.where(rows[:, None], 0.0, self.token_level_scores)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The outcome of one episode."""
+
+    reward: float
+    """Sum of the environment's rewards: the return."""
+    length: int
+    """Steps."""
+    success_once: bool | None
+    """Was the task solved in any step; None where the environment does not tell."""
+    success_at_end: bool | None
+    """Was it solved in the last step."""
+
+
+@dataclass
+class EnvBatch:
+    """T steps of N environments, E times: M = E N rows, with everything that the losses need.
+
+    A policy decides on the actions of K steps at once, so that T = C K for C decisions; R is T, or C where rewards are
+    summed over a chunk. The optional fields are filled in along the step. The buffers are filled anew by the next
+    rollout.
+    """
+
+    obs: TensorDict
+    """[M, C + 1, ...]: before each decision, and after the last step."""
+    actions: Tensor
+    """[M, C, K * width]: the actions of a chunk one after the other."""
+    token_level_scores: Tensor
+    """[M, T]: rewards as the environment gave them."""
+    terminated: Tensor
+    """[M, T]"""
+    truncated: Tensor
+    """[M, T]"""
+    valid: Tensor
+    """[M, T]: False where no action was carried out."""
+    starts: Tensor
+    """[M, C + 1]: decisions that begin an episode. Where none was carried out, the next one does, too."""
+    state: Tensor
+    """[M, S]: of the policy's memory, before the first decision."""
+    final_obs: TensorDict
+    """[F, ...]: last observations of the episodes whose end is bootstrapped."""
+    final_at: tuple[Tensor, Tensor]
+    """[F], [F]: row and step of each."""
+    episodes: tuple[Episode, ...]
+    """Those that ended, in the order in which they did."""
+    policy_version: int = 0
+    """Updates that the policy had had when it acted."""
+    response_mask: Tensor | None = None
+    """[M, T]: steps that are learned from."""
+    seen: Tensor | TensorDict | None = None
+    """`obs` as the networks read them: normalised, in a flat row where they take one."""
+    old_log_probs: Tensor | None = None
+    """[M, C, L]: under the policy that acted; L is 1, K or K * width."""
+    values: Tensor | None = None
+    """[M, C + 1, V]: the critic's estimates before each decision, or before each of its actions."""
+    bootstrap_values: Tensor | None = None
+    """[F, V]: the critic's estimates of `final_obs`."""
+    token_level_rewards: Tensor | None = None
+    """[M, T]: scores after reward shaping."""
+    advantages: Tensor | None = None
+    """[M, R]"""
+    returns: Tensor | None = None
+    """[M, R]"""
+
+    @property
+    def chunk(self) -> int:
+        """K: actions that are decided on at once."""
+        return self.token_level_scores.shape[1] // self.actions.shape[1]
+
+    @property
+    def decided(self) -> Tensor:
+        """[M, C]: decisions of which at least the first action was carried out."""
+        return self.valid[:, :: self.chunk]
+
+    @property
+    def carried_out(self) -> tuple[Tensor, Tensor]:
+        """[S], [S]: row and number of the `decided`, in the order of time."""
+        decision, row = self.decided.T.nonzero(as_tuple=True)
+        return row, decision
+
+    def take(self, outputs: Any) -> None:
+        """As `TrainBatch.take`."""
+        _take(self, outputs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tether.batch import TrainBatch
-from tether.trainer.text.loop import Trainer
+from tether.trainer.loop import Trainer
 
 
 def flip(batch: TrainBatch) -> Tensor:
@@ -27,9 +27,10 @@ def _breaking(breakage: Callable[[TrainBatch], Tensor]) -> Callable[[Trainer], N
     def sabotage(trainer: Trainer) -> None:
         estimate = trainer.estimate_advantages
 
-        def broken(batch: TrainBatch) -> None:
-            estimate(batch)
+        def broken(batch: TrainBatch) -> dict[str, float]:
+            metrics = estimate(batch)
             batch.advantages = breakage(batch)
+            return metrics
 
         trainer.estimate_advantages = broken
 

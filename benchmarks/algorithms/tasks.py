@@ -17,7 +17,7 @@ from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.text.loop import Trainer
+from tether.trainer.loop import Trainer
 
 PAD, EOS, GO = "_", ".", ">"
 LETTERS = "abcdef"

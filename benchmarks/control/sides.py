@@ -30,12 +30,13 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         run = build_control_run(load_config(None, overrides(name, task, seed, threads, Path(scratch))))
         trainer = run.trainer
-        evaluation, trainer.evaluation = trainer.evaluation, None
+        rollouts = trainer.rollouts
+        evaluation, rollouts.evaluation = rollouts.evaluation, None
         start = time.perf_counter()
         trainer.fit()
         seconds = time.perf_counter() - start
         assert evaluation is not None
-        tested = evaluation.run(trainer.policy, "test")
+        tested = evaluation.run(rollouts.policy, "test")
         run.close()
         steps = list(read_metrics(Path(scratch)).values())
     keys = ("step", "gen", "env", "adv", "update_actor")
@@ -43,7 +44,7 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
     logged = [m for m in steps if "env/return" in m]
     returns = over_last([(m["env/return"], round(m["env/num_trajectories"])) for m in logged])
     curve = [[m["perf/env_steps"], got] for m, got in zip(logged, returns, strict=True)]
-    return {"sps": trainer.env_steps / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
+    return {"sps": rollouts.env_steps / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
 
 
 def over_last(logged: Sequence[tuple[float, int]]) -> list[float]:

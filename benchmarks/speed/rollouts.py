@@ -13,8 +13,8 @@ from tether.rollout.native.engine import NativeEngine, eos_token_ids
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, PolicyOutputs
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -59,8 +59,7 @@ class Updater:
             OptimizerOptions(lr=1e-6, weight_decay=0.0),
             compute_dtype=torch.bfloat16,
         )
-        self.forward = PolicyModel(self.model)
 
     def __call__(self, batch: TrainBatch) -> None:
         """Update once."""
-        self.engine.update(batch, self.forward, PolicyLoss(), UpdatePlan(len(batch)), step=0)
+        self.engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(len(batch)), step=0)

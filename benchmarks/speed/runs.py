@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.speed.setting import Setting
 from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.text.loop import Trainer
+from tether.trainer.loop import Trainer
 
 SAMPLES, NEW_TOKENS = 8, 64
 REWARD = """
@@ -77,7 +77,7 @@ def running(setting: Setting, overrides: Sequence[str]) -> Iterator[Trainer]:
 
 def one_step(trainer: Trainer) -> dict[str, float]:
     """The next training step; returns its metrics."""
-    return trainer.step([trainer.dataset[row] for row in trainer.sampler.next_batch()])
+    return trainer.advance()
 
 
 def share_of_limit(setting: Setting, metrics: Sequence[Mapping[str, float]]) -> float:

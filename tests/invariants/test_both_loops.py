@@ -73,8 +73,8 @@ def test_a_validation_that_was_due_is_made_up_for(loop: Loop, tmp_path: Path) ->
 
 
 def test_a_forgotten_validation_would_show(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = loop_module.TrainingLoop.state
-    monkeypatch.setattr(loop_module.TrainingLoop, "state", lambda self: state(self) | {"validation_due": False})
+    state = loop_module.Trainer.state
+    monkeypatch.setattr(loop_module.Trainer, "state", lambda self: state(self) | {"validation_due": False})
     loop.train(loop.overrides(tmp_path), until=2)
     loop.train(loop.overrides(tmp_path))
     assert loop.tests(tmp_path) == [4, 6]
@@ -144,7 +144,7 @@ def test_nothing_known_of_the_critic_ends_no_warm_up(
 
     monkeypatch.setattr(CriticWarmup, "is_over", record)
     if isinstance(loop, Text):
-        monkeypatch.setattr("tether.trainer.text.loop.value_metrics", lambda batch: {})
+        monkeypatch.setattr("tether.assembly.advantages.value_metrics", lambda batch: {})
     else:
         nothing = ["algorithm.filter_rewards=True", "algorithm.rewards_lower_bound=1e9"]
         episodes = ["env.train.auto_reset=False", "env.train.group_size=2", "algorithm.rewards_upper_bound=2e9"]
@@ -275,7 +275,7 @@ def test_other_environments_than_were_saved_start_afresh_with_a_warning(tmp_path
     more = ["env.train.total_num_envs=8", "env.train.vectorization=sync"]
     run = control.build(control.overrides(tmp_path, *more))
     run.trainer.loggers.warn = said.append
-    run.trainer.load_environments(tmp_path / "global_step_2")
+    run.trainer.rollouts.restore(tmp_path / "global_step_2")
     run.trainer.fit()
     run.close()
     assert ["env.train: not the environments that" in message for message in said] == [True, False]

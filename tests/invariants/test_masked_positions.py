@@ -26,8 +26,8 @@ from tether.batch import TrainBatch, filled
 from tether.metrics.timing import Timer
 from tether.rewards.summary import RewardReport
 from tether.trainer.text.step_metrics import sampler_metrics, step_metrics, value_metrics
-from tether.training.protocol import LossSizes, LossTerm, UpdatePlan
-from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
+from tether.training.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
+from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 
@@ -79,9 +79,9 @@ def accumulate(batch: TrainBatch, role: str, packed: bool) -> dict[str, Tensor]:
     model = make_policy() if role == "actor" else make_critic()
     engine = make_engine(model, MICRO)
     if role == "actor":
-        engine.accumulate_gradients(batch, PolicyModel(model, packed=packed, with_entropy=True), ACTOR_LOSS)
+        engine.accumulate_gradients(batch, LossSpec(PolicyForward(packed=packed, with_entropy=True), ACTOR_LOSS))
     else:
-        engine.accumulate_gradients(batch, ValueModel(model, packed), CriticLoss())
+        engine.accumulate_gradients(batch, LossSpec(ValueForward(packed), CriticLoss()))
     return gradients(model)
 
 
@@ -114,15 +114,16 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
         batch = poisoned(batch, poison)
     policy, critic = make_policy(num_hidden_layers=1), make_critic()
     plan = UpdatePlan(mini_batch_rows=4, epochs=2, shuffle=True)
-    outputs = make_engine(policy).infer(batch, PolicyModel(policy, with_entropy=True))
+    outputs = make_engine(policy).infer(batch, PolicyForward(with_entropy=True))
     aggregation = Aggregation(parts.mode, width=12)
     value = CriticLoss(huber_delta=parts.huber_delta, aggregation=aggregation)
-    metrics = make_engine(critic, MICRO).update(batch, ValueModel(critic), value, plan, step=0).metrics
+    metrics = make_engine(critic, MICRO).update(batch, LossSpec(ValueForward(), value), plan, step=0).metrics
     loss = PolicyLoss(parts.loss, {}, aggregation, 0.03, 0.2, parts.kl_kind)
     reference = ReferenceModel(make_policy(seed=3, num_hidden_layers=1)) if parts.kl_kind == "full" else None
-    forward = PolicyModel(policy, with_entropy=True, reference=reference)
+    forward = PolicyForward(with_entropy=True, with_full_kl=reference is not None)
     chosen = TokenSelection(parts.loss, SELECTION) if parts.loss in TOKEN_SELECTIONS else None
-    metrics |= make_engine(policy, MICRO).update(batch, forward, loss, plan, step=0, prepare=chosen).metrics
+    engine = make_engine(policy, MICRO, reference=reference)
+    metrics |= engine.update(batch, LossSpec(forward, loss, chosen), plan, step=0).metrics
     time = Timer()
     time.seconds["step"] = 1.0
     report = RewardReport([0.0] * ROWS, ROWS - 1, 0, 1, (), {})
@@ -198,7 +199,7 @@ def test_multiplying_by_the_mask_breaks_the_promise(poison: float) -> None:
     policy = make_policy()
     batch = make_batch(policy, make_critic())
     engine = make_engine(policy)
-    engine.accumulate_gradients(batch, PolicyModel(policy), multiplied_by_the_mask)
+    engine.accumulate_gradients(batch, LossSpec(PolicyForward(), multiplied_by_the_mask))
     assert all(gradient.isfinite().all() for gradient in gradients(policy).values())
-    engine.accumulate_gradients(poisoned(batch, poison), PolicyModel(policy), multiplied_by_the_mask)
+    engine.accumulate_gradients(poisoned(batch, poison), LossSpec(PolicyForward(), multiplied_by_the_mask))
     assert not any(gradient.isfinite().all() for gradient in gradients(policy).values())

@@ -12,8 +12,8 @@ from tests.training.batches import ROWS, gradients, make_batch, make_critic, mak
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.training.protocol import LossFunction, LossSizes, LossTerm
-from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel
+from tether.training.protocol import LossFunction, LossSizes, LossSpec, LossTerm
+from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 
@@ -94,12 +94,12 @@ def accumulate(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Gradients and metrics of one mini-batch, its tokens selected first where the loss asks for it."""
     is_actor = model.get_output_embeddings() is not None
-    policy = PolicyModel(model, 0.9, micro.packed, with_entropy=True, reference=reference)
-    forward = policy if is_actor else ValueModel(model, micro.packed)
-    engine, mini = make_engine(model, micro), batch.clone()
+    policy = PolicyForward(0.9, micro.packed, with_entropy=True, with_full_kl=reference is not None)
+    forward = policy if is_actor else ValueForward(micro.packed)
+    engine, mini = make_engine(model, micro, reference=reference), batch.clone()
     if isinstance(loss, PolicyLoss) and loss.name in TOKEN_SELECTIONS:
         SELECTIONS[loss.name](mini, engine.infer(mini, forward), torch.Generator().manual_seed(0))
-    measured, _ = engine.accumulate_gradients(mini, forward, loss)
+    measured, _ = engine.accumulate_gradients(mini, LossSpec(forward, loss))
     return gradients(model), {name: float(metric) for name, metric in merge_metrics(measured).items()}
 
 
@@ -234,7 +234,7 @@ def test_a_selection_in_each_micro_batch_breaks_the_promise(
 
 
 def test_rows_come_back_in_order_however_they_were_cut(actor: Setup, batches: dict[str, TrainBatch]) -> None:
-    engine, forward = make_engine(actor.plain), PolicyModel(actor.plain, with_entropy=True)
+    engine, forward = make_engine(actor.plain), PolicyForward(with_entropy=True)
     whole = engine.infer(batches["gae"], forward)
     for micro in SPLITS:
         split = engine.infer(batches["gae"], forward, micro)

@@ -23,10 +23,9 @@ from tests.invariants import situations
 from tests.invariants.plan import Loader, Plan, plan_of
 from tests.invariants.situations import Situation
 from tether.assembly import inputs, learners
-from tether.assembly.control import build_control_run
-from tether.assembly.run import build_run
-from tether.commands import control as control_commands
-from tether.commands import text as text_commands
+from tether.assembly.build import build
+from tether.commands.report import command_to_resume, show_report
+from tether.commands.train import train
 from tether.config import ConfigError, LoadedConfig, control_defaults, live_keys, load_config
 from tether.config.keys import Key, keys, show, values_of
 from tether.config.loading.type_errors import expected
@@ -34,6 +33,7 @@ from tether.config.support.live_keys import is_off
 from tether.config.support.verl_keys import unread_keys
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.service.pool import RewardPool
+from tether.runtime.terminal import Screen
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.text.micro_batches import MicroBatching
 
@@ -148,7 +148,7 @@ class Bench:
     def build(self, loaded: LoadedConfig) -> Any:
         for loader in self.loaders:
             loader.asked.clear()
-        return (build_run if loaded.config.env.train.id is None else build_control_run)(loaded)
+        return build(loaded)
 
     def plan(self, loaded: LoadedConfig) -> Plan:
         run = self.build(loaded)
@@ -159,11 +159,8 @@ class Bench:
         """The metrics of one training step."""
         run = self.build(loaded)
         trainer = run.trainer
-        if loaded.config.env.train.id is None:
-            metrics = trainer.step([trainer.dataset[row] for row in trainer.sampler.next_batch()])
-        else:
-            trainer.collector.restart(trainer.env_seed)
-            metrics = trainer.step()
+        trainer.rollouts.begin(0)
+        metrics = trainer.advance()
         run.close()
         return untimed(metrics)
 
@@ -178,7 +175,9 @@ def command(loaded: LoadedConfig) -> tuple[object, ...]:
     printed = StringIO()
     shutil.rmtree(folder, ignore_errors=True)
     with redirect_stdout(printed):
-        (text_commands if loaded.config.env.train.id is None else control_commands).train(loaded, "tether train")
+        result = train(loaded)
+        resumes = command_to_resume("tether train", loaded, result.step, result.total_steps)
+        show_report(result.folder, Screen(), resumes)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     metrics = {step: untimed(values) for step, values in read_metrics(folder).items()}
     shutil.rmtree(folder)

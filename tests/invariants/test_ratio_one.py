@@ -19,8 +19,8 @@ from tether.trainer.parts.mismatch import ALARM, MismatchAlarm, mismatch_toleran
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.learner import Learner
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -55,17 +55,17 @@ def make_learner(
     compute_dtype: torch.dtype | None = None,
     *,
     packed_first: bool = True,
-) -> Learner[PolicyOutputs]:
+) -> Learner[TrainBatch, PolicyOutputs]:
     """Log-probs before the update and in it run in other micro-batches and layouts."""
     micro = MicroBatching(max_rows=2, packed=not packed_first)
-    engine = LocalEngine(policy, micro, OptimizerOptions(lr=1e-3), compute_dtype)
+    engine = LocalEngine(
+        policy, micro, OptimizerOptions(lr=1e-3), infer_micro=MicroBatching(max_tokens=40), compute_dtype=compute_dtype
+    )
     return Learner(
         engine=engine,
-        forward=PolicyModel(policy, temperature, packed=not packed_first),
-        loss=PolicyLoss(),
+        forward=PolicyForward(temperature, packed=packed_first, with_entropy=True),
+        loss=LossSpec(PolicyForward(temperature, packed=not packed_first), PolicyLoss()),
         plan=UpdatePlan(mini_batch_rows=12),
-        infer_forward=PolicyModel(policy, temperature, packed=packed_first, with_entropy=True),
-        infer_micro=MicroBatching(max_tokens=40),
     )
 
 
@@ -100,7 +100,7 @@ def test_the_entropy_and_the_gradient_are_those_of_what_could_be_sampled(packed:
     policy = make_policy()
     batch = sample(policy, SamplingParams(12, 3, top_k=1))
     reference = ReferenceModel(perturbed(make_policy(), 0.1))
-    outputs = PolicyModel(policy, packed=packed, with_entropy=True, reference=reference)(batch)
+    outputs = PolicyForward(packed=packed, with_entropy=True, with_full_kl=True)(policy, batch, reference)
     assert outputs.full_kl[batch.response_mask].min() > 1e-4
     assert outputs.log_probs.abs().max() < 1e-12
     assert outputs.entropy.abs().max() < 1e-12

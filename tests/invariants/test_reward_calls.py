@@ -121,8 +121,8 @@ def test_a_step_goes_on_without_the_rows_that_failed(inputs: Path, tmp_path: Pat
     run = build_run(load_config(None, overrides(inputs, tmp_path / "run", DOES, max_error_rate=1.0)))
     trainer, seen = run.trainer, []
     estimate = trainer.estimate_advantages
-    trainer.estimate_advantages = lambda batch: estimate(batch) or seen.append(batch.clone())
-    prompts = [trainer.dataset[row] for row in range(len(DOES))]
+    trainer.estimate_advantages = lambda batch: (estimate(batch), seen.append(batch.clone()))[0]
+    prompts = [trainer.source.dataset[row] for row in range(len(DOES))]
     assert mark.processes()
     begun = time.monotonic()
     metrics = trainer.step(prompts)
@@ -132,7 +132,7 @@ def test_a_step_goes_on_without_the_rows_that_failed(inputs: Path, tmp_path: Pat
 
     (batch,) = seen
     responses = zip(batch.response_ids, batch.response_length.tolist(), strict=True)
-    texts = [trainer.collector.tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in responses]
+    texts = [trainer.rollouts.tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in responses]
     did = [DOES[row // N] if len(text) % 4 else "" for row, text in enumerate(texts)]
     assert set(did) == set(DOES)
     failed, abstained = sum(what in ERRORS for what in did), sum(what in ABSTAINS for what in did)

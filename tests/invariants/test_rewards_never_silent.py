@@ -17,8 +17,8 @@ from tests.training.batches import (
 from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS
 from tether.batch import TrainBatch
 from tether.metrics.data import data_metrics, group_metrics
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, ValueForward
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss
 
 NAN = float("nan")
@@ -99,14 +99,14 @@ def test_the_row_is_in_no_denominator_of_a_loss(role: str, aggregation: str) -> 
     batch = make_batch(policy, critic)
     others = batch[torch.arange(len(batch)) != UNSCORED]
     if role == "actor":
-        model, forward = policy, PolicyModel(policy, with_entropy=True)
+        model, forward = policy, PolicyForward(with_entropy=True)
         loss = PolicyLoss(aggregation=Aggregation(aggregation), entropy_coeff=0.1, kl_coef=0.1)
     else:
-        model, forward, loss = critic, ValueModel(critic), CriticLoss(aggregation=Aggregation(aggregation))
+        model, forward, loss = critic, ValueForward(), CriticLoss(aggregation=Aggregation(aggregation))
     engine = make_engine(model)
-    engine.accumulate_gradients(others, forward, loss)
+    engine.accumulate_gradients(others, LossSpec(forward, loss))
     expected = gradients(model)
-    engine.accumulate_gradients(batch, forward, loss)
+    engine.accumulate_gradients(batch, LossSpec(forward, loss))
     for name, gradient in gradients(model).items():
         assert (gradient - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
 
@@ -129,9 +129,9 @@ def test_without_any_score_nothing_is_learned(estimator: str) -> None:
     batch.old_log_probs = batch.rollout_log_probs
     assert not batch.advantages.any()
     before = weights(policy)
-    make_engine(policy).update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
+    make_engine(policy).update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(mini_batch_rows=4), step=0)
     assert same_bits(weights(policy), before)
     batch.values, batch.returns = batch.rollout_log_probs, batch.advantages
     before = weights(critic)
-    make_engine(critic).update(batch, ValueModel(critic), CriticLoss(), UpdatePlan(mini_batch_rows=4), step=0)
+    make_engine(critic).update(batch, LossSpec(ValueForward(), CriticLoss()), UpdatePlan(mini_batch_rows=4), step=0)
     assert same_bits(weights(critic), before)

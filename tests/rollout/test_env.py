@@ -11,11 +11,12 @@ gymnasium = pytest.importorskip("gymnasium")
 from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import ENVS, LIMIT, MAKERS  # noqa: E402
 from tether.algorithms import episodic_gae  # noqa: E402
+from tether.batch import Episode  # noqa: E402
 from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.envs.protocol import DiscreteActions, EnvStep  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
 from tether.rollout.env.collector import EnvCollector  # noqa: E402
-from tether.rollout.env.episodes import Episode, EpisodeTracker, episode_metrics  # noqa: E402
+from tether.rollout.env.episodes import EpisodeTracker, episode_metrics  # noqa: E402
 from tether.rollout.env.evaluation import evaluate  # noqa: E402
 
 GAMMA = 0.9
@@ -44,7 +45,9 @@ def test_returns_are_the_true_discounted_sums(name, lam):
         after[rollout.terminated] = 0
         after[rollout.final_at] = value(rollout.final_obs["state"][:, 0].double())
         ends, valid = rollout.terminated | rollout.truncated, rollout.valid
-        result = episodic_gae(rollout.rewards.double(), values[:, :-1], after, ends, valid, gamma=GAMMA, lam=lam)
+        result = episodic_gae(
+            rollout.token_level_scores.double(), values[:, :-1], after, ends, valid, gamma=GAMMA, lam=lam
+        )
         torch.testing.assert_close(result.advantages, torch.zeros_like(result.advantages), atol=1e-9, rtol=0)
         torch.testing.assert_close(result.returns[valid], values[:, :-1][valid])
         assert bool(rollout.truncated.any())

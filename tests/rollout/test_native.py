@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from tests.rollout.test_sampling import expected_distribution
 from tests.tiny import EOS_ID, TINY_CONFIGS, VOCAB_SIZE, tiny_model
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, WeightUpdate
 from tether.models.layers.attention import Packed
 from tether.rollout.native.engine import NativeEngine, eos_token_ids
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
@@ -258,9 +258,10 @@ def test_a_copy_in_another_dtype_follows_at_sync() -> None:
         for parameter in model.parameters():
             parameter.mul_(1.5)
     assert responses(engine.generate(PROMPTS, sampling, KEY)) == before
-    engine.sync_weights()
+    engine.load_weights(WeightUpdate(1, model.state_dict().items()))
     after = engine.generate(PROMPTS, sampling, KEY)
     assert responses(after) != before
+    assert after.policy_version.tolist() == [1] * len(after)
     fresh = NativeEngine(model, eos_token_ids=NO_EOS, dtype=torch.bfloat16).generate(PROMPTS, sampling, KEY)
     assert torch.equal(after.response_ids, fresh.response_ids)
     assert torch.equal(after.rollout_log_probs, fresh.rollout_log_probs)

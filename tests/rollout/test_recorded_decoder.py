@@ -5,7 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.tiny import tiny_model
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, WeightUpdate
 from tether.kernels.dispatch import REFERENCE, kernels_for
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
@@ -75,7 +75,7 @@ def test_changed_weights_are_seen(runs: list[str]) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
-        engine.sync_weights()
+        engine.load_weights(WeightUpdate(1, model.state_dict().items()))
     assert "run" in runs
     assert not any(same(*pair) for pair in zip(before, after, strict=True))
 

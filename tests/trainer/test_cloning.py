@@ -17,6 +17,7 @@ from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.data.lerobot import read_dataset  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
+from tether.trainer.control.rollouts import POLICY  # noqa: E402
 
 ENV = ["env.train.id=CartPole-v1", "policy.hidden_dim=32", "policy.normalize_observations=True"]
 TEXT = ["data.train_files=a.jsonl", "actor_rollout_ref.model.path=m"]
@@ -75,13 +76,18 @@ def test_the_clone_plays_well_and_a_run_starts_from_it(cloned, tmp_path):
     (written,) = (cloned / "bc").glob("eval_*.json")
     assert json.loads(written.read_text())["metrics"]["eval/return"] > 300
     run = build_control_run(load_config(None, run_overrides(tmp_path, f"actor_rollout_ref.model.path={cloned / 'bc'}")))
-    start = load_policy(next((cloned / "bc").glob("global_step_*")) / "policy")
-    assert all(torch.equal(a, b) for a, b in zip(run.trainer.policy.parameters(), start.parameters(), strict=True))
-    assert float(run.trainer.policy.normalizer.count) > 1000
+    start = load_policy(next((cloned / "bc").glob("global_step_*")) / POLICY)
+    assert all(
+        torch.equal(a, b) for a, b in zip(run.trainer.rollouts.policy.parameters(), start.parameters(), strict=True)
+    )
+    assert float(run.trainer.rollouts.policy.normalizer.count) > 1000
     run.trainer.fit()
     run.close()
     statistics = start.normalizer.state_dict()  # learned weights would see something else where these move
-    assert all(torch.equal(statistics[name], kept) for name, kept in run.trainer.policy.normalizer.state_dict().items())
+    assert all(
+        torch.equal(statistics[name], kept)
+        for name, kept in run.trainer.rollouts.policy.normalizer.state_dict().items()
+    )
 
 
 def test_a_checkpoint_collects_too(cloned, tmp_path):
@@ -137,4 +143,4 @@ def test_without_a_critic_or_with_another_the_policy_is_taken_alone(cloned, tmp_
     start = f"actor_rollout_ref.model.path={cloned / 'bc'}"
     run = build_control_run(load_config(None, run_overrides(tmp_path, start, *groups)))
     run.close()
-    assert run.trainer.policy.critic is None
+    assert run.trainer.rollouts.policy.critic is None

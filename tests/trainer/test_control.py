@@ -20,6 +20,7 @@ from tether.checkpoints.store import load_state  # noqa: E402
 from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.trainer.control.rewards import RewardScaler  # noqa: E402
+from tether.trainer.control.rollouts import POLICY  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 SMALL = [
@@ -107,7 +108,7 @@ def overrides(folder, *more):
 def contents(checkpoint):
     """Everything that a checkpoint holds of the training."""
     states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
-    return states | {"policy": load_file(checkpoint / "policy" / "policy.safetensors")}
+    return states | {"weights": load_file(checkpoint / POLICY / "policy.safetensors")}
 
 
 def without_clocks(directory):
@@ -165,7 +166,7 @@ def test_a_run_stopped_between_its_checkpoints_saves_and_goes_on(tmp_path):
     again = train(overrides(tmp_path))
     assert again.resumed_from == tmp_path / "global_step_3"
     assert again.trainer.step_number == 6
-    assert again.trainer.env_steps == 6 * 4 * 16
+    assert again.trainer.rollouts.env_steps == 6 * 4 * 16
 
 
 def test_seeds_decide_everything(tmp_path):
@@ -180,8 +181,8 @@ def test_the_first_ratio_is_one(tmp_path):
     run = build_control_run(
         load_config(None, overrides(tmp_path, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=64"))
     )
-    run.trainer.collector.restart(0)
-    metrics = run.trainer.step()
+    run.trainer.rollouts.begin(0)
+    metrics = run.trainer.advance()
     run.close()
     assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-6)
@@ -221,14 +222,14 @@ def test_episodes_are_recorded(tmp_path):
 
 def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
     run = build_control_run(load_config(None, overrides(tmp_path, "env.train.vectorization=subprocess")))
-    run.trainer.collector.restart(0)
-    run.trainer.step()
-    env = run.trainer.collector.env
+    run.trainer.rollouts.begin(0)
+    run.trainer.advance()
+    env = run.trainer.rollouts.collector.env
     kill(env, 0)
     with pytest.warns(RuntimeWarning, match="is replaced"):
-        metrics = run.trainer.step()
+        metrics = run.trainer.advance()
     lost = env._workers[0].rows.stop
-    assert run.trainer.env_steps == 2 * 4 * 16 - lost
+    assert run.trainer.rollouts.env_steps == 2 * 4 * 16 - lost
     assert metrics["actor/skipped_updates"] == 0
     run.close()
 
@@ -266,10 +267,11 @@ def test_rewards_are_scaled_by_the_returns_so_far():
     ended = torch.tensor([[False, True, False], [False, False, False]])
     valid = torch.ones(2, 3, dtype=torch.bool)
     sums = torch.tensor([[1.0, 2.5, 3.0], [4.0, 2.0, 2.0]])
-    torch.testing.assert_close(scaler(rewards, ended, valid), (rewards / sums.std()).clamp(max=1.0))
+    begin = torch.tensor([True, True])
+    torch.testing.assert_close(scaler(rewards, begin, ended, valid), (rewards / sums.std()).clamp(max=1.0))
     # The next rollout goes on with the sums of the last one: 1 + 0.5 * 3, and 1 + 0.5 * 2.
     before = torch.tensor([3.0, 2.0])
     more = discounted_sums(torch.ones(2, 1), torch.zeros(2, 1), before, 0.5)
     scale = torch.cat([sums.flatten(), more.flatten()]).std()
     ones = torch.ones(2, 1)
-    torch.testing.assert_close(scaler(ones, ones.bool(), ones.bool()), (ones / scale).clamp(max=1.0))
+    torch.testing.assert_close(scaler(ones, ~begin, ones.bool(), ones.bool()), (ones / scale).clamp(max=1.0))

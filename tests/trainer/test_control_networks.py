@@ -7,6 +7,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import MAKERS  # noqa: E402
+from tests.trainer.control_samples import make_samples  # noqa: E402
 from tests.trainer.test_control import contents, learned, train, without_clocks  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
@@ -16,7 +17,6 @@ from tether.models.control.mlp_policy import make_policy  # noqa: E402
 from tether.models.control.network_policy import NetworkPolicy  # noqa: E402
 from tether.models.control.spec import PolicySpec  # noqa: E402
 from tether.rollout.env.collector import EnvCollector  # noqa: E402
-from tether.trainer.control.samples import SampleOptions, make_samples  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 CNN = ["policy.model_type=cnn_policy", "policy.hidden_dim=64"]
@@ -97,9 +97,9 @@ def test_the_first_ratio_of_every_rollout_is_one(options, tmp_path):
     batch = [f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.optim.lr=1e-2"]
     single = [option for option in options if "micro_batch" not in option and ".rollout_epoch" not in option]
     run = build_control_run(load_config(None, overrides(tmp_path, *single, *batch)))
-    run.trainer.collector.restart(0)
+    run.trainer.rollouts.begin(0)
     for _ in range(3):  # the later ones begin with what is remembered
-        metrics = run.trainer.step()
+        metrics = run.trainer.advance()
         assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
         assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-6)
     run.close()
@@ -109,7 +109,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path):
     policies = []
     for size in (32, 16):
         more = [*RUNS["lstm"], f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}", "trainer.save_freq=-1"]
-        policies.append(train(overrides(tmp_path / str(size), *more)).trainer.policy)
+        policies.append(train(overrides(tmp_path / str(size), *more)).trainer.rollouts.policy)
     assert [policy.micro_batch for policy in policies] == [32, 16]
     for left, right in zip(*(policy.parameters() for policy in policies), strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
@@ -132,7 +132,7 @@ def test_what_is_learned_from_is_what_was_done_in_every_mode(name):
 
         noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(number))
         rollout = collector.collect(act, noise)
-        samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 0.9))
+        samples, _ = make_samples(rollout, policy, 0.9, 0.9)
         done = torch.stack(outputs, dim=1).log_softmax(-1).gather(-1, rollout.actions)
         torch.testing.assert_close(samples.old_log_probs[rollout.valid], done[rollout.valid])
         assert bool(rollout.valid.all()) == (name != "NextStep")
@@ -144,11 +144,11 @@ def test_a_step_that_only_resets_has_no_part_in_anything():
     collector.restart(0)
     noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
     rollout = collector.collect(policy.acting(), noise)
-    expected, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 0.9))
+    expected, _ = make_samples(rollout, policy, 0.9, 0.9)
     lost = ~rollout.valid
     rollout.obs["state"][:, :-1][lost] = torch.nan
-    rollout.rewards[lost] = torch.nan
-    found, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 0.9))
+    rollout.token_level_scores[lost] = torch.nan
+    found, _ = make_samples(rollout, policy, 0.9, 0.9)
     assert same(vars(found.decisions()) | {"obs": found.obs}, vars(expected.decisions()) | {"obs": expected.obs})
     assert bool(lost.any())
     assert torch.isfinite(found.obs).all()
@@ -163,7 +163,7 @@ def test_the_value_of_an_end_is_that_of_a_memory_of_its_episode():
     collector.restart(0)
     noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
     rollout = collector.collect(policy.acting(), noise)
-    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.5, 1.0, normalize_advantages=False))
+    samples, _ = make_samples(rollout, policy, 0.5, 1.0, normalize_advantages=False)
     with torch.no_grad():  # the observations of an episode of five steps, and its last one
         values = policy.step(torch.arange(6.0)[None, :, None], None, torch.zeros(1, policy.state_width))[1][0, :, 0]
     torch.testing.assert_close(samples.returns[0, 4, 0], 5 + 0.5 * values[5])
@@ -172,8 +172,8 @@ def test_the_value_of_an_end_is_that_of_a_memory_of_its_episode():
 
 def test_pictures_are_kept_as_bytes(tmp_path):
     run = build_control_run(load_config(None, overrides(tmp_path, *RUNS["cnn"])))
-    assert isinstance(run.trainer.policy, NetworkPolicy)
-    kept = run.trainer.collector._obs
+    assert isinstance(run.trainer.rollouts.policy, NetworkPolicy)
+    kept = run.trainer.rollouts.collector._obs
     assert (kept["picture"].dtype, kept["picture"].shape) == (torch.uint8, (4, 17, 5, 5, 3))
     assert (kept["shift"].dtype, kept["shift"].shape) == (torch.int64, (4, 17, 1))
     run.close()

@@ -7,15 +7,15 @@ from tensordict import TensorDict
 gymnasium = pytest.importorskip("gymnasium")
 
 from tests.envs import toys  # noqa: E402
+from tests.trainer.control_samples import make_samples  # noqa: E402
 from tether.algorithms import masked_mean_ratio  # noqa: E402
+from tether.batch import EnvBatch, Episode  # noqa: E402
 from tether.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
 from tether.envs.vectorization.episode_starts import PacedEnv  # noqa: E402
 from tether.envs.vectorization.loop import SyncVectorEnv  # noqa: E402
 from tether.models.control.mlp_policy import ControlPolicy, PolicySpec  # noqa: E402
-from tether.rollout.env.collector import EnvCollector, EnvRollout  # noqa: E402
-from tether.rollout.env.episodes import Episode  # noqa: E402
-from tether.trainer.control.rewards import RelativeRewards, RewardShaping  # noqa: E402
-from tether.trainer.control.samples import SampleOptions, make_samples  # noqa: E402
+from tether.rollout.env.collector import EnvCollector  # noqa: E402
+from tether.trainer.control.rewards import EnvRewards, RelativeRewards  # noqa: E402
 from tether.training.control.samples import loss_weights  # noqa: E402
 
 VALUE = 10.0
@@ -49,7 +49,7 @@ def first(columns, decisions=3):
 def test_returns_of_actions_in_chunks():
     policy = constant_policy(chunk=2, values=2)
     rollout = countdown(policy, 6, chunk=2)
-    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN))
+    samples, _ = make_samples(rollout, policy, **PLAIN)
     r5 = 5 + 0.5 * VALUE
     r4 = 4 + 0.5 * r5
     r3 = 3 + 0.5 * r4
@@ -63,8 +63,8 @@ def test_returns_of_actions_in_chunks():
 def test_returns_of_chunks():
     policy = constant_policy(chunk=2)
     rollout = countdown(policy, 6, chunk=2)
-    options = SampleOptions(**PLAIN, reward_level="chunk_level", logprob_level="chunk_level")
-    samples, metrics = make_samples(rollout, rollout.rewards, policy, options)
+    options = {**PLAIN, "reward_level": "chunk_level", "logprob_level": "chunk_level"}
+    samples, metrics = make_samples(rollout, policy, **options)
     r3 = 5 + 0.5 * VALUE
     r2 = 3 + 4 + 0.5 * r3
     assert first(samples.returns) == [[1 + 2 + 0.5 * r2], [r2], [r3]]
@@ -78,14 +78,14 @@ def test_returns_of_chunks():
 def test_the_tail_of_a_rollout_is_worth_what_the_critic_says():
     policy = constant_policy()
     rollout = countdown(policy, 3)
-    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN))
+    samples, _ = make_samples(rollout, policy, **PLAIN)
     assert first(samples.returns)[-1] == [3 + 0.5 * VALUE]
 
 
 def test_without_auto_reset_what_follows_an_end_is_no_sample():
     policy = constant_policy()
     rollout = countdown(policy, 8, auto_reset=False, epochs=2)
-    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN))
+    samples, _ = make_samples(rollout, policy, **PLAIN)
     assert len(samples) == 5 * 4
     assert rollout.valid.sum(dim=1).tolist() == [5] * 4
     assert rollout.episodes == (Episode(15.0, 5, True, False),) * 4
@@ -104,7 +104,7 @@ def test_chunks_of_one_are_no_chunks():
         rollouts.append(collector.collect(policy.acting(), noise))
     plain, paced = (vars(rollout) for rollout in rollouts)
     assert plain["episodes"] == paced["episodes"] != ()
-    for name in ("obs", "actions", "rewards", "terminated", "valid", "final_obs"):
+    for name in ("obs", "actions", "token_level_scores", "terminated", "valid", "final_obs"):
         assert (plain[name] == paced[name]).all(), name
 
 
@@ -118,10 +118,10 @@ def made_up(rewards, lengths, lost=()):
     for column in lost:
         last[column], cut[column, lengths[column]] = False, True
     seen = torch.randn(columns, steps + 1, 1, generator=torch.Generator().manual_seed(0))
-    return EnvRollout(
+    return EnvBatch(
         obs=TensorDict({"state": seen}, batch_size=seen.shape[:2]),
         actions=torch.zeros(columns, steps, 1, dtype=torch.int64),
-        rewards=torch.where(valid, rewards, torch.nan),
+        token_level_scores=torch.where(valid, rewards, torch.nan),
         terminated=last, truncated=cut, valid=valid,
         starts=torch.zeros(columns, steps + 1, dtype=torch.bool), state=torch.zeros(columns, 0),
         final_obs=TensorDict({"state": torch.zeros(0, 1)}, batch_size=[0]),
@@ -135,9 +135,9 @@ LENGTHS = [1, 2, 3, 3]
 
 def test_groups_by_hand():
     policy = ControlPolicy(PolicySpec(1, (2,), 1, value_width=0, hidden_dim=4), 0)
-    options = SampleOptions(0.9, 1.0, estimator="grpo", group_size=2)
+    options = {"gamma": 0.9, "lam": 1.0, "estimator": "grpo", "group_size": 2}
     rollout = made_up(REWARDS, LENGTHS)
-    samples, metrics = make_samples(rollout, rollout.rewards, policy, options)
+    samples, metrics = make_samples(rollout, policy, **options)
     # Scores 1 and 3: mean 2, std sqrt(2); 5 and 5: no advantage. Rows are steps, in each the episodes still alive.
     up = 1 / 2**0.5
     torch.testing.assert_close(
@@ -150,27 +150,25 @@ def test_groups_by_hand():
 def test_a_lost_episode_has_no_score():
     policy = ControlPolicy(PolicySpec(1, (2,), 1, value_width=0, hidden_dim=4), 0)
     rollout = made_up(REWARDS, [1, 2, 2, 3], lost=[2])
-    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(0.9, 1.0, estimator="grpo", group_size=2))
+    samples, _ = make_samples(rollout, policy, 0.9, 1.0, estimator="grpo", group_size=2)
     assert len(samples) == 1 + 2 + 3
 
 
 def test_groups_outside_the_bounds_teach_nothing():
     policy = constant_policy()
     rollout = made_up(REWARDS, LENGTHS)
-    options = SampleOptions(**PLAIN, group_size=2, reward_bounds=(2.5, 5.0))
-    samples, metrics = make_samples(rollout, rollout.rewards, policy, options)
+    options = {**PLAIN, "group_size": 2, "reward_bounds": (2.5, 5.0)}
+    samples, metrics = make_samples(rollout, policy, **options)
     assert len(samples) == 6
     assert metrics["group/kept_fraction"] == 0.5
-    nothing, _ = make_samples(
-        rollout, rollout.rewards, policy, SampleOptions(**PLAIN, group_size=2, reward_bounds=(8.0, 9.0))
-    )
+    nothing, _ = make_samples(rollout, policy, **PLAIN, group_size=2, reward_bounds=(8.0, 9.0))
     assert len(nothing) == 0
 
 
 def test_episodes_weigh_alike_as_in_rlinf():
     policy = constant_policy()
     rollout = made_up(REWARDS, LENGTHS)
-    samples, _ = make_samples(rollout, rollout.rewards, policy, SampleOptions(**PLAIN, episode_length=7))
+    samples, _ = make_samples(rollout, policy, **PLAIN, episode_length=7)
     loss = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor(LENGTHS)[:, None]
     expected = masked_mean_ratio(
@@ -186,8 +184,12 @@ def test_relative_rewards_by_hand():
     rewards = torch.tensor([[1.0, 4.0, 2.0, 9.0]])
     ended = torch.tensor([[False, True, False, False]])
     valid = torch.tensor([[True, True, True, True]])
-    assert relative(rewards, ended, valid).tolist() == [[1.0, 3.0, 2.0, 7.0]]
-    assert relative(rewards, ended, valid)[0, 0] == 1.0 - 9.0
-    shaping = RewardShaping(1, coef=2.0, relative=True, scaler=None, fresh=True)
+    starts, goes_on = torch.tensor([True]), torch.tensor([False])
+    assert relative(rewards, starts, ended, valid).tolist() == [[1.0, 3.0, 2.0, 7.0]]
+    assert relative(rewards, goes_on, ended, valid)[0, 0] == 1.0 - 9.0
+    assert relative(rewards, starts, ended, valid)[0, 0] == 1.0
+    shaping = EnvRewards(1, coef=2.0, relative=True, scaler=None)
     rollout = made_up([[1.0, 4.0, 2.0], [1.0, 4.0, 2.0]], [3, 3])
-    assert shaping(rollout).tolist() == [[2.0, 6.0, -4.0]] * 2
+    rollout.starts[:, 0] = True
+    shaping.apply(rollout)
+    assert rollout.token_level_rewards.tolist() == [[2.0, 6.0, -4.0]] * 2

@@ -17,7 +17,7 @@ from tether.commands.cli import main
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.outcome import Abstention, Score
 from tether.rewards.summary import RewardReport
-from tether.trainer.parts.collector import Experience
+from tether.trainer.parts.collector import ScoredResponses
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.text.critic_pretraining import split_by_prompt, value_batch
 from tether.trainer.text.rollout_files import RolloutFiles, StoredResponse, read_rollouts
@@ -92,7 +92,7 @@ def test_what_was_rejected_is_stored_as_such(tmp_path: Path) -> None:
     prompt = Prompt((1,), "tiny", None)
     report = RewardReport([1.0, 0.5, math.nan], 2, 1, 0, (), {})
     outcomes = [Score(1.0, {"step": 9, "acc": 1}), Score(0.5), Abstention()]
-    experience = Experience([prompt], batch, ["a", "b", "c"], outcomes, report, reward_seconds=0.0)
+    experience = ScoredResponses([prompt], batch, ["a", "b", "c"], outcomes, report, reward_seconds=0.0)
     RolloutCorrection(rejection=parse_rejection("token_k1", 3.0)).apply(batch)  # the first row's last token
     batch.token_level_rewards = batch.token_level_scores
     RolloutFiles(tmp_path, tiny_tokenizer()).write(7, experience, batch)

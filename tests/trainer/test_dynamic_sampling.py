@@ -15,7 +15,7 @@ from tether.rewards.outcome import Abstention, RewardOutcome, Score
 from tether.rewards.summary import RewardReport
 from tether.rollout.concat import join_rollouts
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.parts.collector import Experience
+from tether.trainer.parts.collector import ScoredResponses
 from tether.trainer.parts.dynamic_sampling import DynamicSampling, NothingToLearn
 
 PROMPTS = [Prompt((number + 1,), "tiny", None, index=number) for number in range(6)]
@@ -30,7 +30,7 @@ class Recorded:
         self.scores = scores
         self.keys: list[NoiseKey] = []
 
-    def collect(self, prompts, sampling, key, on_progress=None) -> Experience:
+    def collect(self, prompts, sampling, key, on_progress=None) -> ScoredResponses:
         self.keys.append(key)
         scores = [score for prompt in prompts for score in self.scores[prompt.index]]
         outcomes: list[RewardOutcome] = [
@@ -51,10 +51,10 @@ class Recorded:
         )
         failed = sum(map(math.isnan, scores))
         report = RewardReport(scores, len(scores) - failed, failed, 0, (), {"reward/error_rate": 0.0})
-        return Experience(prompts, rollout, [str(s) for s in scores], outcomes, report, reward_seconds=0.0)
+        return ScoredResponses(prompts, rollout, [str(s) for s in scores], outcomes, report, reward_seconds=0.0)
 
 
-def sample(scores: dict[int, tuple[float, float]], **options) -> tuple[Experience, Recorded]:
+def sample(scores: dict[int, tuple[float, float]], **options) -> tuple[ScoredResponses, Recorded]:
     """From batches of two prompts, in the order of the data."""
     recorded, sampler = Recorded(scores), PromptSampler(6, 2, shuffle=False, seed=0)
     first = [PROMPTS[row] for row in sampler.next_batch()]

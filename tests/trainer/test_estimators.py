@@ -19,7 +19,7 @@ from tether.config.keys import keys
 from tether.config.rules.advantages import COMPARES_RESPONSES
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.text.loop import Trainer
+from tether.trainer.loop import Trainer
 
 REWARD = '''
 """Likes letters; has no verdict on responses whose length leaves 2 when divided by 4."""
@@ -81,9 +81,10 @@ def run_recorded(overrides: list[str], steps: int = 2) -> Recorded:
     batches: list[TrainBatch] = []
     estimate = run.trainer.estimate_advantages
 
-    def recording(batch: TrainBatch) -> None:
-        estimate(batch)
+    def recording(batch: TrainBatch) -> dict[str, float]:
+        metrics = estimate(batch)
         batches.append(batch.clone())
+        return metrics
 
     run.trainer.estimate_advantages = recording
     try:
@@ -182,7 +183,7 @@ def test_the_baseline_of_remax_is_greedy(runs: Runs, inputs: Path):
     scope: dict[str, Any] = {}
     exec(REWARD, scope)
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
-    tokenizer, batch = recorded.trainer.collector.tokenizer, recorded.batches[0]
+    tokenizer, batch = recorded.trainer.rollouts.tokenizer, recorded.batches[0]
     for row in range(0, len(batch), 2):
         prompt = batch.prompt_ids[row : row + 1, : batch.prompt_length[row]]
         # transformers reads the tokens that end a response from the model's generation config
@@ -200,7 +201,7 @@ def test_the_baseline_of_remax_is_greedy(runs: Runs, inputs: Path):
 
 def test_components_are_the_numbers_in_the_rewards_dict(runs: Runs):
     recorded = runs("gdpo")
-    tokenizer, batch = recorded.trainer.collector.tokenizer, recorded.batches[0]
+    tokenizer, batch = recorded.trainer.rollouts.tokenizer, recorded.batches[0]
     for row in range(len(batch)):
         text = tokenizer.decode(batch.response_ids[row, : batch.response_length[row]], skip_special_tokens=True)
         expected = [sum(c.isalpha() for c in text) / 8, sum(c.isdigit() for c in text)] if batch.scored[row] else [0, 0]

@@ -250,7 +250,7 @@ def test_nothing_is_saved_of_a_step_that_failed_while_weights_changed(
 ) -> None:
     start, _ = kind
     run = start(["trainer.save_freq=1"])
-    learner = run.trainer.actor if hasattr(run.trainer, "actor") else run.trainer.learner
+    learner = run.trainer.actor
     original, calls = learner.update, []
 
     def update(*arguments: Any, **options: Any) -> Any:

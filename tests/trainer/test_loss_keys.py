@@ -13,11 +13,12 @@ from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from tether.assembly.inputs import build_inputs
 from tether.assembly.learners import build_actor, build_critic, build_reference, load_policy, load_reference
 from tether.assembly.run import Run, build_run
+from tether.batch import TrainBatch
 from tether.config import RunConfig, load_config
 from tether.config.keys import keys
 from tether.metrics.keys import describe
 from tether.training.learner import Learner
-from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.text.forward import PolicyForward, PolicyOutputs
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 
 ACTOR = "actor_rollout_ref.actor"
@@ -49,10 +50,10 @@ def config_of(inputs: Path, *overrides: str) -> RunConfig:
     return load_config(None, [*base_overrides(inputs, Path("unused")), *overrides]).config
 
 
-def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[PolicyOutputs]:
+def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[TrainBatch, PolicyOutputs]:
     inputs = build_inputs(config)
     policy = policy or load_policy(config, inputs, CPU, None)
-    return build_actor(config, policy, load_reference(config, inputs, policy, CPU), 3, Path("unused"))
+    return build_actor(config, policy, load_reference(config, inputs, policy, CPU), inputs.tokenizer, 3, Path("unused"))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +141,9 @@ def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expe
 def test_the_reference_runs_where_a_kl_needs_it(inputs: Path, overrides: list[str], beside: bool, apart: bool) -> None:
     """Beside the policy in each update for the full KL, and apart, once a rollout, for one of sampled tokens."""
     config = config_of(inputs, *overrides)
-    forward = actor_of(config).forward
-    assert isinstance(forward, PolicyModel)
-    assert (forward.reference is not None) == beside
+    actor = actor_of(config)
+    assert isinstance(actor.loss.forward, PolicyForward)
+    assert actor.loss.forward.with_full_kl == (actor.engine.reference is not None) == beside
     read = build_inputs(config)
     reference = load_reference(config, read, load_policy(config, read, CPU, None), CPU)
     assert (build_reference(config, reference) is not None) == apart
@@ -171,7 +172,7 @@ def test_every_loss_trains(run: Run, inputs: Path, name: str) -> None:
     trainer = run.trainer
     trainer.actor = actor_of(config, None if "lora" in name else trainer.actor.engine.model)
     before = [p.detach().clone() for p in trainer.actor.engine.trained]
-    metrics = trainer.step([trainer.dataset[row] for row in range(4)])
+    metrics = trainer.step([trainer.source.dataset[row] for row in range(4)])
     assert not [key for key in metrics if describe(key) is None]
     assert all(math.isfinite(value) for key, value in metrics.items() if key.startswith("actor/"))
     assert metrics["actor/skipped_updates"] == 0

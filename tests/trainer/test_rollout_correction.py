@@ -20,7 +20,8 @@ from tether.config import load_config
 from tether.config.schema.algorithm import RejectionMode
 from tether.metrics.keys import describe
 from tether.trainer.parts.rollout_correction import RolloutCorrection
-from tether.training.text.forward import PolicyModel
+from tether.training.protocol import LossSpec
+from tether.training.text.forward import PolicyForward
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -147,12 +148,12 @@ def test_weights_give_the_same_gradient_at_every_split(level: str) -> None:
     found = []
     for size in (ROWS, 1, 2, 3):
         engine = make_engine(policy, MicroBatching(max_rows=size))
-        engine.accumulate_gradients(weighted, PolicyModel(policy), PolicyLoss())
+        engine.accumulate_gradients(weighted, LossSpec(PolicyForward(), PolicyLoss()))
         found.append(gradients(policy))
     for gradient in found[1:]:
         assert all(torch.allclose(gradient[name], found[0][name], rtol=1e-10, atol=1e-12) for name in gradient)
     weighted.rollout_is_weights = None
-    engine.accumulate_gradients(weighted, PolicyModel(policy), PolicyLoss())
+    engine.accumulate_gradients(weighted, LossSpec(PolicyForward(), PolicyLoss()))
     assert not torch.allclose(next(iter(gradients(policy).values())), next(iter(found[0].values())))
 
 

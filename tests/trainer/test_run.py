@@ -16,7 +16,7 @@ from tether.config import load_config
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics, read_samples
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.text.loop import Trainer
+from tether.trainer.loop import Trainer
 
 STEPS = [1, 2, 3]
 SAVING = [
@@ -42,10 +42,9 @@ class Finished:
         return self.directory / "global_step_3"
 
     def rollout(self) -> TrainBatch:
-        prompts = [self.trainer.dataset[row] for row in range(3)]
-        rollout = self.trainer.collector.engine.generate(
-            [p.token_ids for p in prompts], self.trainer.sampling, NoiseKey(7, 7)
-        )
+        prompts = [self.trainer.source.dataset[row] for row in range(3)]
+        rollouts = self.trainer.rollouts
+        rollout = rollouts.collector.engine.generate([p.token_ids for p in prompts], rollouts.sampling, NoiseKey(7, 7))
         return TrainBatch.assemble(rollout, torch.ones(len(rollout)))
 
 
@@ -104,8 +103,8 @@ def test_the_saved_policy_is_the_trained_one_in_plain_transformers(finished: Fin
         found = log_probs.gather(1, ids[start:, None])[:, 0]
         torch.testing.assert_close(found, expected[row, : len(found)], atol=1e-4, rtol=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(finished.last / "actor")
-    assert tokenizer.chat_template == finished.trainer.collector.tokenizer.chat_template
-    assert model.generation_config.eos_token_id == sorted(finished.trainer.collector.engine.eos_token_ids)
+    assert tokenizer.chat_template == finished.trainer.rollouts.collector.tokenizer.chat_template
+    assert model.generation_config.eos_token_id == sorted(finished.trainer.rollouts.collector.engine.eos_token_ids)
 
 
 def test_the_saved_critic_is_the_trained_one_in_plain_transformers(finished: Finished):

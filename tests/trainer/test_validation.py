@@ -12,7 +12,7 @@ from tether.assembly.run import build_run
 from tether.commands.evaluate import evaluate
 from tether.config import load_config
 from tether.rollout.protocol import NoiseKey
-from tether.trainer.text.evaluation import EvaluationResult
+from tether.trainer.protocol import EvaluationResult
 
 SAMPLED = [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in ("do_sample=True", "temperature=1.0", "n=2")]
 ROWS = 7
@@ -22,9 +22,10 @@ CORE = {"val-core/tiny/sums/reward/mean@{n}", "val-core/tiny/other/reward/mean@{
 def validate(overrides: list[str], batch_sizes: list[int | None]) -> list[EvaluationResult]:
     run = build_run(load_config(None, overrides))
     try:
-        evaluation = run.trainer.evaluation
+        rollouts = run.trainer.rollouts
+        evaluation = rollouts.evaluation
         assert evaluation
-        return [replace(evaluation, batch_size=size).run(run.trainer.collector, NoiseKey(1, 0)) for size in batch_sizes]
+        return [replace(evaluation, batch_size=size).run(rollouts.collector, NoiseKey(1, 0)) for size in batch_sizes]
     finally:
         run.close()
 

@@ -18,6 +18,7 @@ from tether.assembly.control import build_control_run  # noqa: E402
 from tether.checkpoints.store import load_state  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
+from tether.trainer.control.rollouts import POLICY  # noqa: E402
 
 REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -55,7 +56,7 @@ def overrides(folder, kind, cloned, *more):
 
 def contents(checkpoint):
     states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
-    return states | {"policy": load_file(checkpoint / "policy" / "policy.safetensors")}
+    return states | {"weights": load_file(checkpoint / POLICY / "policy.safetensors")}
 
 
 LEVELS = {
@@ -79,24 +80,24 @@ def test_the_first_ratio_is_one(kind, cloned, tmp_path):
     run = build_control_run(
         load_config(None, overrides(tmp_path, kind, cloned, *LEVELS[kind], f"{ACTOR}.ppo_mini_batch_size=16"))
     )
-    run.trainer.collector.restart(0)
-    metrics = run.trainer.step()
+    run.trainer.rollouts.begin(0)
+    metrics = run.trainer.advance()
     run.close()
     assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_the_bounds_are_those_of_the_demonstrations(cloned, tmp_path):
-    saved = load_policy(next((cloned / "openvla").glob("global_step_*")) / "policy")
+    saved = load_policy(next((cloned / "openvla").glob("global_step_*")) / POLICY)
     assert all(-1 <= low < 0 < high <= 1 for low, high in zip(saved.spec.low, saved.spec.high, strict=True))
     run = build_control_run(load_config(None, overrides(tmp_path, "openvla", cloned)))
     run.close()
-    assert run.trainer.policy.spec.low == saved.spec.low
+    assert run.trainer.rollouts.policy.spec.low == saved.spec.low
     fresh = build_control_run(
         load_config(None, [*KEYS, *RUN, "policy.model_type=openvla", f"trainer.default_local_dir={tmp_path}"])
     )
     fresh.close()
-    assert fresh.trainer.policy.spec.low == (-1.0, -1.0)
+    assert fresh.trainer.rollouts.policy.spec.low == (-1.0, -1.0)
 
 
 def test_adapters_start_from_an_imitator_and_resume(cloned, tmp_path):
@@ -106,8 +107,8 @@ def test_adapters_start_from_an_imitator_and_resume(cloned, tmp_path):
     train(overrides(tmp_path / "parts", "openvla", cloned, *lora), until=1)
     again = train(overrides(tmp_path / "parts", "openvla", cloned, *lora))
     assert same(contents(whole.directory / "global_step_3"), contents(again.directory / "global_step_3"))
-    start = load_policy(next((cloned / "openvla").glob("global_step_*")) / "policy").state_dict()
-    now = whole.trainer.policy.state_dict()
+    start = load_policy(next((cloned / "openvla").glob("global_step_*")) / POLICY).state_dict()
+    now = whole.trainer.rollouts.policy.state_dict()
     assert torch.equal(now["model.encoder.to_tokens.weight"], start["model.encoder.to_tokens.weight"])
     # A run of all weights starts from the merged ones.
     merged = build_control_run(
@@ -115,7 +116,7 @@ def test_adapters_start_from_an_imitator_and_resume(cloned, tmp_path):
     )
     merged.close()
     name = "model.language.model.layers.0.self_attn.q_proj"
-    assert not torch.equal(merged.trainer.policy.state_dict()[f"{name}.weight"], start[f"{name}.weight"])
+    assert not torch.equal(merged.trainer.rollouts.policy.state_dict()[f"{name}.weight"], start[f"{name}.weight"])
 
 
 def test_a_checkpoint_is_tested_and_demonstrates(cloned, tmp_path):

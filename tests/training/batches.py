@@ -11,7 +11,7 @@ from tether.models.language.critic import critic_from, value_head_of
 from tether.models.layers.attention import use_tether_attention
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.text.forward import PolicyForward, ValueForward
 from tether.training.text.micro_batches import MicroBatching
 
 PROMPT_LENGTHS = (3, 7, 1)  # of each group of three rows
@@ -64,8 +64,8 @@ def make_batch(policy: PreTrainedModel, critic: PreTrainedModel, estimator: str 
     scores[UNSCORED] = torch.nan
     batch = TrainBatch.assemble(make_rollout(), scores)
     with torch.no_grad():
-        log_probs = PolicyModel(policy)(batch).log_probs
-        values = ValueModel(critic)(batch).values
+        log_probs = PolicyForward()(policy, batch).log_probs
+        values = ValueForward()(critic, batch).values
 
     def near(tensor: Tensor, distance: float) -> Tensor:
         return tensor + distance * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)

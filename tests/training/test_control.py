@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.training.flat_learner import flat_learner
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
 from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import Samples
 from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.protocol import UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SPECS = {
@@ -64,8 +66,8 @@ def test_gradients_are_those_of_autograd(kind, level):
         logprob_level=level,
         entropy_level=level,
     )
-    learner = ControlLearner(policy, loss, ControlPlan(32, 1), OPTIONS, critic_lr=1e-2)
-    learner.gradients(samples, torch.Generator())
+    learner = flat_learner(policy, loss, UpdatePlan(32, 1, shuffle=True), OPTIONS, critic_lr=1e-2)
+    learner.engine.gradients(samples, loss)
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
     columns = policy.head.evaluate(policy.actor(samples.obs), samples.actions)
@@ -87,9 +89,9 @@ def test_gradients_are_those_of_autograd(kind, level):
 
 def test_critic_warmup_moves_only_the_critic():
     policy = make_policy(SPECS["gaussian"])
-    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, critic_lr=1e-2)
+    learner = flat_learner(policy, ControlLoss(), UpdatePlan(8, 2, shuffle=True), OPTIONS, critic_lr=1e-2)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    learner.update(make_samples(policy), 0, torch.Generator(), train_policy=False)
+    learner.update(make_samples(policy), 0, critic_only=True)
     moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if name.startswith("critic.")}
 
@@ -101,19 +103,17 @@ def test_metrics_of_an_unmoved_policy():
         exact = policy.head.evaluate(policy.actor(samples.obs), samples.actions).log_probs
     samples = Samples(samples.obs, samples.actions, exact, samples.advantages, samples.values, samples.returns)
     options = OptimizerOptions(lr=0.0)
-    still = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1, shuffle=False), options, critic_lr=0.0)
-    metrics = still.update(samples, 0, torch.Generator())
+    still = flat_learner(policy, ControlLoss(), UpdatePlan(8, 1), options, critic_lr=0.0)
+    metrics = still.update(samples, 0).metrics
     assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["actor/pg_clipfrac"] == 0
     assert metrics["actor/pg_loss"] == pytest.approx(-samples.advantages.mean().item())
 
 
 def test_target_kl_ends_the_passes():
-    plan = ControlPlan(8, 50, target_kl=1e-3)
+    plan = UpdatePlan(8, 50, shuffle=True, target_kl=1e-3)
     policy = make_policy(SPECS["discrete"])
-    metrics = ControlLearner(policy, ControlLoss(), plan, OPTIONS, 1e-2).update(
-        make_samples(policy), 0, torch.Generator()
-    )
+    metrics = flat_learner(policy, ControlLoss(), plan, OPTIONS, 1e-2).update(make_samples(policy), 0).metrics
     assert 1 <= metrics["actor/epochs"] < 50
 
 
@@ -122,16 +122,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     samples = make_samples(policy, count=8)
     samples.returns[3] = torch.nan
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1), OPTIONS, 1e-2)
-    assert learner.update(samples, 0, torch.Generator())["actor/skipped_updates"] == 1
+    learner = flat_learner(policy, ControlLoss(), UpdatePlan(8, 1, shuffle=True), OPTIONS, 1e-2)
+    assert learner.update(samples, 0).metrics["actor/skipped_updates"] == 1
     assert all(torch.equal(now, then) for now, then in zip(policy.parameters(), before, strict=True))
 
 
 def test_each_pass_deals_anew():
     policy = make_policy(SPECS["discrete"])
-    samples, generator = make_samples(policy), torch.Generator().manual_seed(3)
-    first = samples.shuffled(generator)
-    second = samples.shuffled(generator)
+    samples, plan = make_samples(policy), UpdatePlan(8, shuffle=True)
+    first, second = (samples[plan.order(len(samples), 3, epoch)] for epoch in (0, 1))
     assert not torch.equal(first.obs, second.obs)
     assert torch.equal(first.obs.sort(0).values, second.obs.sort(0).values)
     assert [len(piece) for piece in samples.split(12)] == [12, 12, 8]
@@ -209,8 +208,8 @@ def test_gradients_of_chunks_are_those_of_autograd(kind, level, aggregation):
         "vanilla", {"clip_ratio_c": 2.0}, aggregation=aggregation, entropy_coeff=0.05, value_coeff=0.5,
         cliprange_value=0.4, logprob_level=level, entropy_level=level,
     )  # fmt: skip
-    learner = ControlLearner(policy, loss, ControlPlan(32, 1), OPTIONS, critic_lr=1e-2)
-    learner.gradients(samples, torch.Generator())
+    learner = flat_learner(policy, loss, UpdatePlan(32, 1, shuffle=True), OPTIONS, critic_lr=1e-2)
+    learner.engine.gradients(samples, loss)
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
     mask = samples.mask
@@ -241,7 +240,7 @@ def test_gradients_of_chunks_are_those_of_autograd(kind, level, aggregation):
     expected = torch.autograd.grad(total, list(policy.parameters()))
     for (name, gradient), other in zip(found.items(), expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12, msg=name)
-    metrics = learner.update(samples, 0, torch.Generator())
+    metrics = learner.update(samples, 0).metrics
     assert all(value == value for value in metrics.values())
     assert metrics["actor/skipped_updates"] == 0
 
@@ -252,8 +251,8 @@ def test_every_policy_loss_trains(name):
     selection = {"clip_cov_lb": -10.0, "clip_cov_ub": 10.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2}
     loss = ControlLoss(name, selection=selection if name in TOKEN_SELECTIONS else {})
     before = policy.actor.linear[0][0].clone()
-    learner = ControlLearner(policy, loss, ControlPlan(8, 2), OPTIONS, 1e-2)
-    metrics = learner.update(chunked_samples(policy, "action_level"), 0, torch.Generator())
+    learner = flat_learner(policy, loss, UpdatePlan(8, 2, shuffle=True), OPTIONS, 1e-2)
+    metrics = learner.update(chunked_samples(policy, "action_level"), 0).metrics
     assert metrics["actor/skipped_updates"] == 0
     assert metrics["actor/pg_loss"] == metrics["actor/pg_loss"]
     assert not torch.equal(policy.actor.linear[0][0], before)
@@ -264,8 +263,8 @@ def test_decoupled_on_what_was_just_sampled_is_vanilla():
     for name in ("vanilla", "decoupled"):
         policy = make_policy(SPECS["gaussian"])
         loss = ControlLoss(name, {"clip_ratio_c": 3.0})
-        learner = ControlLearner(policy, loss, ControlPlan(8, 2), OPTIONS, 1e-2)
-        learner.update(make_samples(policy), 0, torch.Generator().manual_seed(0))
+        learner = flat_learner(policy, loss, UpdatePlan(8, 2, shuffle=True), OPTIONS, 1e-2)
+        learner.update(make_samples(policy), 0)
         moved.append([parameter.detach().clone() for parameter in policy.parameters()])
     for left, right in zip(*moved, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10)
@@ -274,28 +273,30 @@ def test_decoupled_on_what_was_just_sampled_is_vanilla():
 def test_warmup_of_a_shared_critic_moves_only_its_layer():
     policy = make_policy(CHUNKED["shared"])
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, critic_lr=1e-2)
-    learner.update(chunked_samples(policy, "action_level"), 0, torch.Generator(), train_policy=False)
+    learner = flat_learner(policy, ControlLoss(), UpdatePlan(8, 2, shuffle=True), OPTIONS, critic_lr=1e-2)
+    learner.update(chunked_samples(policy, "action_level"), 0, critic_only=True)
     moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {"critic.layers.0.weight", "critic.layers.0.bias"}
 
 
 def test_the_kl_leads_the_learning_rate():
     policy = make_policy(SPECS["discrete"])
-    plan = ControlPlan(8, 4, target_kl=1e-6, lead_rate=True)
-    learner = ControlLearner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
-    metrics = learner.update(make_samples(policy), 0, torch.Generator())
+    plan = UpdatePlan(8, 4, shuffle=True, target_kl=1e-6, leads_rate=True)
+    learner = flat_learner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
+    metrics = learner.update(make_samples(policy), 0).metrics
     assert metrics["actor/epochs"] == 4
     assert metrics["actor/lr"] == pytest.approx(1e-2 / 1.5**4)
-    again = ControlLearner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
-    again.load_state_dict(learner.state_dict())
-    assert again._rates(0) == learner._rates(0)
-    far = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1, target_kl=1e6, lead_rate=True), OPTIONS, 1e-2)
-    assert far.update(make_samples(policy), 0, torch.Generator())["actor/lr"] == pytest.approx(1.5e-2)
+    again = flat_learner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
+    again.engine.load_state_dict(learner.engine.state_dict())
+    assert again.engine._rates(0) == learner.engine._rates(0)
+    far = flat_learner(
+        policy, ControlLoss(), UpdatePlan(8, 1, shuffle=True, target_kl=1e6, leads_rate=True), OPTIONS, 1e-2
+    )
+    assert far.update(make_samples(policy), 0).metrics["actor/lr"] == pytest.approx(1.5e-2)
 
 
 def test_nothing_to_learn_from_is_no_update():
     policy = make_policy(SPECS["discrete"])
-    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OPTIONS, 1e-2)
+    learner = flat_learner(policy, ControlLoss(), UpdatePlan(8, 2, shuffle=True), OPTIONS, 1e-2)
     nothing = next(make_samples(policy).split(1)).each(lambda column: column[:0])
-    assert learner.update(nothing, 0, torch.Generator())["actor/epochs"] == 0
+    assert learner.update(nothing, 0).metrics["actor/epochs"] == 0

@@ -6,14 +6,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.training.flat_learner import flat_learner
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
 from tether.models.control.mlp_policy import make_policy
 from tether.models.control.observations import NUMBERS, PICTURE
 from tether.models.control.spec import Memory, PolicySpec, with_numbers
 from tether.observations import ObsPart
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import Samples
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.protocol import UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "tanh"}
@@ -80,10 +82,11 @@ def columns_of(policy, samples):
 
 
 def gradients(policy, samples, loss, micro_batch=None, train_policy=True):
-    learner = ControlLearner(policy, loss, ControlPlan(24, 1), OPTIONS, critic_lr=1e-2)
-    learner._flat.grads.fill_(torch.nan)  # what is there does not count
+    learner = flat_learner(policy, loss, UpdatePlan(24, 1, shuffle=True), OPTIONS, critic_lr=1e-2)
+    learner.engine._flat.grads.fill_(torch.nan)  # what is there does not count
     policy.micro_batch = micro_batch
-    learner.gradients(samples, torch.Generator().manual_seed(3), train_policy=train_policy)
+    function = (learner.loss if train_policy else learner.critic_loss).function
+    learner.engine.gradients(samples, function, lambda: torch.Generator().manual_seed(3))
     return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
 
@@ -152,19 +155,19 @@ def test_a_critic_that_is_trained_alone_moves_nothing_else(name):
 def test_metrics_of_an_unmoved_policy(name):
     policy = make(name)
     samples = random_samples(policy, off=0.0)
-    still = ControlLearner(policy, ControlLoss(), ControlPlan(8, 2), OptimizerOptions(lr=0.0), critic_lr=0.0)
-    metrics = still.update(samples, 0, torch.Generator().manual_seed(0))
+    still = flat_learner(policy, ControlLoss(), UpdatePlan(8, 2, shuffle=True), OptimizerOptions(lr=0.0), critic_lr=0.0)
+    metrics = still.update(samples, 0).metrics
     assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["actor/epochs"] == 2
     with torch.no_grad():
-        assert still._kl(samples) == pytest.approx(0.0, abs=1e-12)
+        assert still.engine._kl(samples, ControlLoss()) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_sequences_stay_whole():
     policy = make("cnn and lstm")
     samples = random_samples(policy)
-    pieces = list(samples.shuffled(torch.Generator().manual_seed(0)).split(8))
+    pieces = list(samples[UpdatePlan(8, shuffle=True).order(len(samples), 0, 0)].split(8))
     assert [len(piece) for piece in pieces] == [2, 2, 2]
     order = [samples.memory.state.tolist().index(row) for piece in pieces for row in piece.memory.state.tolist()]
     assert sorted(order) == list(range(6)) != order

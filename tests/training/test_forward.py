@@ -8,7 +8,7 @@ from tests.training.batches import UNSCORED, make_batch, make_critic, make_engin
 from tether.models.language.critic import value_head_of
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.lora import LoraOptions, adapter_off, add_lora
-from tether.training.text.forward import PolicyModel, ReferenceModel, ValueModel
+from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward
 from tether.training.text.micro_batches import MicroBatching
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
@@ -20,7 +20,7 @@ def test_log_probs_and_entropy_are_those_of_transformers(packed: bool, temperatu
     policy = make_policy()
     batch = make_batch(policy, make_critic())
     with torch.no_grad():
-        found = PolicyModel(policy, temperature, packed, with_entropy=True, with_sum_pi_squared=True)(batch)
+        found = PolicyForward(temperature, packed, with_entropy=True, with_sum_pi_squared=True)(policy, batch)
     theirs = tiny_model("llama", dtype=torch.float64)
     for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
         response = batch.response_ids[row, :r]
@@ -43,9 +43,9 @@ def test_log_probs_and_entropy_are_those_of_transformers(packed: bool, temperatu
 def test_what_is_not_asked_for_is_not_there() -> None:
     policy, critic = make_policy(), make_critic()
     batch = make_batch(policy, critic)
-    outputs = PolicyModel(policy)(batch)
+    outputs = PolicyForward()(policy, batch)
     assert outputs.entropy is outputs.sum_pi_squared is outputs.full_kl is None
-    assert ValueModel(critic)(batch).bootstrap_values is None
+    assert ValueForward()(critic, batch).bootstrap_values is None
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -54,8 +54,8 @@ def test_a_truncated_response_has_a_value_after_its_last_token(packed: bool) -> 
     batch = make_batch(make_policy(), critic)
     batch.truncated = torch.arange(len(batch)) % 2 == 1  # row 1 has a tool's output in it
     engine = make_engine(critic, MicroBatching(max_rows=2, packed=packed))
-    found = engine.infer(batch, ValueModel(critic, packed, with_bootstrap=True))
-    torch.testing.assert_close(found.values, engine.infer(batch, ValueModel(critic, packed)).values, rtol=0, atol=1e-12)
+    found = engine.infer(batch, ValueForward(packed, with_bootstrap=True))
+    torch.testing.assert_close(found.values, engine.infer(batch, ValueForward(packed)).values, rtol=0, atol=1e-12)
     head, theirs = value_head_of(critic), tiny_model("llama", dtype=torch.float64, seed=1).base_model
     for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
         ids = torch.cat([batch.prompt_ids[row, :p], batch.response_ids[row, :r]])[None]
@@ -72,7 +72,7 @@ def test_the_kl_over_the_vocabulary_is_that_of_transformers_logits(packed: bool,
     policy, reference = make_policy(), make_policy(seed=1)
     batch = make_batch(policy, make_critic())
     with torch.no_grad():
-        found = PolicyModel(policy, temperature, packed, reference=ReferenceModel(reference))(batch).full_kl
+        found = PolicyForward(temperature, packed, with_full_kl=True)(policy, batch, ReferenceModel(reference)).full_kl
     theirs = [tiny_model("llama", dtype=torch.float64, seed=seed) for seed in (0, 1)]
     for row, (p, r) in enumerate(zip(batch.prompt_length.tolist(), batch.response_length.tolist(), strict=True)):
         ids = torch.cat([batch.prompt_ids[row, :p], batch.response_ids[row, :r]])[None]
@@ -93,13 +93,13 @@ def test_with_lora_the_reference_is_the_policy_without_its_adapter() -> None:
     add_lora(policy, LoraOptions(rank=4))
     batch = make_batch(base, make_critic())
     reference = ReferenceModel(policy, during=adapter_off)
-    assert PolicyModel(policy, reference=reference)(batch).full_kl.abs().max() < 1e-12
+    assert PolicyForward(with_full_kl=True)(policy, batch, reference).full_kl.abs().max() < 1e-12
     adapter = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     for parameter in adapter.values():
         torch.nn.init.normal_(parameter, std=0.2)
     enable_gradient_checkpointing(policy.train())
     found, expected = (
-        PolicyModel(policy, reference=reference)(batch).full_kl for reference in (reference, ReferenceModel(base))
+        PolicyForward(with_full_kl=True)(policy, batch, kept).full_kl for kept in (reference, ReferenceModel(base))
     )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(kl.sum(), list(adapter.values())) for kl in (found, expected)]
@@ -111,11 +111,11 @@ def test_a_value_is_read_before_its_token(packed: bool) -> None:
     """It cannot depend on the token itself, and does depend on the one before."""
     critic = make_critic()
     batch = make_batch(make_policy(), critic)
-    model = ValueModel(critic, packed)
+    forward = ValueForward(packed)
     with torch.no_grad():
-        before = model(batch).values
+        before = forward(critic, batch).values
         batch.response_ids[0, 2] = 77
-        after = model(batch).values
+        after = forward(critic, batch).values
     assert torch.equal(after[0, :3], before[0, :3])
     assert after[0, 3] != before[0, 3]
     assert not before[~batch.response_mask].any()
@@ -125,7 +125,7 @@ def test_the_first_value_is_the_heads_at_the_last_prompt_token() -> None:
     critic = make_critic()
     batch = make_batch(make_policy(), critic)
     with torch.no_grad():
-        values = ValueModel(critic)(batch).values
+        values = ValueForward()(critic, batch).values
         head = value_head_of(critic)
         theirs = tiny_model("llama", dtype=torch.float64, seed=1).base_model
         for row, p in enumerate(batch.prompt_length.tolist()):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy
+from tests.training.flat_learner import flat_learner
 from tests.training.test_control_network import SPECS, make, random_samples
 from tether.batch import TrainBatch, filled
 from tether.models.control.mlp_policy import make_policy as control_policy
@@ -20,11 +21,11 @@ from tether.models.control.spec import PolicySpec
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.training.control.losses import ControlLoss
 from tether.training.engines.incident import replay
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, ValueForward
 from tether.training.text.losses import CriticLoss, PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -40,7 +41,7 @@ def test_the_replay_script_names_the_row(tmp_path: Path) -> None:
     policy = make_policy(dtype=torch.float32)
     engine = make_engine(policy, MicroBatching(max_rows=2), compute_dtype=torch.bfloat16, incident_dir=tmp_path)
     loss = PolicyLoss(options={"clip_ratio_high": 0.3}, kl_coef=0.1)
-    assert engine.update(batch, PolicyModel(policy), loss, PLAN, step=4).metrics["skipped_updates"] == 1
+    assert engine.update(batch, LossSpec(PolicyForward(), loss), PLAN, step=4).metrics["skipped_updates"] == 1
     done = subprocess.run(
         [sys.executable, str(tmp_path / "step_5" / "replay.py")],
         cwd=tmp_path,
@@ -60,7 +61,7 @@ def test_a_critics_update_can_be_replayed(tmp_path: Path) -> None:
     batch = make_batch(make_policy(), critic)
     filled(batch.returns)[BAD_ROW, 1] = math.nan
     engine = make_engine(critic, incident_dir=tmp_path)
-    assert engine.update(batch, ValueModel(critic), CriticLoss(), PLAN, step=0).metrics["skipped_updates"] == 1
+    assert engine.update(batch, LossSpec(ValueForward(), CriticLoss()), PLAN, step=0).metrics["skipped_updates"] == 1
     assert replay(tmp_path / "step_1") == [BAD_ROW]
 
 
@@ -70,7 +71,9 @@ def test_replay_returns_the_rows_and_the_first_incident_of_a_step_is_kept(tmp_pa
     for row in (0, 7):
         filled(batch.advantages)[row, 0] = math.nan
     engine = make_engine(policy, incident_dir=tmp_path)
-    metrics = engine.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0).metrics
+    metrics = engine.update(
+        batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(mini_batch_rows=4), step=0
+    ).metrics
     assert metrics["skipped_updates"] == 2  # one bad row in each of the two mini-batches
     assert replay(tmp_path / "step_1") == [0]
 
@@ -84,11 +87,11 @@ def test_the_cut_of_truncated_sampling_is_kept_with_the_batch(tmp_path: Path) ->
     batch.advantages = batch.token_level_scores.clone()
     batch.advantages[2, 0] = math.nan
     learner = make_engine(policy, incident_dir=tmp_path)
-    learner.update(batch, PolicyModel(policy), PolicyLoss(), UpdatePlan(mini_batch_rows=4), step=0)
+    learner.update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(mini_batch_rows=4), step=0)
     kept = torch.load(tmp_path / "step_1" / "incident.pt", weights_only=False)["update"]
-    saved = TrainBatch.from_dict(kept.batch, batch_size=[4])
+    saved = kept.batch
     assert torch.equal(saved.kept.count, filled(batch.kept).count)
-    log_probs = kept.forward(saved).log_probs
+    log_probs = kept.loss.forward(kept.model, saved, None).log_probs
     torch.testing.assert_close(log_probs, batch.rollout_log_probs, rtol=0, atol=1e-10)
     assert replay(tmp_path / "step_1") == [2]
 
@@ -98,7 +101,7 @@ def test_a_weight_that_is_not_finite_makes_every_row_bad(tmp_path: Path) -> None
     batch = make_batch(policy, make_critic())
     with torch.no_grad():
         policy.base_model.norm.weight[0] = math.nan
-    make_engine(policy, incident_dir=tmp_path).update(batch, PolicyModel(policy), PolicyLoss(), PLAN, step=0)
+    make_engine(policy, incident_dir=tmp_path).update(batch, LossSpec(PolicyForward(), PolicyLoss()), PLAN, step=0)
     assert replay(tmp_path / "step_1") == list(range(ROWS - 1))
 
 
@@ -108,7 +111,7 @@ def update(folder: Path, policy: torch.nn.Module | None = None, step: int = 0) -
     batch = make_batch(policy, make_critic())
     filled(batch.advantages)[BAD_ROW, 0] = math.nan
     engine = make_engine(policy, incident_dir=folder)
-    return engine.update(batch, PolicyModel(policy), PolicyLoss(), PLAN, step=step).metrics
+    return engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), PLAN, step=step).metrics
 
 
 def test_gradient_checkpointing_does_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -168,10 +171,15 @@ def test_a_control_policys_update_can_be_replayed(name: str, loss: str, tmp_path
         samples = random_samples(policy)
     samples.advantages[BAD_ROW] = math.nan
     selection = {"clip_cov_lb": 0.0} if loss == "clip_cov" else {}
-    learner = ControlLearner(
-        policy, ControlLoss(loss, selection=selection), ControlPlan(24, 1), OptimizerOptions(lr=1e-2), 1e-2, tmp_path
+    learner = flat_learner(
+        policy,
+        ControlLoss(loss, selection=selection),
+        UpdatePlan(24, 1, shuffle=True),
+        OptimizerOptions(lr=1e-2),
+        1e-2,
+        tmp_path,
     )
-    assert learner.update(samples, 4, torch.Generator())["actor/skipped_updates"] == 1
+    assert learner.update(samples, 4).metrics["actor/skipped_updates"] == 1
     kept = torch.load(tmp_path / "step_5" / "incident.pt", weights_only=False)["update"]
     (bad,) = kept._samples.advantages.flatten(1).isnan().any(dim=1).nonzero().tolist()  # in the order of the mini-batch
     assert replay(tmp_path / "step_5") == bad

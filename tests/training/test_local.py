@@ -20,8 +20,8 @@ from tests.training.batches import (
 from tether.batch import TrainBatch, filled
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSizes, LossTerm, UpdatePlan
-from tether.training.text.forward import PolicyModel, PolicyOutputs
+from tether.training.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
+from tether.training.text.forward import PolicyForward, PolicyOutputs
 from tether.training.text.losses import PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 
@@ -35,7 +35,7 @@ def batch() -> TrainBatch:
 
 
 def update(engine: LocalEngine, batch: TrainBatch, plan: UpdatePlan = ALL, step: int = 0) -> dict[str, float]:
-    return engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, step).metrics
+    return engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), plan, step).metrics
 
 
 def optimizer_steps(engine: LocalEngine) -> int:
@@ -103,7 +103,7 @@ def test_state_taken_over_goes_on_bit_for_bit(batch: TrainBatch) -> None:
 
 def test_infer_leaves_no_gradient_and_switches_to_eval(batch: TrainBatch) -> None:
     engine = make_engine(make_policy().train())
-    outputs = engine.infer(batch, PolicyModel(engine.model))
+    outputs = engine.infer(batch, PolicyForward())
     assert not outputs.log_probs.requires_grad
     assert not engine.model.training
 
@@ -113,8 +113,8 @@ def test_an_update_tells_what_the_model_gave_for_each_row(batch: TrainBatch, shu
     """When the row's turn first came: that of the second mini-batch is after an optimizer step."""
     engine = make_engine(make_policy(), MicroBatching(max_tokens=20))
     plan = UpdatePlan(mini_batch_rows=5, epochs=2, shuffle=shuffle)
-    before = engine.infer(batch, PolicyModel(engine.model)).log_probs
-    found = engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, 3).outputs.log_probs
+    before = engine.infer(batch, PolicyForward()).log_probs
+    found = engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), plan, 3).outputs.log_probs
     assert not found.requires_grad
     assert not found[UNSCORED].any()
     (learned,) = batch.response_mask.any(dim=-1).nonzero(as_tuple=True)
@@ -122,12 +122,12 @@ def test_an_update_tells_what_the_model_gave_for_each_row(batch: TrainBatch, shu
     torch.testing.assert_close(found[first], before[first], rtol=1e-9, atol=1e-9)
     assert (found[second] - before[second]).abs().max() > 1e-3
     batch.response_mask = torch.zeros_like(batch.response_mask)
-    assert engine.update(batch, PolicyModel(engine.model), PolicyLoss(), plan, 3).outputs is None
+    assert engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), plan, 3).outputs is None
 
 
 def test_without_old_log_probs_the_policy_is_its_own_old_one(batch: TrainBatch) -> None:
     engines = [make_engine(make_policy()) for _ in range(2)]
-    batch.old_log_probs = engines[0].infer(batch, PolicyModel(engines[0].model)).log_probs
+    batch.old_log_probs = engines[0].infer(batch, PolicyForward()).log_probs
     update(engines[0], batch)
     batch.old_log_probs = None
     metrics = update(engines[1], batch)
@@ -139,10 +139,10 @@ def test_without_old_log_probs_the_policy_is_its_own_old_one(batch: TrainBatch) 
 def test_bfloat16_computes_beside_float32_master_weights(batch: TrainBatch) -> None:
     """Updates far below bfloat16's resolution add up in the masters, and the model follows them, rounded."""
     policy = make_policy(dtype=torch.float32)
-    exact = make_engine(policy).infer(batch, PolicyModel(policy)).log_probs
+    exact = make_engine(policy).infer(batch, PolicyForward()).log_probs
     engine = make_engine(policy, lr=1e-5, compute_dtype=torch.bfloat16)
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
-    rounded = engine.infer(batch, PolicyModel(policy)).log_probs
+    rounded = engine.infer(batch, PolicyForward()).log_probs
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.5
     before = [p.detach().clone() for p in engine.trained]
@@ -201,7 +201,9 @@ def test_a_mini_batch_is_prepared_once_with_the_models_present_outputs(batch: Tr
 
     def prepare(mini: TrainBatch, outputs: PolicyOutputs, generator: torch.Generator) -> None:
         assert not outputs.log_probs.requires_grad
-        torch.testing.assert_close(outputs.log_probs, PolicyModel(engine.model)(mini).log_probs, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            outputs.log_probs, PolicyForward()(engine.model, mini).log_probs, rtol=1e-9, atol=1e-9
+        )
         seen.append((len(mini), float(torch.rand((), generator=generator))))
         mini.selected = mini.response_mask
 
@@ -210,7 +212,7 @@ def test_a_mini_batch_is_prepared_once_with_the_models_present_outputs(batch: Tr
         return PolicyLoss()(outputs, micro, sizes)
 
     plan = UpdatePlan(mini_batch_rows=5, epochs=2)
-    engine.update(batch, PolicyModel(engine.model), loss, plan, 3, prepare)
+    engine.update(batch, LossSpec(PolicyForward(), loss, prepare), plan, 3)
     draws = [float(torch.rand((), generator=plan.generator(3, epoch, number))) for epoch in (0, 1) for number in (0, 1)]
     assert seen == list(zip([5, 3, 5, 3], draws, strict=True))
     assert all(torch.equal(filled(micro.selected), micro.response_mask) for micro in reached)
@@ -224,7 +226,7 @@ def test_a_selection_does_not_depend_on_the_micro_batches(batch: TrainBatch, nam
         engine = make_engine(make_policy(), micro)
         selection = TokenSelection(name, {"clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1, "clip_cov_lb": 0.1})
         plan = UpdatePlan(mini_batch_rows=5, epochs=2)
-        engine.update(batch, PolicyModel(engine.model), PolicyLoss(name), plan, 0, selection)
+        engine.update(batch, LossSpec(PolicyForward(), PolicyLoss(name), selection), plan, 0)
         found.append(weights(engine.model))
     for other in found[1:]:
         for key, weight in other.items():
@@ -234,7 +236,7 @@ def test_a_selection_does_not_depend_on_the_micro_batches(batch: TrainBatch, nam
 def test_a_policy_that_has_gone_too_far_makes_no_step(batch: TrainBatch) -> None:
     """Where the old log-probs are 1 lower, each ratio is e."""
     engine = make_engine(make_policy())
-    outputs = engine.infer(batch, PolicyModel(engine.model))
+    outputs = engine.infer(batch, PolicyForward())
     near, far = batch.clone(), batch.clone()
     near.old_log_probs, far.old_log_probs = outputs.log_probs, outputs.log_probs - 1
     before = weights(engine.model)

@@ -10,7 +10,8 @@ from tests.training.batches import make_batch, make_critic, make_engine, make_po
 from tether.batch import TrainBatch
 from tether.training.engines import master_weights
 from tether.training.engines.local import LocalEngine
-from tether.training.text.forward import PolicyModel, ValueModel
+from tether.training.protocol import LossSpec
+from tether.training.text.forward import PolicyForward, ValueForward
 from tether.training.text.losses import CriticLoss, PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -18,8 +19,8 @@ from tether.training.text.micro_batches import MicroBatching
 def accumulate(engine: LocalEngine, batch: TrainBatch) -> list[torch.Tensor]:
     """The gradients of what is trained, as they are in memory."""
     is_actor = engine.model.get_output_embeddings() is not None
-    forward, loss = (PolicyModel, PolicyLoss()) if is_actor else (ValueModel, CriticLoss())
-    engine.accumulate_gradients(batch, forward(engine.model), loss)
+    forward, loss = (PolicyForward, PolicyLoss()) if is_actor else (ValueForward, CriticLoss())
+    engine.accumulate_gradients(batch, LossSpec(forward(), loss))
     return [parameter.grad for parameter in engine.trained]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
+from tests.training.flat_learner import flat_learner
 from tests.training.test_control_network import SPECS, make, random_samples
 from tests.training.test_control_network import gradients as control_gradients
 from tether.batch import TrainBatch
@@ -16,12 +17,12 @@ from tether.models.control.mlp import Mlp
 from tether.models.control.mlp_policy import ControlPolicy
 from tether.models.control.network_policy import Torso
 from tether.models.control.spec import PolicySpec, Review
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan, policy_within_memory
+from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import Samples
-from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.engines.flat import within_policy_memory
 from tether.training.out_of_memory import is_out_of_memory
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching, RowSize
 
@@ -69,16 +70,16 @@ def test_gradients_of_text_are_the_same(fail, backward: bool, master, batch: Tra
     found = {}
     for rows in (ROWS, 2):
         engine = make_engine(make_policy(dtype=dtype), MicroBatching(max_rows=ROWS, key=KEY), compute_dtype=master)
-        model, fits = PolicyModel(engine.model), Fits(fail, rows, backward=backward)
+        model, fits = PolicyForward(), Fits(fail, rows, backward=backward)
 
-        def forward(micro: TrainBatch, model=model, fits=fits):
-            outputs = model(micro)
+        def forward(policy, micro: TrainBatch, reference, model=model, fits=fits):
+            outputs = model(policy, micro)
             outputs.log_probs = fits(len(micro), outputs.log_probs)
             return outputs
 
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                engine.accumulate_gradients(batch, forward, PolicyLoss())
+                engine.accumulate_gradients(batch, LossSpec(forward, PolicyLoss()))
         found[rows] = [parameter.grad.clone() for parameter in engine.trained]
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if master is None else {"rtol": 2e-2, "atol": 2e-3}
     for whole, split in zip(found[ROWS], found[2], strict=True):
@@ -87,15 +88,15 @@ def test_gradients_of_text_are_the_same(fail, backward: bool, master, batch: Tra
 
 
 def test_outputs_without_gradients_are_split(batch: TrainBatch, caplog) -> None:
-    engine, fits = make_engine(make_policy()), Fits(on_the_cpu, 4, backward=False)
-    model = PolicyModel(engine.model)
-
-    def forward(micro: TrainBatch):
-        fits(len(micro), micro.response_mask)
-        return model(micro)
-
     tokens = MicroBatching(max_tokens=1000, key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
-    split = engine.infer(batch, forward, tokens).log_probs
+    engine, fits = make_engine(make_policy(), infer_micro=tokens), Fits(on_the_cpu, 4, backward=False)
+    model = PolicyForward()
+
+    def forward(policy, micro: TrainBatch, reference):
+        fits(len(micro), micro.response_mask)
+        return model(policy, micro)
+
+    split = engine.infer(batch, forward).log_probs
     torch.testing.assert_close(split, engine.infer(batch, model).log_probs, rtol=1e-10, atol=1e-10)
     assert "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=" in caplog.text
 
@@ -103,24 +104,24 @@ def test_outputs_without_gradients_are_split(batch: TrainBatch, caplog) -> None:
 def test_one_row_that_does_not_fit_is_one_clear_error(batch: TrainBatch) -> None:
     engine = make_engine(make_policy())
 
-    def forward(micro: TrainBatch):
+    def forward(policy, micro: TrainBatch, reference):
         on_the_cpu()
 
     with pytest.raises(
         ValueError, match=r"a single row \(.*can't allocate memory.*\)\. Lower data\.max_response_length"
     ):
-        engine.accumulate_gradients(batch, forward, PolicyLoss())
+        engine.accumulate_gradients(batch, LossSpec(forward, PolicyLoss()))
 
 
 def test_other_errors_pass_and_nothing_is_split(batch: TrainBatch) -> None:
     engine, calls = make_engine(make_policy()), []
 
-    def forward(micro: TrainBatch):
+    def forward(policy, micro: TrainBatch, reference):
         calls.append(len(micro))
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        engine.accumulate_gradients(batch, forward, PolicyLoss())
+        engine.accumulate_gradients(batch, LossSpec(forward, PolicyLoss()))
     assert calls == [ROWS]
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
 
@@ -128,11 +129,11 @@ def test_other_errors_pass_and_nothing_is_split(batch: TrainBatch) -> None:
 def test_a_step_that_summed_on_after_a_failure_would_show(batch: TrainBatch) -> None:
     """The negative control: gradients of the failed attempt left in the sum."""
     engine = make_engine(make_policy())
-    forward, loss = PolicyModel(engine.model), PolicyLoss()
-    engine.accumulate_gradients(batch, forward, loss)
+    forward, loss = PolicyForward(), PolicyLoss()
+    engine.accumulate_gradients(batch, LossSpec(forward, loss))
     right = gradients(engine.model)
     engine.optimizer.zero_grad = lambda set_to_none=False: None
-    engine.accumulate_gradients(batch, forward, loss)
+    engine.accumulate_gradients(batch, LossSpec(forward, loss))
     assert any(not torch.allclose(right[name], wrong) for name, wrong in gradients(engine.model).items())
 
 
@@ -249,7 +250,7 @@ def test_perceptrons_that_do_not_fit_are_split(caplog, monkeypatch) -> None:
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, rtol=1e-10, atol=1e-12)
     policy.micro_batch = None
-    found = policy_within_memory(policy, review, 18)
+    found = within_policy_memory(policy, review, 18)
     assert policy.micro_batch == 4  # 18, 9, 4
     for part in ("outputs", "values", "final_values"):
         torch.testing.assert_close(getattr(found, part), getattr(expected, part), rtol=1e-10, atol=1e-12)
@@ -274,17 +275,17 @@ def test_a_long_rollout_with_pictures_is_split_below_a_column(name: str, monkeyp
         return fits(obs.batch_size.numel(), look(self, obs))
 
     monkeypatch.setattr(Torso, "_before_lstm", fail_on_many)
-    found = policy_within_memory(policy, review, 12)
+    found = within_policy_memory(policy, review, 12)
     for part in ("outputs", "values", "final_values"):
         torch.testing.assert_close(getattr(found, part), getattr(expected, part), rtol=1e-10, atol=1e-12)
 
 
 def test_a_small_policy_that_does_not_fit_is_one_clear_error(monkeypatch) -> None:
     policy = perceptrons("two networks")
-    learner = ControlLearner(policy, ControlLoss(), ControlPlan(8, 1), OptimizerOptions(lr=1e-2), 1e-2)
+    learner = flat_learner(policy)
     monkeypatch.setattr(Mlp, "activations", lambda self, x: on_the_cpu())
     with pytest.raises(ValueError, match=r"out of memory .*Lower actor_rollout_ref\.actor\.ppo_mini_batch_size"):
-        learner.gradients(decisions_of(policy), torch.Generator())
+        learner.engine.gradients(decisions_of(policy), ControlLoss())
 
 
 @pytest.mark.parametrize("fail", [on_the_device, on_the_cpu, in_numpy])
@@ -295,13 +296,14 @@ def test_out_of_memory_in_the_optimizers_step_is_one_clear_error(fail, batch: Tr
     with pytest.raises(
         ValueError, match=r"^out of memory in the optimizer's step \(.*\)\. .*actor_rollout_ref\.model\.lora_rank"
     ):
-        engine.update(batch, PolicyModel(engine.model), PolicyLoss(), UpdatePlan(ROWS), step=0)
+        engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(ROWS), step=0)
 
 
 LIMITED = """
 import resource, sys, torch
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
-from tether.training.text.forward import PolicyModel
+from tether.training.protocol import LossSpec
+from tether.training.text.forward import PolicyForward
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
@@ -309,10 +311,10 @@ torch.set_num_threads(1)
 batch = make_batch(make_policy(), make_critic())
 batch = batch[torch.arange(len(batch)).repeat(int(sys.argv[1]))]
 engine = make_engine(make_policy(), MicroBatching(max_rows=len(batch), key="KEY"))
-engine.accumulate_gradients(batch[:9], PolicyModel(engine.model, packed=False), PolicyLoss())
+engine.accumulate_gradients(batch[:9], LossSpec(PolicyForward(packed=False), PolicyLoss()))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20,) * 2)
-engine.accumulate_gradients(batch, PolicyModel(engine.model, packed=False), PolicyLoss())
+engine.accumulate_gradients(batch, LossSpec(PolicyForward(packed=False), PolicyLoss()))
 """
 
 

@@ -20,6 +20,7 @@ from tether.rollout.protocol import SamplingParams
 from tether.trainer.parts.greedy_baseline import GreedyBaseline
 from tether.trainer.parts.reward_components import RewardComponents
 from tether.trainer.parts.reward_shaping import LengthPenalty, RewardShaping
+from tether.trainer.text.step_metrics import value_metrics
 from tether.training.own_functions import advantage_estimator, policy_loss
 
 OWN_DEFAULT = ("raw",)
@@ -43,8 +44,8 @@ def check_own_functions(config: RunConfig) -> None:
         raise ValueError(f"{what}: set critic.enable=True")
 
 
-def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], None]:
-    """The function that fills in `advantages` and `returns`."""
+def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], dict[str, float]]:
+    """The function that fills in `advantages` and `returns`, and gives metrics."""
     estimator = advantage_estimator(algorithm.adv_estimator)
     weights = torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None
     alpha = algorithm.lam_actor_alpha
@@ -53,7 +54,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
         {"normalize_advantages": algorithm.normalize_advantages} if algorithm.adv_estimator not in OWN_DEFAULT else {}
     )
 
-    def estimate(batch: TrainBatch) -> None:
+    def estimate(batch: TrainBatch) -> dict[str, float]:
         result = estimator(
             batch.token_level_rewards,
             batch.response_mask,
@@ -73,6 +74,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
             **whitening,
         )
         batch.advantages, batch.returns = result.advantages, result.returns
+        return value_metrics(batch)
 
     return estimate
 

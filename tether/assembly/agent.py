@@ -14,7 +14,7 @@ from tether.assembly.policies import bounds_of
 from tether.config import RunConfig
 from tether.models.control.mlp_policy import load_policy
 from tether.runtime.machine import set_threads
-from tether.trainer.control.loop import POLICY
+from tether.trainer.control.rollouts import POLICY
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Any, Callable[[], Any]]:

@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tether.algorithms import REQUIRED_AGGREGATION
 from tether.assembly.learners import build_optimizer, policy_loss_options, token_selection
 from tether.assembly.off_policy import build_critic_warmup
 from tether.assembly.policies import acted_in, start_policy
-from tether.assembly.run import begin_run, find_start
+from tether.assembly.run import Run, begin_run, find_start
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
@@ -27,77 +27,71 @@ from tether.rollout.env.collector import EnvCollector
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads, usable_cores
 from tether.runtime.run_lock import RunLock
-from tether.trainer.checkpoint import Persistence, check_identity, restore
-from tether.trainer.control.loop import POLICY, ControlEvaluation, ControlTrainer, OpenVideo
-from tether.trainer.control.rewards import RewardScaler, RewardShaping
-from tether.trainer.control.samples import SampleOptions
-from tether.trainer.loop import Schedule
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan
+from tether.trainer.checkpoint import Persistence, check_identity
+from tether.trainer.control.advantages import ControlAdvantages, LearnedDecisions
+from tether.trainer.control.rewards import EnvRewards, RewardScaler
+from tether.trainer.control.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
+from tether.trainer.loop import Schedule, Trainer
+from tether.training.control.forward import RolloutForward, RolloutOutputs
+from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import EPISODES_ALIKE
+from tether.training.engines.flat import FlatEngine
+from tether.training.learner import Learner
+from tether.training.protocol import LossSpec, UpdatePlan
 
 
-@dataclass(frozen=True)
-class ControlRun:
-    """A trainer, and what has to be closed after it."""
-
-    trainer: ControlTrainer
-    envs: ExitStack
-    directory: Path
-    """Checkpoints and logs."""
-    resumed_from: Path | None
-    lock: RunLock
-
-    def close(self) -> None:
-        """End the environments, write what the loggers hold back, and let other runs into the folder."""
-        self.envs.close()
-        self.trainer.loggers.close()
-        self.lock.close()
-
-
-def build_control_run(loaded: LoadedConfig) -> ControlRun:
-    """Build everything that an embodied run needs, and go on from a checkpoint where there is one.
+def build_control_run(loaded: LoadedConfig) -> Run:
+    """Build everything that an embodied run needs, and resume from a checkpoint where there is one.
 
     Raises:
         ValueError: the environments cannot be made, no policy fits them, or a checkpoint is of other ones.
     """
     config = loaded.config
-    trainer_config = config.trainer
+    trainer_config, train = config.trainer, config.env.train
     set_threads(trainer_config.num_threads)
     seed_rng(trainer_config.seed)
     directory = Path(trainer_config.default_local_dir)
-    with ExitStack() as envs, ExitStack() as undo:
-        lock = undo.enter_context(RunLock(directory))
+    with ExitStack() as resources:
+        resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(config)
         identity = identity_of(config)
         if checkpoint:
             check_identity(checkpoint, identity)
-        env = make_env(config.env.train, "env.train", _pacing(config), view_of(config))
-        envs.callback(env.close)
+        env = make_env(train, "env.train", _pacing(config), view_of(config))
+        resources.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
         actor = config.actor_rollout_ref.actor
         if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
             policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
-        trainer = ControlTrainer(
-            policy=policy,
-            collector=_collector(config, acted_in(env, policy), policy),
-            learner=_learner(config, policy, schedule.total_steps),
-            rewards=_rewards(config),
-            options=_sample_options(config),
+        evaluation = build_evaluation(config, policy, resources) if trainer_config.test_freq > 0 else None
+        loggers = begin_run(loaded, store, schedule, checkpoint)
+        resources.callback(loggers.close)
+        trainer = Trainer(
+            source=StartStates(train.seed, train.rollout_epoch, train.auto_reset),
+            rollouts=EnvRollouts(
+                policy=policy,
+                collector=_collector(config, acted_in(env, policy), policy),
+                evaluation=evaluation,
+                seed=trainer_config.seed,
+                env_seed=train.seed,
+                warn=lambda message: loggers.warn(message),
+            ),
+            actor=_actor(config, policy, schedule.total_steps),
+            critic=None,
+            reference=None,
+            reward_transforms=[_rewards(config)],
+            estimate_advantages=_advantages(config),
+            select_rows=_learned_decisions(config, policy),
             critic_warmup=build_critic_warmup(trainer_config),
-            evaluation=build_evaluation(config, policy, envs) if trainer_config.test_freq > 0 else None,
             schedule=schedule,
             persistence=Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets),
-            loggers=begin_run(loaded, store, schedule, checkpoint),
-            seed=trainer_config.seed,
-            env_seed=config.env.train.seed,
-            auto_reset=config.env.train.auto_reset,
+            loggers=loggers,
         )
         if checkpoint:
-            trainer.load_environments(checkpoint)
-            trainer.load_state(restore(checkpoint, {"learner": trainer.learner.load_state_dict}))
-        undo.pop_all()
-        return ControlRun(trainer, envs.pop_all(), directory, checkpoint, lock)
+            trainer.resume(checkpoint)
+        about = f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"
+        return Run(trainer, directory, checkpoint, resources.pop_all(), (about,))
 
 
 def identity_of(config: RunConfig) -> dict[str, str]:
@@ -226,40 +220,36 @@ def view_of(config: RunConfig) -> dict[str, Any]:
     return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
 
 
-def _rewards(config: RunConfig) -> RewardShaping:
+def _rewards(config: RunConfig) -> EnvRewards:
     train, policy = config.env.train, config.policy
     scaler = None
     if policy.normalize_rewards:
         scaler = RewardScaler(train.total_num_envs, config.algorithm.gamma, policy.clip_rewards)
-    return RewardShaping(
-        train.total_num_envs,
-        coef=train.reward_coef,
-        relative=train.use_rel_reward,
-        scaler=scaler,
-        fresh=not train.auto_reset,
-    )
+    return EnvRewards(train.total_num_envs, coef=train.reward_coef, relative=train.use_rel_reward, scaler=scaler)
 
 
-def _sample_options(config: RunConfig) -> SampleOptions:
-    algorithm, actor, train = config.algorithm, config.actor_rollout_ref.actor, config.env.train
-    episode_length = None
-    if _aggregation(config) == EPISODES_ALIKE:
-        limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
-        episode_length = _given_scale(actor) or limit
-    return SampleOptions(
+def _advantages(config: RunConfig) -> ControlAdvantages:
+    algorithm = config.algorithm
+    return ControlAdvantages(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         estimator=algorithm.adv_estimator,
         estimator_options={"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo},
         normalize_advantages=algorithm.normalize_advantages,
-        group_size=train.group_size,
+        group_size=config.env.train.group_size,
         reward_bounds=(
             (algorithm.rewards_lower_bound, algorithm.rewards_upper_bound) if algorithm.filter_rewards else None
         ),
         reward_level=algorithm.reward_type,
-        logprob_level=algorithm.logprob_type,
-        episode_length=episode_length,
     )
+
+
+def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
+    actor, train, episode_length = config.actor_rollout_ref.actor, config.env.train, None
+    if _aggregation(config) == EPISODES_ALIKE:
+        limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
+        episode_length = _given_scale(actor) or limit
+    return LearnedDecisions(policy.state_width > 0, episode_length, keeps_observed=policy.normalizer is not None)
 
 
 def _aggregation(config: RunConfig) -> str:
@@ -284,7 +274,8 @@ def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollecto
     )
 
 
-def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLearner:
+def _actor(config: RunConfig, policy: Policy, total_steps: int) -> Learner[Any, RolloutOutputs]:
+    """The learner of a policy and its critic, which share a model."""
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
     selection = token_selection(actor)
     loss = ControlLoss(
@@ -300,16 +291,23 @@ def _learner(config: RunConfig, policy: Policy, total_steps: int) -> ControlLear
         logprob_level=algorithm.logprob_type,
         entropy_level=algorithm.entropy_type,
     )
-    plan = ControlPlan(
+    plan = UpdatePlan(
         actor.ppo_mini_batch_size,
         actor.ppo_epochs,
         actor.shuffle,
-        actor.optim.clip_grad,
-        actor.target_kl,
-        lead_rate=actor.target_kl_control == "lr",
+        config.trainer.seed,
+        target_kl=actor.target_kl,
+        leads_rate=actor.target_kl_control == "lr",
     )
     incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
-    return ControlLearner(policy, loss, plan, build_optimizer(actor.optim, total_steps), critic.optim.lr, incidents)
+    forward = RolloutForward(algorithm.logprob_type)
+    return Learner(
+        FlatEngine(policy, build_optimizer(actor.optim, total_steps), critic.optim.lr, incidents),
+        forward,
+        LossSpec(forward, loss),
+        plan,
+        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if policy.spec.value_width else None,
+    )
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.assembly.advantages import asks_for
@@ -30,8 +31,8 @@ from tether.models.language.load import load_causal_lm
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.learner import Learner
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyModel, PolicyOutputs, ReferenceModel, ValueModel, ValueOutputs
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward, ValueOutputs
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 
@@ -105,20 +106,27 @@ def _add_lora(model: PreTrainedModel, config: ModelConfig) -> None:
     lora.add_lora(model, options)
 
 
-def _save_with_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """The merged model, which loads anywhere, and the adapter itself, from which training goes on."""
+def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
+    """The merged model, which loads anywhere, and the adapter itself, from which training resumes."""
     lora = _lora()
     lora.save_merged(model, folder)
     lora.save_adapter(model, folder.parent / "adapter")
+    tokenizer.save_pretrained(folder)
 
 
-def _save_model(model: PreTrainedModel, folder: Path) -> None:
+def _save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def build_actor(
-    config: RunConfig, model: PreTrainedModel, reference: ReferenceModel | None, total_steps: int, incidents: Path
-) -> Learner[PolicyOutputs]:
+    config: RunConfig,
+    model: PreTrainedModel,
+    reference: ReferenceModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    incidents: Path,
+) -> Learner[TrainBatch, PolicyOutputs]:
     """The policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
@@ -127,24 +135,6 @@ def build_actor(
         model,
         _update_micro(actor, packed),
         build_optimizer(actor.optim, total_steps),
-        compute_dtype=DTYPES[actor.fsdp_config.dtype],
-        save=_save_with_adapter if config.actor_rollout_ref.model.lora_rank else _save_model,
-        incident_dir=incidents / "actor",
-    )
-    return Learner(
-        engine=engine,
-        forward=PolicyModel(
-            model,
-            temperature,
-            packed,
-            with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
-            reference=reference if _needs_full_kl(actor) else None,
-        ),
-        loss=_policy_loss(actor, correction, config.data.max_response_length),
-        plan=replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
-        infer_forward=PolicyModel(
-            model, temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
-        ),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
             rows=rollout.log_prob_micro_batch_size_per_gpu,
@@ -153,7 +143,26 @@ def build_actor(
             section="actor_rollout_ref.rollout",
             kind="log_prob",
         ),
-        prepare=token_selection(actor),
+        compute_dtype=DTYPES[actor.fsdp_config.dtype],
+        reference=reference if _needs_full_kl(actor) else None,
+        save=partial(_save_with_adapter if config.actor_rollout_ref.model.lora_rank else _save_model, tokenizer),
+        incident_dir=incidents / "actor",
+    )
+    loss = LossSpec(
+        PolicyForward(
+            temperature,
+            packed,
+            with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
+            with_full_kl=_needs_full_kl(actor),
+        ),
+        _policy_loss(actor, correction, config.data.max_response_length),
+        token_selection(actor),
+    )
+    return Learner(
+        engine,
+        PolicyForward(temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")),
+        loss,
+        replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
     )
 
 
@@ -193,19 +202,18 @@ def build_reference(config: RunConfig, reference: ReferenceModel | None) -> Refe
         section="actor_rollout_ref.ref",
         kind="log_prob",
     )
-    engine: LocalEngine[PolicyOutputs] = LocalEngine(reference.model, micro)
-    forward = PolicyModel(reference.model, settings.rollout.temperature, packed)
-
-    def infer(batch: TrainBatch) -> PolicyOutputs:
-        with reference.during(reference.model):
-            return engine.infer(batch, forward)
-
-    return infer
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(reference.model, micro, during=reference.during)
+    return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, packed))
 
 
 def build_critic(
-    config: RunConfig, path: Path | str, device: torch.device, total_steps: int, incidents: Path | None
-) -> Learner[ValueOutputs] | None:
+    config: RunConfig,
+    path: Path | str,
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    incidents: Path | None,
+) -> Learner[TrainBatch, ValueOutputs] | None:
     """The learner of the critic at `path`; None where the advantage estimator needs no values."""
     critic = config.critic
     if not critic.enable:
@@ -224,21 +232,6 @@ def build_critic(
         model,
         _update_micro(critic, packed),
         build_optimizer(critic.optim, total_steps),
-        compute_dtype=DTYPES[critic.model.fsdp_config.dtype],
-        save=_save_model,
-        incident_dir=incidents / "critic" if incidents else None,
-    )
-    bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
-    return Learner(
-        engine=engine,
-        forward=ValueModel(model, packed),
-        loss=CriticLoss(
-            critic.cliprange_value,
-            critic.huber_delta,
-            Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length),
-        ),
-        plan=update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
-        infer_forward=ValueModel(model, packed, with_bootstrap=bootstrap),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
             rows=critic.forward_micro_batch_size_per_gpu,
@@ -247,6 +240,17 @@ def build_critic(
             section="critic",
             kind="forward",
         ),
+        compute_dtype=DTYPES[critic.model.fsdp_config.dtype],
+        save=partial(_save_model, tokenizer),
+        incident_dir=incidents / "critic" if incidents else None,
+    )
+    aggregation = Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length)
+    bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
+    return Learner(
+        engine,
+        ValueForward(packed, with_bootstrap=bootstrap),
+        LossSpec(ValueForward(packed), CriticLoss(critic.cliprange_value, critic.huber_delta, aggregation)),
+        update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
     )
 
 

@@ -15,12 +15,12 @@ from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.trainer import TrainerConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
+from tether.trainer.loop import OldLogProbs
 from tether.trainer.parts.collector import Collector
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
 from tether.trainer.parts.pf_ppo import PolicyFiltration
 from tether.trainer.parts.rollout_correction import RolloutCorrection
-from tether.trainer.text.loop import OldLogProbs
 from tether.trainer.text.rollout_files import RolloutFiles
 
 

@@ -16,8 +16,8 @@ from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy,
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.spec import PolicySpec
 from tether.observations import row_width
-from tether.trainer.control.loop import POLICY
-from tether.trainer.control.samples import CRITIC
+from tether.trainer.control.rollouts import POLICY
+from tether.trainer.control.advantages import CRITIC
 
 START = "actor_rollout_ref.model.path"
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -40,19 +42,19 @@ from tether.config.schema.algorithm import AlgorithmConfig
 from tether.data.sampler import PromptSampler
 from tether.metrics.loggers import Loggers, build_loggers
 from tether.metrics.loggers.protocol import RunInfo
-from tether.rewards.service.pool import RewardPool
 from tether.rollout.native.engine import NativeEngine, eos_token_ids
 from tether.rollout.protocol import SamplingParams
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
-from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, restore
-from tether.trainer.loop import Schedule
+from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint
+from tether.trainer.loop import Schedule, Trainer
 from tether.trainer.parts.collector import Collector
 from tether.trainer.parts.kl_reward import KLReward
 from tether.trainer.parts.mismatch import MismatchAlarm, mismatch_tolerance
 from tether.trainer.text.evaluation import Evaluation
-from tether.trainer.text.loop import Trainer
+from tether.trainer.text.preflight import Preflight, preflight
+from tether.trainer.text.rollouts import PromptSource, TextRollouts
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,19 @@ class Run:
     """A trainer, and what must be closed after it."""
 
     trainer: Trainer
-    rewards: RewardPool
     directory: Path
     """Checkpoints, logs and samples."""
     resumed_from: Path | None
-    lock: RunLock
+    resources: ExitStack
+    """Processes of rewards or environments, loggers, and the lock of the folder."""
+    about: tuple[str, ...]
+    """Lines for the user: what the run learns from."""
+    preflight: Callable[[], Preflight] | None = None
+    """Looks at a sample before the first step; None: there is nothing to look at."""
 
     def close(self) -> None:
-        """End the reward processes, write what the loggers hold back, and let other runs into the folder."""
-        self.rewards.close()
-        self.trainer.loggers.close()
-        self.lock.close()
+        """End all processes, write what the loggers hold back, and let other runs into the folder."""
+        self.resources.close()
 
 
 def build_run(loaded: LoadedConfig) -> Run:
@@ -85,61 +89,66 @@ def build_run(loaded: LoadedConfig) -> Run:
     seed_rng(config.trainer.seed)
     device = resolve_device(config.trainer.device)
     directory = Path(config.trainer.default_local_dir)
-    with ExitStack() as undo:  # of what is closed if something below fails
-        lock = undo.enter_context(RunLock(directory))
+    with ExitStack() as resources:
+        resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(config)
         inputs = build_inputs(config)
         identity = _identity(inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
-        rewards = undo.enter_context(build_rewards(config))
+        rewards = resources.enter_context(build_rewards(config))
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
         policy = load_policy(config, inputs, device, checkpoint)
         reference = load_reference(config, inputs, policy, device)
         incidents = directory / "incidents"
         # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-        actor = build_actor(config, policy, reference, schedule.total_steps, incidents)
+        actor = build_actor(config, policy, reference, inputs.tokenizer, schedule.total_steps, incidents)
         collector = Collector(
             _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
         )
         critic_path = checkpoint / "critic" if checkpoint else inputs.critic_path
-        critic = build_critic(config, critic_path, device, schedule.total_steps, incidents)
+        critic = build_critic(config, critic_path, device, inputs.tokenizer, schedule.total_steps, incidents)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
-        trainer = Trainer(
-            dataset=inputs.train,
-            sampler=sampler,
+        resources.callback(loggers.close)
+        filtration = build_policy_filtration(config)
+        transforms = (build_reward_shaping(config), _kl_reward(config.algorithm))
+        source = PromptSource(inputs.train, sampler)
+        rollouts = TextRollouts(
             collector=collector,
             sampling=_sampling(config),
+            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
+            greedy_baseline=build_greedy_baseline(config),
+            reward_components=build_reward_components(config),
+            rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
+            evaluation=_evaluation(config, inputs),
+            max_prompt_length=inputs.train.report.max_prompt_length,
+            seed=config.trainer.seed,
+        )
+        trainer = Trainer(
+            source=source,
+            rollouts=rollouts,
             actor=actor,
             critic=critic,
             reference=build_reference(config, reference),
-            greedy_baseline=build_greedy_baseline(config),
-            reward_components=build_reward_components(config),
-            reward_shaping=build_reward_shaping(config),
-            kl_reward=_kl_reward(config.algorithm),
+            reward_transforms=[transform for transform in transforms if transform],
             estimate_advantages=build_advantage_estimator(config.algorithm),
-            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
-            policy_filtration=build_policy_filtration(config),
+            select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
-            rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
-            evaluation=_evaluation(config, inputs),
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config),
             loggers=loggers,
-            seed=config.trainer.seed,
             old_log_probs=old_log_probs_from(config),
         )
         if checkpoint:
-            load = {"actor": actor.engine.load_state_dict}
-            if critic:
-                load["critic"] = critic.engine.load_state_dict
-            trainer.load_state(restore(checkpoint, load))
-        undo.pop_all()
-        return Run(trainer, rewards, directory, checkpoint, lock)
+            trainer.resume(checkpoint)
+        about = [f"training prompts: {inputs.train.report}"]
+        about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
+        check = partial(preflight, source, rollouts, actor.plan)
+        return Run(trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 
 def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer
 from tether.assembly.learners import build_critic, update_plan
 from tether.assembly.loading import load_engine
@@ -51,10 +49,8 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
         yield evaluation, Collector(engine, rewards, tokenizer, config.reward_model.max_error_rate)
 
 
-def build_critic_pretraining(
-    config: RunConfig, rollouts: Path, *, epochs: int, held_out: float
-) -> tuple[CriticPretraining, PreTrainedTokenizerBase]:
-    """The critic of a configuration, to be trained on stored rollouts; and the tokenizer of their tokens.
+def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> CriticPretraining:
+    """The critic of a configuration, to be trained on stored rollouts.
 
     Args:
         config: its ``critic`` section, ``algorithm.gamma`` and seed.
@@ -77,11 +73,12 @@ def build_critic_pretraining(
     plan = replace(update_plan(config.critic, config.actor_rollout_ref.rollout.n, config.trainer.seed), epochs=epochs)
     steps = epochs * math.ceil(len(learned) / plan.mini_batch_rows)
     path = resolve_model_path(config.critic.model.path, cache_dir())
-    learner = build_critic(config, path, device, steps, incidents=None)
-    assert learner
-    assert isinstance(learner.loss, CriticLoss)
-    learner = replace(learner, loss=replace(learner.loss, cliprange_value=None))
     tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    learner = build_critic(config, path, device, tokenizer, steps, incidents=None)
+    assert learner
+    assert isinstance(learner.loss.function, CriticLoss)
+    unclipped = replace(learner.loss.function, cliprange_value=None)
+    learner = replace(learner, loss=replace(learner.loss, function=unclipped))
     learned_batch, held_out_batch = (value_batch(part, gamma, device) for part in (learned, kept_apart))
-    return CriticPretraining(learner, learned_batch, held_out_batch, plan), tokenizer
+    return CriticPretraining(learner, learned_batch, held_out_batch, plan)

@@ -18,7 +18,7 @@ from tether.models.control.mlp_policy import save_policy
 from tether.runtime.run_lock import RunLock
 from tether.runtime.terminal import Screen
 from tether.trainer.checkpoint import write_run_yaml
-from tether.trainer.control.loop import POLICY
+from tether.trainer.control.rollouts import POLICY
 from tether.training.control.behaviour_cloning import CloningOptions
 
 

@@ -38,7 +38,7 @@ def pretrain_critic(
     out = out or Path(trainer.default_local_dir) / "pretrained_critic"
     console = Screen()
     with RunLock(out, key="--out"):
-        pretraining, tokenizer = build_critic_pretraining(loaded.config, folder, epochs=epochs, held_out=held_out)
+        pretraining = build_critic_pretraining(loaded.config, folder, epochs=epochs, held_out=held_out)
         learned, apart, total = len(pretraining.learned), len(pretraining.held_out), pretraining.total_steps
         console.print(f"{learned} responses to learn from, {apart} held out, {total} steps", soft_wrap=True)
         info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.shown(), total_steps=total)
@@ -49,7 +49,6 @@ def pretrain_critic(
                 explained += [metrics[EXPLAINED]] if EXPLAINED in metrics else []
         finally:
             loggers.close()
-        pretraining.learner.engine.save_model(out)
-        tokenizer.save_pretrained(out)
+        pretraining.learner.engine.save(out)
     console.print(f"held-out explained variance: {explained[0]:.3f} before, {explained[-1]:.3f} after", soft_wrap=True)
     console.print(f"start the run with critic.model.path={out}", soft_wrap=True)

@@ -21,8 +21,8 @@ from tether.rollout.protocol import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import set_threads
 from tether.runtime.terminal import Screen
-from tether.trainer.control.loop import POLICY
-from tether.trainer.text.evaluation import EvaluationResult
+from tether.trainer.control.rollouts import POLICY
+from tether.trainer.protocol import EvaluationResult
 
 
 def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:

@@ -6,15 +6,13 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.control import ControlRun, build_control_run
-from tether.assembly.run import Run, build_run
+from tether.assembly.build import build
+from tether.assembly.run import Run
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
-from tether.observations import describe
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.terminal import Screen
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.text.preflight import preflight
 
 
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
@@ -27,15 +25,15 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     screen = Screen()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
-    run: Run | ControlRun = build_run(loaded) if loaded.config.env.train.id is None else build_control_run(loaded)
+    run = build(loaded)
     trainer = run.trainer
     trainer.callbacks = callbacks or Callbacks()
     try:
-        for line in _header(run):
+        for line in run.about:
             screen.print(line, soft_wrap=True)
         if run.resumed_from:
             _show_resumed(screen, run.resumed_from, loaded, trainer.step_number, trainer.schedule.total_steps)
-        elif isinstance(run, Run) and loaded.config.trainer.preflight:
+        elif loaded.config.trainer.preflight:
             _check_first(run, screen)
         with graceful_interrupt() as interrupted:
             if loaded.config.trainer.val_only:
@@ -54,20 +52,11 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     )
 
 
-def _header(run: Run | ControlRun) -> list[str]:
-    """What the run learns from."""
-    if isinstance(run, Run):
-        evaluation = run.trainer.evaluation
-        held_out = [f"validation prompts: {evaluation.dataset.report}"] if evaluation else []
-        return [f"training prompts: {run.trainer.dataset.report}", *held_out]
-    env = run.trainer.collector.env
-    return [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
-
-
 def _check_first(run: Run, screen: Screen) -> None:
     """Sample before the first step, and refuse what cannot be meant."""
-    plan = run.trainer.actor.plan
-    checked = preflight(run.trainer, plan.mini_batch_rows, plan.epochs)
+    if run.preflight is None:
+        return
+    checked = run.preflight()
     checked.show(screen)
     if checked.refused:
         raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it all the same.")

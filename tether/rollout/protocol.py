@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,6 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sync_weights(self) -> None:
-        """Take over the actor's current weights; free where they are shared."""
+    def load_weights(self, weights: WeightUpdate) -> None:
+        """Sample with these weights from now on; free where they are shared."""
         ...

@@ -4,7 +4,7 @@ On the disk::
 
     global_step_20/actor/             a language model and its tokenizer, a plain Hugging Face directory
     global_step_20/critic/            its critic, likewise, if there is one
-    global_step_20/policy/            a control policy: policy.json and policy.safetensors
+    global_step_20/actor/             or a control policy: policy.json and policy.safetensors
     global_step_20/environments.pkl   the environments that it acts in
     global_step_20/training/*.pt      optimizers, position in the data, controllers, random number generators
     global_step_20/identity.json      the data and the model, or the environments, that the run started from

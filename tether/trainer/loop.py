@@ -1,22 +1,38 @@
-"""The loop that language models and control policies are trained in: when a run logs, tests, saves and stops."""
+"""The training loop, for language models and control policies alike.
+
+One step: let the policy act and score what it did; ask the policy, the reference and the critic about each of its
+decisions; turn rewards into advantages; update the critic and the policy; hand the new weights to the rollouts.
+`Trainer.step` is exactly that; `Trainer.fit` says when a run logs, tests, saves and stops.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.checkpoint import Persistence
+from tether.trainer.checkpoint import Persistence, restore
 from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.critic_warmup import CriticWarmup
+from tether.trainer.parts.mismatch import MismatchAlarm
+from tether.trainer.parts.rollout_correction import RolloutCorrection
+from tether.trainer.protocol import RewardTransform, Rollouts, Source
+from tether.trainer.text.step_metrics import sampler_metrics
+from tether.training.learner import Learner
+
+OldLogProbs = Literal["recomputed", "sampler", "update"]
+"""Where the log-probs under the old policy come from: a forward pass of their own; the sampler's, as they are (bypass
+mode); or the only update that a rollout is used for, which begins with the old policy."""
+SelectRows = Callable[[Any, int], tuple[Any, dict[str, float]]]
+"""(batch with advantages, training step) -> the rows that the update learns from, and metrics."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +62,27 @@ class Schedule:
 
 
 @dataclass(kw_only=True)
-class TrainingLoop(ABC):
-    """Training, validation and saving, step by step; a resumed run is bitwise the uninterrupted one."""
+class Trainer:
+    """All parts of a run; `tether.assembly` makes one from a configuration. A resumed run is bitwise the uninterrupted
+    one. Everything optional is an object that may be None.
+    """
 
+    source: Source[Any]
+    rollouts: Rollouts[Any, Any, Any]
+    actor: Learner[Any, Any]
+    critic: Learner[Any, Any] | None
+    """None where there is none, or where it is part of the actor's model."""
+    reference: Callable[[Any], Any] | None
+    """Outputs of the reference policy for a batch."""
+    reward_transforms: Sequence[RewardTransform[Any]]
+    """Applied in this order."""
+    estimate_advantages: Callable[[Any], dict[str, float]]
+    """Fills in advantages and returns, and gives metrics."""
+    rollout_correction: RolloutCorrection | None = None
+    select_rows: SelectRows | None = None
+    """None: every row is learned from."""
+    mismatch: MismatchAlarm | None = None
+    old_log_probs: OldLogProbs = "recomputed"
     critic_warmup: CriticWarmup
     schedule: Schedule
     persistence: Persistence
@@ -66,15 +100,67 @@ class TrainingLoop(ABC):
     weights_change: bool = False
     """The step in progress has begun to change weights: nothing can be saved before it is done."""
 
+    def step(self, tasks: Any) -> dict[str, float]:
+        """Do one training step with what the source dealt; returns its metrics."""
+        number, time = self.step_number + 1, Timer(on_phase=self.loggers.phase)
+        with time("step"):
+            experience = self.rollouts.collect(tasks, number, time, self._show("gen"))
+            batch, metrics, policy = experience.batch, dict(experience.metrics), None
+            if self.old_log_probs == "sampler":
+                batch.old_log_probs = batch.rollout_log_probs
+            elif self.old_log_probs == "recomputed":
+                with time("old_log_prob"):
+                    policy = self.actor.infer(batch)
+                batch.take(policy)
+                metrics |= self._compare_with_sampler(batch)
+            if self.rollout_correction:
+                metrics |= self.rollout_correction.apply(batch)
+            if self.reference:
+                with time("ref"):
+                    batch.ref_log_probs = self.reference(batch).log_probs
+            if self.critic:
+                with time("values"):
+                    batch.take(self.critic.infer(batch))
+            with time("adv"):
+                batch.token_level_rewards = batch.token_level_scores
+                for transform in self.reward_transforms:
+                    metrics |= transform.apply(batch)
+                metrics |= self.estimate_advantages(batch)
+                learned, selected = self.select_rows(batch, number) if self.select_rows else (batch, {})
+                metrics |= selected
+            self.rollouts.record(number, experience, time)
+            self.weights_change = True
+            if self.critic:
+                with time("update_critic"):
+                    metrics |= _prefixed("critic", self.critic.update(learned, number - 1).metrics)
+            trains_policy = self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", -math.inf))
+            if trains_policy or self.actor.critic_loss:
+                with time("update_actor"):
+                    updated = self.actor.update(learned, number - 1, critic_only=not trains_policy)
+                metrics |= _prefixed("actor", updated.metrics)
+                if self.old_log_probs == "update" and updated.outputs is not None:
+                    batch.take(updated.outputs)
+                    metrics |= self._compare_with_sampler(batch)
+                with time("update_weights"):
+                    self.rollouts.load_weights(self.actor.engine.export())
+        self.step_number = number
+        return metrics | self.rollouts.metrics(experience, policy, time) | {"training/global_step": float(number)}
+
+    def _compare_with_sampler(self, batch: Any) -> dict[str, float]:
+        if self.mismatch is None:
+            return {}
+        metrics = sampler_metrics(batch)
+        return metrics | self.mismatch.check(metrics, self.loggers.warn)
+
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
         starts = self.step_number == 0
         if starts:
-            self.begin()
+            self.rollouts.begin(self.step_number)
         if self.unlogged:
             self.log(self.unlogged)
             self.unlogged = {}
-        if self.validation_due or (starts and self.schedule.val_before_train and self.can_evaluate):
+        if self.validation_due or (starts and self.schedule.val_before_train and self.rollouts.can_evaluate):
             self.validation_due = False
             metrics = self.evaluate()
             if not starts:
@@ -82,7 +168,7 @@ class TrainingLoop(ABC):
             self.loggers.log(self.step_number, metrics)
             self.callbacks.on_evaluation(self.step_number, metrics)
         if not starts:  # after the validation, as in a run that was not interrupted before it
-            self.begin()
+            self.rollouts.begin(self.step_number)
         while self.step_number < self.schedule.total_steps:
             self.weights_change = False
             with self._saving_first(deepcopy(self.state()), rng_state()):
@@ -90,7 +176,7 @@ class TrainingLoop(ABC):
                 warming_up = not self.critic_warmup.ended
                 self.alarms.check_step(self.unlogged, warming_up=warming_up, warn=self.loggers.warn)
             done, stopping = self.step_number, interrupted()
-            self.validation_due = self.can_evaluate and self.schedule.tests_at(done)
+            self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
             with self._saving_first():
                 if self.validation_due and not stopping:
                     tested = self.evaluate()
@@ -109,23 +195,36 @@ class TrainingLoop(ABC):
         if complaint := self.critic_warmup.never_over():
             self.loggers.warn(complaint)
 
-    def begin(self) -> None:  # noqa: B027 (a run may have nothing to prepare)
-        """Called once before the first step of a run that starts or resumes."""
-
-    @property
-    @abstractmethod
-    def can_evaluate(self) -> bool:
-        """There is something to test the policy on."""
-
-    @abstractmethod
     def advance(self) -> dict[str, float]:
         """Do the next training step; returns its metrics."""
+        source = self.source.metrics()
+        return self.step(self.source.next(self.step_number + 1)) | source
 
-    @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Test the current policy; returns its metrics."""
+        """Validate the current policy; returns its metrics and logs samples."""
+        time = Timer(on_phase=self.loggers.phase)
+        with time("testing"):
+            result = self.rollouts.evaluate(self.step_number, self._show("testing"))
+        if result.samples:
+            self.loggers.log_samples(self.step_number, result.samples)
+        return result.metrics | time.metrics()
 
-    @abstractmethod
+    def log(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Log the metrics of the current step; returns all that was logged."""
+        logged = self.rollouts.metrics_to_log() | metrics
+        self.loggers.log(self.step_number, logged)
+        return logged
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step; how long that took is logged under the step, too."""
+        time = Timer(on_phase=self.loggers.phase)
+        with time("save_checkpoint"):
+            path = self.write_checkpoint(self.state())
+            self.rollouts.saved(self.step_number)
+        self.saved_step = self.step_number
+        self.loggers.log(self.step_number, time.metrics())
+        self.callbacks.on_checkpoint(self.step_number, path)
+
     def write_checkpoint(self, state: dict[str, Any], *, in_step: bool = False) -> Path:
         """Write a checkpoint.
 
@@ -133,20 +232,29 @@ class TrainingLoop(ABC):
             state: what `state` gave.
             in_step: a step was begun after that, and failed before it changed a weight.
         """
+        frozen = self.rollouts.freeze(in_step=in_step)
 
-    def log(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Log the metrics of the current step; returns all that was logged."""
-        self.loggers.log(self.step_number, metrics)
-        return metrics
+        def write(folder: Path) -> None:
+            for role, learner in self._learners().items():
+                learner.engine.save(folder / role)
+            for name, content in frozen.files.items():
+                (folder / name).write_bytes(content)
 
-    def save(self) -> None:
-        """Write a checkpoint of the current step; how long that took is logged under the step, too."""
-        time = Timer(on_phase=self.loggers.phase)
-        with time("save_checkpoint"):
-            path = self.write_checkpoint(self.state())
-        self.saved_step = self.step_number
-        self.loggers.log(self.step_number, time.metrics())
-        self.callbacks.on_checkpoint(self.step_number, path)
+        states = {role: learner.engine.state_dict() for role, learner in self._learners().items()}
+        trainer = state | {"rollouts": state["rollouts"] | frozen.state}
+        return self.persistence.save(state["step"], write, states | {"trainer": trainer})
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take over all state of a checkpoint; the weights came with the models."""
+        engines = {role: learner.engine.load_state_dict for role, learner in self._learners().items()}
+        self.rollouts.restore(checkpoint)
+        self.load_state(restore(checkpoint, engines))
+
+    def _learners(self) -> dict[str, Learner[Any, Any]]:
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def _show(self, phase: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.loggers.phase(phase, done, total)
 
     @contextmanager
     def _saving_first(self, before: dict[str, Any] | None = None, rng: dict[str, Any] | None = None) -> Iterator[None]:
@@ -176,13 +284,24 @@ class TrainingLoop(ABC):
             "unlogged": dict(self.unlogged),
             "critic_warmup": self.critic_warmup.state_dict(),
             "alarms": self.alarms.state_dict(),
+            "source": self.source.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+            "reward_transforms": {type(part).__name__: part.state_dict() for part in self.reward_transforms},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave."""
         self.step_number = self.saved_step = state["step"]
         self.unlogged = state["unlogged"]
-        self.validation_due = state["validation_due"] and self.can_evaluate
+        self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
         self.critic_warmup.load_state_dict(state["critic_warmup"])
-        if "alarms" in state:  # not in older checkpoints
-            self.alarms.load_state_dict(state["alarms"])
+        self.alarms.load_state_dict(state["alarms"])
+        self.source.load_state_dict(state["source"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        for part in self.reward_transforms:  # one that is new in the configuration begins without a state
+            if type(part).__name__ in state["reward_transforms"]:
+                part.load_state_dict(state["reward_transforms"][type(part).__name__])
+
+
+def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

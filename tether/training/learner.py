@@ -1,34 +1,31 @@
-"""A model in its role: what to run of it, which loss to lower, and how often."""
+"""A model in its role: what is inferred from it, which loss it lowers, and how often."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Generic
 
-from tether.batch import TrainBatch
-from tether.training.protocol import Forward, LossFunction, Outputs, Prepare, TrainingEngine, Updated, UpdatePlan
-from tether.training.text.micro_batches import MicroBatching
+from tether.training.protocol import Batch, Engine, Forward, LossSpec, Outputs, Updated, UpdatePlan
 
 
 @dataclass(frozen=True)
-class Learner(Generic[Outputs]):
+class Learner(Generic[Batch, Outputs]):
     """A policy or a critic that is trained."""
 
-    engine: TrainingEngine[Outputs]
-    forward: Forward[Outputs]
-    """What the loss is computed from."""
-    loss: LossFunction[Outputs]
+    engine: Engine[Batch, Outputs]
+    forward: Forward[Batch, Outputs]
+    """What is inferred from a rollout before the update."""
+    loss: LossSpec[Batch, Outputs]
     plan: UpdatePlan
-    infer_forward: Forward[Outputs]
-    """What is computed of a rollout before the update."""
-    infer_micro: MicroBatching
-    prepare: Prepare[Outputs] | None = None
-    """What the loss needs to know of a whole mini-batch."""
+    critic_loss: LossSpec[Batch, Outputs] | None = None
+    """The critic's alone, where it is part of the policy's model; None: it is a model of its own, or there is none."""
 
-    def infer(self, batch: TrainBatch) -> Outputs:
+    def infer(self, batch: Batch) -> Outputs:
         """Outputs for all rows, without gradients."""
-        return self.engine.infer(batch, self.infer_forward, self.infer_micro)
+        return self.engine.infer(batch, self.forward)
 
-    def update(self, batch: TrainBatch, step: int) -> Updated[Outputs]:
-        """Learn from the batch; see `TrainingEngine.update`."""
-        return self.engine.update(batch, self.forward, self.loss, self.plan, step, self.prepare)
+    def update(self, batch: Batch, step: int, *, critic_only: bool = False) -> Updated[Outputs]:
+        """Learn from the batch; see `Engine.update`. `critic_only`: by `critic_loss`, which must be there."""
+        loss = self.critic_loss if critic_only else self.loss
+        assert loss
+        return self.engine.update(batch, loss, self.plan, step)

@@ -1,5 +1,8 @@
 """What the trainer asks of a training engine, and what an engine asks of a loss.
 
+An engine owns a model, its optimizer and its shards. What it is asked for (a forward, a loss, a plan) are plain,
+picklable specs; tensors come back. So the same calls reach an engine in this process and one on many ranks.
+
 The denominators of a loss are counted over the whole mini-batch before it is cut into micro-batches, so that the cut
 cannot change the gradient.
 """
@@ -15,14 +18,31 @@ import torch
 from torch import Tensor
 
 from tether.algorithms import Metric
-from tether.batch import TrainBatch
+from tether.batch import WeightUpdate
 from tether.keyed_random import generator, permutation
-from tether.training.text.forward import PolicyOutputs, ValueOutputs
-from tether.training.text.micro_batches import MicroBatching
 
-Outputs = TypeVar("Outputs", PolicyOutputs, ValueOutputs)
-Forward = Callable[[TrainBatch], Outputs]
-"""A model's outputs for a micro-batch."""
+
+class Rows(Protocol):
+    """What an engine learns from, row by row: `tether.batch.TrainBatch`, or the decisions of a control policy."""
+
+    response_mask: Tensor
+    """[B, T] where the policy decided something that it learns from."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        ...
+
+    def __getitem__(self, rows: Any, /) -> Any:
+        """Some of the rows."""
+        ...
+
+
+Batch = TypeVar("Batch", bound=Rows)
+Outputs = TypeVar("Outputs")
+"""What a forward gives for the rows of a batch; a tensordict of that many rows."""
+
+Forward = Callable[[Any, Batch, Any], Outputs]
+"""(model, micro-batch, the engine's reference model or None) -> the model's outputs."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +64,20 @@ class LossTerm:
     """Parts of the loss: summed over the micro-batches of a mini-batch, averaged over mini-batches."""
 
 
-LossFunction = Callable[[Outputs, TrainBatch, LossSizes], LossTerm]
-Prepare = Callable[[TrainBatch, Outputs, torch.Generator], None]
+LossFunction = Callable[[Outputs, Batch, LossSizes], LossTerm]
+Prepare = Callable[[Batch, Outputs, torch.Generator], None]
 """Fills in, in place, what a loss needs to know of a whole mini-batch, such as a ranking of its tokens. Called with the
 mini-batch before it is cut, the model's present outputs for it (without gradients), and a generator for draws."""
+
+
+@dataclass(frozen=True)
+class LossSpec(Generic[Batch, Outputs]):
+    """A loss, the forward that it is computed from, and what must be known of a whole mini-batch first."""
+
+    forward: Forward[Batch, Outputs]
+    function: LossFunction[Outputs, Batch]
+    prepare: Prepare[Batch, Outputs] | None = None
+    """Costs one more forward pass over each mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +90,20 @@ class UpdatePlan:
     seed: int = 42
     max_ratio: float | None = None
     """A mini-batch whose mean importance ratio is above it makes no optimizer step; None: each makes one."""
+    target_kl: float | None = None
+    """KL from the policy that sampled that is aimed at, or not to be passed; of control policies."""
+    leads_rate: bool = False
+    """With target_kl: after each epoch lower the learning rate where the KL is above twice the target, raise it where
+    it is below half; else no further epoch once the KL is above it."""
 
     def mini_batches(self, rows: int, step: int, epoch: int) -> Iterator[Tensor]:
-        """Row numbers of each mini-batch; the last may be short, and without rows there is none.
-
-        A permutation depends on (seed, step, epoch) alone.
-        """
-        order = torch.arange(rows)
-        if self.shuffle:
-            order = torch.from_numpy(permutation(rows, self.seed, step, "mini-batches", epoch))
+        """Row numbers of each mini-batch; the last may be short, and without rows there is none."""
+        order = self.order(rows, step, epoch) if self.shuffle else torch.arange(rows)
         yield from order.split(self.mini_batch_rows) if rows else ()
+
+    def order(self, rows: int, step: int, epoch: int) -> Tensor:
+        """A permutation of the rows; it depends on (seed, step, epoch) alone."""
+        return torch.from_numpy(permutation(rows, self.seed, step, "mini-batches", epoch))
 
     def generator(self, step: int, epoch: int, number: int) -> torch.Generator:
         """Draws for mini-batch `number` of an epoch, on the CPU; they depend on (seed, step, epoch, number) alone."""
@@ -78,49 +112,47 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class Updated(Generic[Outputs]):
-    """What came of an update."""
+    """The result of an update."""
 
     metrics: dict[str, float]
-    outputs: Outputs | None
+    outputs: Outputs | None = None
     """Of each row of the batch when its turn first came, without gradients; zero where a row was left out, and None
     where all were."""
 
 
-class TrainingEngine(Protocol[Outputs]):
-    """Runs and updates one model: here, over many ranks, or with its layers split."""
+class Engine(Protocol[Batch, Outputs]):
+    """Owns, runs and updates one model: here, over many ranks, or with its layers split."""
 
-    def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
+    version: int
+    """Calls of `update` so far."""
+
+    def infer(self, batch: Batch, forward: Forward[Batch, Outputs]) -> Outputs:
         """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
         ...
 
-    def update(
-        self,
-        batch: TrainBatch,
-        forward: Forward[Outputs],
-        loss: LossFunction[Outputs],
-        plan: UpdatePlan,
-        step: int,
-        prepare: Prepare[Outputs] | None = None,
-    ) -> Updated[Outputs]:
+    def update(self, batch: Batch, loss: LossSpec[Batch, Outputs], plan: UpdatePlan, step: int) -> Updated[Outputs]:
         """Learn from a rollout: `plan.epochs` passes of mini-batches, one optimizer step each.
 
         Args:
             batch: all rows; rows without a valid token are left out.
-            forward: the model's outputs for a micro-batch.
-            loss: its share of the loss.
+            loss: what is lowered.
             plan: epochs and mini-batches.
             step: training step, counted from 0; sets the learning rate and the permutation.
-            prepare: run on each mini-batch before it is cut; costs one more forward pass.
 
         Returns:
-            What the model gave for each row, and metrics: those of the loss (ratios and clip fractions also of the
+            The model's outputs for each row, and metrics: those of the loss (ratios and clip fractions also of the
             first optimizer step alone), `grad_norm` (mean over optimizer steps), `lr`, `skipped_updates`, and
             `early_stops` where the plan has a `max_ratio`.
         """
         ...
 
-    def save_model(self, folder: Path) -> None:
-        """Write the model as a plain Hugging Face directory."""
+    def export(self) -> WeightUpdate:
+        """The current weights, without copying them."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the model so that it can be loaded without tether's optimizer: for text a plain Hugging Face
+        directory."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,15 +4,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.training.flat_learner import flat_learner
 from tether.models.control.mlp_policy import load_policy, save_policy
 from tether.models.control.observations import NUMBERS, PICTURE, TEXT
 from tether.models.vla.model import VlaModel
 from tether.models.vla.policy import VlaPolicy
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
 from tether.observations import ObsPart
-from tether.training.control.learner import ControlLearner, ControlLoss, ControlPlan, policy_within_memory
+from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import Samples
+from tether.training.engines.flat import within_policy_memory
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.protocol import UpdatePlan
 
 HAND, IMAGE = ObsPart("hand", "vector", (4,)), ObsPart("image", "image", (8, 8, 3), "uint8")
 SPEC = {
@@ -85,11 +88,12 @@ def learner(policy, **plan):
         entropy_level="token_level",
         entropy_coeff=0.01,
     )
-    return ControlLearner(policy, loss, ControlPlan(12, 1, **plan), OptimizerOptions(lr=1e-3), critic_lr=1e-2)
+    return flat_learner(policy, loss, UpdatePlan(12, 1, **plan), OptimizerOptions(lr=1e-3), critic_lr=1e-2)
 
 
-def gradients(policy, **options):
-    learner(policy).gradients(samples(policy), torch.Generator(), **options)
+def gradients(policy, train_policy=True):
+    made = learner(policy)
+    made.engine.gradients(samples(policy), (made.loss if train_policy else made.critic_loss).function)
     return {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
 
 
@@ -122,9 +126,9 @@ def test_masked_actions_have_no_part_in_gradients(kind):
     first, second = make(kind), make(kind)
     given = samples(first)
     other = torch.where(given.mask.repeat_interleave(2, 1), given.actions, (given.actions + 9) % ACTION_BINS)
-    learner(first).gradients(given, torch.Generator())
+    learner(first).engine.gradients(given, learner(first).loss.function)
     changed = given.each(lambda column: other if column is given.actions else column)
-    learner(second).gradients(changed, torch.Generator())
+    learner(second).engine.gradients(changed, learner(second).loss.function)
     for one, two in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)
 
@@ -136,7 +140,7 @@ def test_an_update_makes_a_rewarded_action_likelier(kind):
     obs[PICTURE] = obs[PICTURE].to(torch.uint8)
     before = policy.log_probs(obs, actions).detach()
     advantages = torch.tensor([[1.0]] * 4 + [[-1.0]] * 4).expand(-1, 4)
-    learner(policy).update(Samples(obs, actions, before, advantages), 0, torch.Generator())
+    learner(policy).update(Samples(obs, actions, before, advantages), 0)
     change = policy.log_probs(obs, actions).detach() - before
     assert change[:4].mean() > 0.01
     assert change[4:].mean() < -0.01
@@ -186,7 +190,7 @@ class TestLora:
     def test_an_update_changes_nothing_else_and_merges(self):
         adapted = make("openvla_oft", lora_rank=2)
         before = {name: value.clone() for name, value in adapted.state_dict().items()}
-        learner(adapted).update(samples(adapted), 0, torch.Generator().manual_seed(0))
+        learner(adapted).update(samples(adapted), 0)
         after = adapted.state_dict()
         changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
         assert changed
@@ -222,7 +226,7 @@ def test_a_rollout_that_does_not_fit_passes_in_smaller_parts(kind, monkeypatch):
         return prompt(self, seen)
 
     monkeypatch.setattr(VlaModel, "prompt", fail_on_many)
-    found = policy_within_memory(policy, review, 15)
+    found = within_policy_memory(policy, review, 15)
     assert policy.micro_batch == 3  # 15, 7, 3
     for part in ("outputs", "values", "final_values"):
         torch.testing.assert_close(getattr(found, part), getattr(whole, part))

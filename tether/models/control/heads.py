@@ -2,7 +2,7 @@
 
 Both are sampled (`tether.models.control.actors`) with noise that is drawn beforehand, so what is sampled depends on
 (seed, step) alone. Log-probabilities and entropies come a column of the action at a time;
-`tether.training.control.learner` sums them to the level that is asked for. `backward` is the chain rule by hand, as in
+`tether.training.control.losses` sums them to the level that is asked for. `backward` is the chain rule by hand, as in
 `tether.models.control.mlp`.
 """
 

@@ -17,57 +17,14 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from tether.batch import EnvBatch, Episode
 from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.models.control.actors import Act
 from tether.observations import Array, Observation, copied
-from tether.rollout.env.episodes import Episode, EpisodeTracker
+from tether.rollout.env.episodes import EpisodeTracker
 
 Finals = list[tuple[int, int, Observation]]
 """(column, step, last observation of its episode)."""
-
-
-@dataclass(frozen=True)
-class EnvRollout:
-    """What T steps of N environments gave, E times. The buffers are filled anew by the next rollout."""
-
-    obs: TensorDict
-    """[M, C + 1, ...]: before each decision, and after the last step."""
-    actions: Tensor
-    """[M, C, K * width]: the actions of a chunk one after the other."""
-    rewards: Tensor
-    """[M, T]: as the environment gave them."""
-    terminated: Tensor
-    """[M, T]"""
-    truncated: Tensor
-    """[M, T]"""
-    valid: Tensor
-    """[M, T]: False where no action was carried out."""
-    starts: Tensor
-    """[M, C + 1]: decisions that begin an episode. Where none was carried out, the next one does, too."""
-    state: Tensor
-    """[M, S]: of the policy's memory, before the first decision."""
-    final_obs: TensorDict
-    """[F, ...]: last observations of the episodes whose end is bootstrapped."""
-    final_at: tuple[Tensor, Tensor]
-    """[F], [F]: column and step of each."""
-    episodes: tuple[Episode, ...]
-    """Those that ended, in the order in which they did."""
-
-    @property
-    def chunk(self) -> int:
-        """K: actions that are decided on at once."""
-        return self.rewards.shape[1] // self.actions.shape[1]
-
-    @property
-    def decided(self) -> Tensor:
-        """[M, C]: decisions of which at least the first action was carried out."""
-        return self.valid[:, :: self.chunk]
-
-    @property
-    def carried_out(self) -> tuple[Tensor, Tensor]:
-        """[S], [S]: column and number of the `decided`, in the order of time."""
-        decision, column = self.decided.T.nonzero(as_tuple=True)
-        return column, decision
 
 
 @dataclass
@@ -177,7 +134,7 @@ class EnvCollector:
         self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()
         self._tracker.load_state_dict(state["episodes"])
 
-    def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvRollout:
+    def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvBatch:
         """Step every environment T times, E times over.
 
         Args:
@@ -196,7 +153,7 @@ class EnvCollector:
             found, ended = self._collect_epoch(act, noise[epoch], epoch)
             finals += found
             episodes += ended
-        return EnvRollout(
+        return EnvBatch(
             self._obs[:, :: self.chunk],
             self._actions,
             self._rewards,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
@@ -12,19 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-
-@dataclass(frozen=True)
-class Episode:
-    """What came of one episode."""
-
-    reward: float
-    """Sum of the environment's rewards: the return."""
-    length: int
-    """Steps."""
-    success_once: bool | None
-    """Was the task solved in any step; None where the environment does not tell."""
-    success_at_end: bool | None
-    """Was it solved in the last step."""
+from tether.batch import Episode
 
 
 class EpisodeTracker:

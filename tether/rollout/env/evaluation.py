@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tether.batch import Episode
 from tether.envs.protocol import VectorEnv
 from tether.models.control.actors import Act
-from tether.rollout.env.episodes import Episode, EpisodeTracker
+from tether.rollout.env.episodes import EpisodeTracker
 
 
 def evaluate(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, WeightUpdate
 from tether.kernels.attention_spec import AttentionLayout
 from tether.models.layers.attention import use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
@@ -46,7 +46,7 @@ class NativeEngine:
 
     In the model's own dtype the weights are shared, and copied only where blocks of them make products faster
     (`tether.rollout.native.packed_linear`): that is seen to by itself. With another `dtype` the engine keeps a private
-    copy of the parameters in that dtype, refreshed by `sync_weights`; no product casts its operands.
+    copy of the parameters in that dtype, refreshed by `load_weights`; no product casts its operands.
     """
 
     def __init__(
@@ -68,19 +68,21 @@ class NativeEngine:
             dtype: to generate in; None is the model's own.
         """
         use_tether_attention(model)
-        self._source = model
         self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
         self._forward: Forward | None = None  # made when it is first used
         self.eos_token_ids = eos_token_ids
+        self._version = 0
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
 
-    def sync_weights(self) -> None:
-        """See `RolloutEngine.sync_weights`."""
-        if self._model is not self._source:
-            with torch.no_grad():
-                for mine, theirs in zip(_tensors(self._model), _tensors(self._source), strict=True):
-                    mine.copy_(theirs)
+    def load_weights(self, weights: WeightUpdate) -> None:
+        """See `RolloutEngine.load_weights`."""
+        mine = self._model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, theirs in weights.tensors:
+                if mine[name].data_ptr() != theirs.data_ptr():
+                    mine[name].copy_(theirs)
+        self._version = weights.version
         if isinstance(self._forward, Decoder):
             self._forward.refresh()
 
@@ -116,7 +118,9 @@ class NativeEngine:
             while call.step():
                 if on_progress is not None:
                     on_progress(call.progress())
-        return call.result()
+        sampled = call.result()
+        sampled.policy_version = torch.full((len(sampled),), self._version, device=sampled.uid.device)
+        return sampled
 
     def _current_forward(self) -> Forward:
         """The forward pass, with the model's present weights."""
@@ -165,11 +169,6 @@ def _copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy with parameters in `dtype`; ties between them survive, and buffers (RoPE frequencies) keep theirs."""
     parameters = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, parameters)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 @contextmanager

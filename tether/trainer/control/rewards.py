@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tether.algorithms import RunningRewardNormalizer, discounted_sums
-from tether.rollout.env.collector import EnvRollout
+from tether.batch import EnvBatch
 
 
 class RelativeRewards:
@@ -19,10 +19,6 @@ class RelativeRewards:
     """
 
     def __init__(self, num_envs: int) -> None:
-        self.restart(num_envs)
-
-    def restart(self, num_envs: int) -> None:
-        """Begin new episodes everywhere."""
         self._last = torch.zeros(num_envs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,10 +29,11 @@ class RelativeRewards:
         """Take over what `state_dict` gave."""
         self._last = state["last"]
 
-    def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
+    def __call__(self, rewards: Tensor, starts: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
         """The changes of the next rewards [N, T]; for the arguments see `RewardScaler`."""
         goes_on = torch.where(valid & ~ended, rewards, 0.0)  # 0 after an end, and after steps that did not happen
-        before = torch.cat([self._last[:, None], goes_on[:, :-1]], dim=1)
+        last = torch.where(starts, 0.0, self._last)
+        before = torch.cat([last[:, None], goes_on[:, :-1]], dim=1)
         self._last = goes_on[:, -1].clone()
         return rewards - before
 
@@ -53,74 +50,61 @@ class RewardScaler:
     def __init__(self, num_envs: int, gamma: float, clip: float) -> None:
         self._gamma, self._clip = gamma, clip
         self._statistics = RunningRewardNormalizer()
-        self.restart(num_envs)
-
-    def restart(self, num_envs: int) -> None:
-        """Begin new episodes everywhere; the statistics stay."""
         self._before = torch.zeros(num_envs)
-        self._ended = torch.ones(num_envs, dtype=torch.bool)
 
-    def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
+    def __call__(self, rewards: Tensor, starts: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
         """Take the next rewards [N, T] into the statistics and scale them.
 
         Args:
             rewards: of each step.
+            starts: [N]: the first step begins an episode.
             ended: the last step of each episode.
             valid: steps that happened.
         """
-        starts = torch.cat([self._ended[:, None], ended[:, :-1]], dim=1)
+        starts = torch.cat([starts[:, None], ended[:, :-1]], dim=1)
         sums = discounted_sums(rewards * valid, starts, self._before, self._gamma)
-        self._before, self._ended = sums[:, -1].clone(), ended[:, -1].clone()
+        self._before = sums[:, -1].clone()
         self._statistics.update(sums.flatten(), valid.flatten())
         return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics, and the sums of the episodes that have not ended."""
-        return {"statistics": self._statistics.state_dict(), "before": self._before, "ended": self._ended}
+        return {"statistics": self._statistics.state_dict(), "before": self._before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self._statistics.load_state_dict(state["statistics"])
-        self._before, self._ended = state["before"], state["ended"]
+        self._before = state["before"]
 
 
-class RewardShaping:
-    """All of it, over the rollouts of a training step.
+class EnvRewards:
+    """All of it, over the rollouts of a training step; see `tether.trainer.protocol.RewardTransform`.
 
     Args:
         num_envs: N.
         coef: factor of every reward.
         relative: learn from changes of the reward.
         scaler: brings rewards to one scale.
-        fresh: every rollout begins new episodes.
     """
 
-    def __init__(self, num_envs: int, *, coef: float, relative: bool, scaler: RewardScaler | None, fresh: bool) -> None:
-        self._num_envs, self._coef, self._fresh = num_envs, coef, fresh
+    def __init__(self, num_envs: int, *, coef: float, relative: bool, scaler: RewardScaler | None) -> None:
+        self._num_envs, self._coef = num_envs, coef
         self._relative = RelativeRewards(num_envs) if relative else None
         self._scaler = scaler
 
-    def restart(self) -> None:
-        """Begin new episodes everywhere."""
-        for part in (self._relative, self._scaler):
-            if part is not None:
-                part.restart(self._num_envs)
-
-    def __call__(self, rollout: EnvRollout) -> Tensor:
-        """Rewards [M, T] to learn from."""
-        rewards, valid = rollout.rewards * self._coef, rollout.valid
-        ended = rollout.terminated | rollout.truncated
+    def apply(self, batch: EnvBatch) -> dict[str, float]:
+        """Set `token_level_rewards` from `token_level_scores`; there are no metrics."""
+        rewards, ended = batch.token_level_scores * self._coef, batch.terminated | batch.truncated
         parts = []
         for first in range(0, len(rewards), self._num_envs):
-            piece = slice(first, first + self._num_envs)
-            if self._fresh:
-                self.restart()
-            shaped = rewards[piece]
+            rows = slice(first, first + self._num_envs)
+            shaped = rewards[rows]
             for part in (self._relative, self._scaler):
                 if part is not None:
-                    shaped = part(shaped, ended[piece], valid[piece])
+                    shaped = part(shaped, batch.starts[rows, 0], ended[rows], batch.valid[rows])
             parts.append(shaped)
-        return torch.cat(parts)
+        batch.token_level_rewards = torch.cat(parts)
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part."""

@@ -19,8 +19,8 @@ from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, S
 
 
 @dataclass(frozen=True)
-class Experience:
-    """Sampled and scored responses; row p * n + r is response r of prompt p."""
+class ScoredResponses:
+    """Sampled responses and their rewards; row p * n + r is response r of prompt p."""
 
     prompts: Sequence[Prompt]
     rollout: RolloutBatch
@@ -57,7 +57,7 @@ class Collector:
         sampling: SamplingParams,
         key: NoiseKey,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Experience:
+    ) -> ScoredResponses:
         """Sample `sampling.n` responses to each prompt; each is scored as soon as it ends.
 
         Args:
@@ -88,4 +88,4 @@ class Collector:
         ordered = [requests[row] for row in range(total)]
         report = summarize(ordered, outcomes, self.rewards.durations)
         check_error_rate(report, self.max_error_rate)
-        return Experience(prompts, rollout, [r.solution_str for r in ordered], outcomes, report, waited)
+        return ScoredResponses(prompts, rollout, [r.solution_str for r in ordered], outcomes, report, waited)

@@ -27,7 +27,7 @@ from tether.rewards.outcome import RewardOutcome, Score
 from tether.rewards.summary import RewardReport
 from tether.rollout.concat import join_rollouts
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.parts.collector import Collector, Experience
+from tether.trainer.parts.collector import Collector, ScoredResponses
 
 OWN_SCORE = ("score", "seq_reward")
 """Names of the metric that mean the score itself."""
@@ -41,7 +41,7 @@ class NothingToLearn(Exception):
 class Group:
     """The responses to one prompt of an experience."""
 
-    experience: Experience
+    experience: ScoredResponses
     prompt: int
     """Number of the prompt in it."""
 
@@ -75,7 +75,7 @@ class DynamicSampling:
         sampling: SamplingParams,
         key: NoiseKey,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Experience:
+    ) -> ScoredResponses:
         """As `Collector.collect`, of informative groups only, in the order in which they were sampled.
 
         What is sampled beyond a full batch is dropped: in the next step it would come from an older policy. If the cap
@@ -96,14 +96,14 @@ class DynamicSampling:
         self._check(len(groups), key.step)
         return _joined(sampled, groups, self.num_groups)
 
-    def _informative(self, experience: Experience) -> list[Group]:
+    def _informative(self, experience: ScoredResponses) -> list[Group]:
         scores, rollout = self._scores(experience), experience.rollout
         counted = rollout.response_mask.cpu() & ~scores.isnan()[:, None]
         uid = rollout.uid.cpu()
         rows = informative_rows(scores.nan_to_num(), counted, uid)
         return [Group(experience, prompt) for prompt in uid[rows].unique().tolist()]
 
-    def _scores(self, experience: Experience) -> Tensor:
+    def _scores(self, experience: ScoredResponses) -> Tensor:
         """[B] what must differ, NaN where the reward abstained or failed."""
         if self.metric in OWN_SCORE:
             return experience.scores
@@ -137,11 +137,11 @@ class DynamicSampling:
         )
 
 
-def _joined(sampled: Sequence[Experience], groups: Sequence[Group], num_groups: int) -> Experience:
+def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[Group], num_groups: int) -> ScoredResponses:
     """The first groups as one experience; the report counts all that was sampled, its scores are of these rows."""
     chosen = groups[:num_groups]
     rollouts = [group.experience.rollout[group.rows] for group in chosen]
-    return Experience(
+    return ScoredResponses(
         prompts=[group.experience.prompts[group.prompt] for group in chosen],
         rollout=join_rollouts(rollouts, range(len(chosen))),
         texts=[text for group in chosen for text in group.experience.texts[group.rows]],
@@ -158,7 +158,7 @@ def _joined(sampled: Sequence[Experience], groups: Sequence[Group], num_groups: 
     )
 
 
-def _mean_metrics(sampled: Sequence[Experience]) -> dict[str, float]:
+def _mean_metrics(sampled: Sequence[ScoredResponses]) -> dict[str, float]:
     """Mean of each reward metric over the sampled batches that have it, weighted by their rows."""
     totals: dict[str, tuple[float, int]] = {}
     for experience in sampled:
@@ -169,7 +169,7 @@ def _mean_metrics(sampled: Sequence[Experience]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in totals.items()}
 
 
-def _metrics(sampled: Sequence[Experience], groups: Sequence[Group], num_groups: int) -> dict[str, float]:
+def _metrics(sampled: Sequence[ScoredResponses], groups: Sequence[Group], num_groups: int) -> dict[str, float]:
     num_prompts = sum(len(experience.prompts) for experience in sampled)
     used = min(len(groups), num_groups)
     scores = torch.cat([experience.scores for experience in sampled])

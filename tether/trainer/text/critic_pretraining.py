@@ -78,7 +78,7 @@ def value_batch(responses: Sequence[StoredResponse], gamma: float, device: torch
 class CriticPretraining:
     """A critic, what it learns from, and what it is measured on."""
 
-    learner: Learner[ValueOutputs]
+    learner: Learner[TrainBatch, ValueOutputs]
     learned: TrainBatch
     held_out: TrainBatch
     plan: UpdatePlan
@@ -100,9 +100,7 @@ class CriticPretraining:
             mini_batches = list(self._mini_batches(epoch))
             for rows in mini_batches:
                 once = UpdatePlan(mini_batch_rows=len(rows))
-                updated = self.learner.engine.update(
-                    self.learned[rows], self.learner.forward, self.learner.loss, once, step
-                )
+                updated = self.learner.engine.update(self.learned[rows], self.learner.loss, once, step)
                 step += 1
                 metrics = {name if "/" in name else f"critic/{name}": value for name, value in updated.metrics.items()}
                 yield step, metrics | (self._explained() if rows is mini_batches[-1] else {})

@@ -12,25 +12,11 @@ from tether.metrics.loggers.protocol import Sample
 from tether.metrics.validation import ValidationRow, validation_metrics
 from tether.rewards.outcome import RewardError, Score
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.parts.collector import Collector, Experience
+from tether.trainer.parts.collector import Collector, ScoredResponses
+from tether.trainer.protocol import EvaluationResult
 
 VALIDATION_SEED = 0x5EED
 """Keeps the noise of sampled validation apart from that of training."""
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """What a validation found."""
-
-    metrics: dict[str, float]
-    samples: list[Sample]
-    """All responses, in the order of the dataset."""
-
-    @property
-    def mean_reward(self) -> float:
-        """Mean reward over all responses that have one; NaN if none has."""
-        rewards = [s.reward for s in self.samples if s.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else float("nan")
 
 
 @dataclass(frozen=True)
@@ -74,7 +60,7 @@ class Evaluation:
             yield [self.dataset[row] for row in range(start, min(start + size, len(self.dataset)))]
 
 
-def samples_of(experience: Experience, collector: Collector) -> Iterator[Sample]:
+def samples_of(experience: ScoredResponses, collector: Collector) -> Iterator[Sample]:
     """Samples to look at, one a response."""
     for row, (text, outcome) in enumerate(zip(experience.texts, experience.outcomes, strict=True)):
         prompt = experience.prompt_of(row)
@@ -89,7 +75,7 @@ def samples_of(experience: Experience, collector: Collector) -> Iterator[Sample]
         )
 
 
-def _validation_rows(experience: Experience) -> Iterator[ValidationRow]:
+def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
     for row, outcome in enumerate(experience.outcomes):
         prompt = experience.prompt_of(row)
         score = outcome if isinstance(outcome, Score) else None

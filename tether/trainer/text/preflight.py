@@ -20,9 +20,10 @@ from tether.data.checks import bos_problem, control_token_problem, cut_problem, 
 from tether.metrics.loggers.protocol import Sample
 from tether.rollout.protocol import NoiseKey
 from tether.runtime.terminal import shortened
-from tether.trainer.parts.collector import Experience
+from tether.trainer.parts.collector import ScoredResponses
 from tether.trainer.text.evaluation import samples_of
-from tether.trainer.text.loop import Trainer
+from tether.trainer.text.rollouts import PromptSource, TextRollouts
+from tether.training.protocol import UpdatePlan
 
 PROMPTS_SHOWN = 2
 RESPONSES = 16
@@ -88,52 +89,53 @@ class Preflight:
         return parts if self.findings else [*parts, Text("nothing suspicious found", style="green")]
 
 
-def preflight(trainer: Trainer, mini_batch_rows: int, epochs: int) -> Preflight:
+def preflight(source: PromptSource, rollouts: TextRollouts, plan: UpdatePlan) -> Preflight:
     """Sample sixteen responses with the untrained policy and judge them.
 
     Args:
-        trainer: ready to train.
-        mini_batch_rows: rows an optimizer step.
-        epochs: passes over a rollout.
+        source: of the prompts.
+        rollouts: ready to sample.
+        plan: of the policy's update.
     """
-    tokenizer = trainer.collector.tokenizer
-    count = min(len(trainer.dataset), max(1, RESPONSES // trainer.sampling.n))
-    prompts = [trainer.dataset[row] for row in range(count)]
-    experience = trainer.collector.collect(prompts, trainer.sampling, NoiseKey(trainer.seed, step=0))
-    rows = trainer.prompts_per_step * trainer.sampling.n
+    tokenizer = rollouts.tokenizer
+    count = min(len(source.dataset), max(1, RESPONSES // rollouts.sampling.n))
+    prompts = [source.dataset[row] for row in range(count)]
+    experience = rollouts.collector.collect(prompts, rollouts.sampling, NoiseKey(rollouts.seed, step=0))
+    groups = rollouts.dynamic_sampling
+    rows = (groups.num_groups if groups else source.sampler.batch_size) * rollouts.sampling.n
     findings = [
-        *prompt_findings(trainer, prompts),
-        *response_findings(trainer, experience),
-        *update_findings(rows, mini_batch_rows, epochs),
+        *prompt_findings(source, rollouts, prompts),
+        *response_findings(rollouts, experience),
+        *update_findings(rows, plan.mini_batch_rows, plan.epochs),
     ]
     shown = prompts[:PROMPTS_SHOWN]
-    samples = list(samples_of(experience, trainer.collector))[:RESPONSES]
+    samples = list(samples_of(experience, rollouts.collector))[:RESPONSES]
     return Preflight(shown, [decode(tokenizer, p.token_ids) for p in shown], samples, findings)
 
 
-def prompt_findings(trainer: Trainer, prompts: Sequence[Prompt]) -> list[Finding]:
+def prompt_findings(source: PromptSource, rollouts: TextRollouts, prompts: Sequence[Prompt]) -> list[Finding]:
     """Problems of the rendered prompts: BOS, template, cuts."""
-    tokenizer, first = trainer.collector.tokenizer, prompts[0]
+    tokenizer, first = rollouts.tokenizer, prompts[0]
     findings = []
     if bos := bos_problem(tokenizer, first.token_ids):
         findings.append(Finding("bos", bos, refuses=bos.startswith("doubled")))
     if template := template_problem(tokenizer, first.token_ids, first.messages):
         findings.append(Finding("template_not_applied", template, refuses=True))
-    if cut := cut_problem(trainer.dataset.report):
+    if cut := cut_problem(source.dataset.report):
         findings.append(Finding("prompt_cut", cut))
-    if control := control_token_problem(trainer.dataset.report):
+    if control := control_token_problem(source.dataset.report):
         findings.append(Finding("control_tokens", control))
-    held_out = trainer.evaluation.dataset if trainer.evaluation else None
+    held_out = rollouts.evaluation.dataset if rollouts.evaluation else None
     if held_out is not None and (repeated := repeated_problem(held_out.report, len(held_out))):
         findings.append(Finding("repeated_questions", repeated))
     return findings
 
 
-def response_findings(trainer: Trainer, experience: Experience) -> list[Finding]:
+def response_findings(rollouts: TextRollouts, experience: ScoredResponses) -> list[Finding]:
     """Problems of the sampled responses: no end, no difference in reward."""
     findings = []
     if bool(experience.rollout.truncated.all()):
-        findings.append(_never_ends(trainer, experience))
+        findings.append(_never_ends(rollouts, experience))
     scores = experience.scores[~experience.scores.isnan()]
     if len(scores) and bool((scores == scores[0]).all()):
         findings.append(
@@ -149,8 +151,8 @@ def response_findings(trainer: Trainer, experience: Experience) -> list[Finding]
     return findings
 
 
-def _never_ends(trainer: Trainer, experience: Experience) -> Finding:
-    tokenizer, eos = trainer.collector.tokenizer, trainer.collector.engine.eos_token_ids
+def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
+    tokenizer, eos = rollouts.tokenizer, rollouts.collector.engine.eos_token_ids
     rollout = experience.rollout
     if not eos:
         return Finding(
@@ -170,7 +172,7 @@ def _never_ends(trainer: Trainer, experience: Experience) -> Finding:
     return Finding(
         "all_truncated",
         f"all {len(responses)} sampled responses were cut at data.max_response_length="
-        f"{trainer.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or ask for shorter answers.",
+        f"{rollouts.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or ask for shorter answers.",
     )
 
 

@@ -27,7 +27,7 @@ from tether.batch import TrainBatch, filled
 from tether.data.chat import decode
 from tether.metrics.loggers.protocol import LogFailed
 from tether.rewards.outcome import Score
-from tether.trainer.parts.collector import Experience
+from tether.trainer.parts.collector import ScoredResponses
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RolloutFiles:
     folder: Path
     tokenizer: PreTrainedTokenizerBase
 
-    def write(self, step: int, experience: Experience, batch: TrainBatch) -> None:
+    def write(self, step: int, experience: ScoredResponses, batch: TrainBatch) -> None:
         """Write what was sampled in a step; `batch` has its `token_level_rewards`.
 
         Raises:
@@ -56,7 +56,7 @@ class RolloutFiles:
                 "trainer.rollout_data_dir",
             ) from error
 
-    def _records(self, step: int, experience: Experience, batch: TrainBatch) -> Iterator[dict[str, Any]]:
+    def _records(self, step: int, experience: ScoredResponses, batch: TrainBatch) -> Iterator[dict[str, Any]]:
         rollout, mask = experience.rollout, batch.response_mask
         rewards = torch.where(mask, filled(batch.token_level_rewards), 0.0)
         for row, outcome in enumerate(experience.outcomes):

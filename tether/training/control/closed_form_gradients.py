@@ -31,8 +31,10 @@ class LossGradient:
     """The losses, where they were needed for their gradient."""
 
 
-PolicyGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, torch.Generator], LossGradient]
-"""(log_probs, old_log_probs, advantages, mask or None, generator of draws), [B, L] each."""
+Draws = Callable[[], torch.Generator]
+"""Makes the generator of draws, where a loss needs one."""
+PolicyGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, Draws], LossGradient]
+"""(log_probs, old_log_probs, advantages, mask or None, draws), [B, L] each."""
 
 
 def vanilla_gradient(
@@ -86,7 +88,7 @@ def policy_gradient(name: str, options: Mapping[str, float | None], selection: M
         clips: dict[str, Any] = {key: options[key] for key in CLIPS if key in options}
 
         def closed_form(
-            log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, generator: torch.Generator
+            log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, draws: Draws
         ) -> LossGradient:
             gradient = vanilla_gradient(log_probs, old, advantages, **clips)
             return LossGradient(gradient if mask is None else torch.where(mask, gradient, 0.0))
@@ -97,12 +99,12 @@ def policy_gradient(name: str, options: Mapping[str, float | None], selection: M
     select = TOKEN_SELECTIONS.get(name)
 
     def differentiate(
-        log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, generator: torch.Generator
+        log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, draws: Draws
     ) -> LossGradient:
         mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
         keywords: dict[str, Any] = {"rollout_log_probs": old, **options}
         if select is not None:
-            keywords["selected"] = select(log_probs, old, advantages, mask, generator=generator, **selection)
+            keywords["selected"] = select(log_probs, old, advantages, mask, generator=draws(), **selection)
         with torch.enable_grad():
             leaf = log_probs.detach().requires_grad_()
             loss = policy_loss(name)(leaf, old, advantages, mask, **keywords)

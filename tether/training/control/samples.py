@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from tether.models.control.spec import Memory, Observations
@@ -39,15 +40,21 @@ class Samples:
     weights: Tensor | None = None
     """[S, 1]: of the row in the loss, where episodes weigh alike."""
     memory: Memory | None = None
+    observed: TensorDict | None = None
+    """[N]: observations that the policy's statistics take in after the update; they belong to no row."""
 
     def __len__(self) -> int:
         """Rows, or sequences."""
         return len(self.obs)
 
-    def shuffled(self, generator: torch.Generator) -> Samples:
-        """The same rows, or sequences, in a random order."""
-        order = torch.randperm(len(self), generator=generator)
-        return self.each(lambda column: column[order])
+    def __getitem__(self, rows: Tensor | slice) -> Samples:
+        """Some of the rows, or sequences."""
+        return self.each(lambda column: column[rows])
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[S, K]: actions that were carried out."""
+        return torch.ones(len(self), 1, dtype=torch.bool) if self.mask is None else self.mask
 
     def split(self, size: int) -> Iterator[Samples]:
         """Pieces of `size` decisions, the last one of what is left; sequences stay whole."""
@@ -64,17 +71,22 @@ class Samples:
         return replace(self.each(lambda column: column[kept], "obs", "memory"), memory=None)
 
     def each(self, change: Callable[[Tensor], Tensor], *but: str) -> Samples:
-        """The same change of each column but some."""
+        """The same change of each column but some; `observed` stays."""
         changed: dict[str, Any] = {}
         for field in fields(self):
             column = getattr(self, field.name)
-            if column is not None and field.name not in but:
+            if column is not None and field.name not in (*but, "observed"):
                 changed[field.name] = column.each(change) if isinstance(column, Memory) else change(column)
         return replace(self, **changed)
 
 
 def loss_weights(
-    mode: str, loss: Tensor, mask: Tensor | None, episode_weights: Tensor | None, max_length: float | None
+    mode: str,
+    loss: Tensor,
+    mask: Tensor | None,
+    episode_weights: Tensor | None,
+    max_length: float | None,
+    whole: tuple[int, int] | None = None,
 ) -> Tensor | float:
     """What each element of a loss [B, L] counts in its mean over a mini-batch; the rows are its sequences.
 
@@ -86,8 +98,12 @@ def loss_weights(
         mask: [B, L]: elements that count; None: all.
         episode_weights: [B, 1]: for ``masked_mean_ratio``.
         max_length: the divisor of ``seq-mean-token-sum-norm``.
+        whole: rows and elements that count in the mini-batch that `loss` is a part of; None: it is all of it.
     """
     rows, columns = loss.shape
+    elements = loss.numel() if mask is None else mask.sum()
+    if whole is not None:
+        rows, elements = whole
     mask = None if mask is None else mask.to(loss.dtype)
     match mode:
         case "masked_mean_ratio":
@@ -95,9 +111,9 @@ def loss_weights(
             alike = episode_weights / (rows * columns)
             return alike if mask is None else alike * mask
         case "token-mean":
-            return 1 / loss.numel() if mask is None else mask / mask.sum()
+            return 1 / elements if mask is None else mask / elements
         case "seq-mean-token-mean":
-            return 1 / loss.numel() if mask is None else mask / (rows * mask.sum(dim=1, keepdim=True))
+            return 1 / (rows * columns) if mask is None else mask / (rows * mask.sum(dim=1, keepdim=True))
         case "seq-mean-token-sum":
             return 1 / rows if mask is None else mask / rows
     assert mode == "seq-mean-token-sum-norm", mode

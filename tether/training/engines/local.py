@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,12 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.algorithms import Mean, Metric, count_valid, merge_metrics
-from tether.batch import TrainBatch
+from tether.batch import TrainBatch, WeightUpdate
 from tether.training.engines.incident import Incidents
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 from tether.training.out_of_memory import named_out_of_memory, within_memory
-from tether.training.protocol import Forward, LossFunction, LossSizes, Outputs, Prepare, Updated, UpdatePlan
+from tether.training.protocol import Forward, LossSizes, LossSpec, Outputs, Updated, UpdatePlan
+from tether.training.text.forward import ReferenceModel
 from tether.training.text.micro_batches import MicroBatching, RowSize
 from tether.training.text.packing import row_sizes
 
@@ -46,36 +47,43 @@ class SkippedMiniBatch(Generic[Outputs]):
     """See `tether.training.engines.incident.SkippedUpdate`."""
 
     def __init__(
-        self, model: PreTrainedModel, batch: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs]
+        self,
+        model: PreTrainedModel,
+        reference: ReferenceModel | None,
+        batch: TrainBatch,
+        loss: LossSpec[TrainBatch, Outputs],
     ) -> None:
-        self.model = model
-        self.forward: Forward[Outputs] = forward
-        self.loss: LossFunction[Outputs] = loss
-        self.batch, self._rows = batch.to_dict(), len(batch)
+        # Pickled together: with LoRA the reference is the model itself, with its adapter off.
+        self.model, self.reference, self.batch, self.loss = model, reference, batch, loss
 
     def __len__(self) -> int:
         """Rows."""
-        return self._rows
+        return len(self.batch)
 
     def backward(self, row: int) -> Tensor:
         """See there."""
-        micro = TrainBatch.from_dict(self.batch, batch_size=[self._rows])[row : row + 1]
+        micro = self.batch[row : row + 1]
         self.model.zero_grad()
-        term = self.loss(self.forward(micro), micro, LossSizes(int(micro.response_mask.sum()), 1))
+        outputs = self.loss.forward(self.model, micro, self.reference)
+        term = self.loss.function(outputs, micro, LossSizes(int(micro.response_mask.sum()), 1))
         term.loss.backward()
         return term.loss.detach()
 
 
 class LocalEngine(Generic[Outputs]):
-    """Runs and updates one model (policy, critic or reference) in this process.
+    """Runs and updates one model (policy, critic or reference) in this process; see `tether.training.protocol.Engine`.
 
     Args:
         model: policy, critic or reference, on its device; in float32 if it is trained.
         micro: limits of a forward and backward pass.
         optimizer: None for a model that is only run.
+        infer_micro: limits of a forward pass without gradients; None: `micro`.
         compute_dtype: dtype of forward and backward; a trained model gets float32 master weights beside it.
+        reference: handed to every forward, for losses that compare whole distributions.
+        during: entered while inferring; switches an adapter off.
         save: writes the model as a Hugging Face directory.
         incident_dir: where an update with a non-finite gradient is kept.
+        row_sizes: what each row of a batch costs a micro-batch.
     """
 
     def __init__(
@@ -83,44 +91,52 @@ class LocalEngine(Generic[Outputs]):
         model: PreTrainedModel,
         micro: MicroBatching,
         optimizer: OptimizerOptions | None = None,
+        *,
+        infer_micro: MicroBatching | None = None,
         compute_dtype: torch.dtype | None = None,
+        reference: ReferenceModel | None = None,
+        during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext,
         save: Callable[[PreTrainedModel, Path], None] | None = None,
         incident_dir: Path | None = None,
+        row_sizes: Callable[[Any], list[RowSize]] = row_sizes,
     ) -> None:
+        self._row_sizes = row_sizes
         self.model = model
         self.micro = micro
+        self.infer_micro = infer_micro or micro
         self.options = optimizer
-        self.save = save
+        self.reference = reference
+        self.version = 0
+        self._during = during
+        self._save = save
         self._incidents = Incidents(incident_dir)
         self._reduced: dict[MicroBatching, MicroBatching] = {}
         self.masters = MasterWeights(model, compute_dtype) if compute_dtype not in (None, model.dtype) else None
         self.trained = self.masters.parameters() if self.masters else [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_adamw(self.trained, optimizer) if optimizer else None
 
-    def infer(self, batch: TrainBatch, forward: Forward[Outputs], micro: MicroBatching | None = None) -> Outputs:
-        """Run `forward` over all rows without gradients; the result's rows are in the batch's order."""
+    def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
+        """See `tether.training.protocol.Engine.infer`."""
+        return self._infer(batch, forward, self.infer_micro)
+
+    def _infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs], micro: MicroBatching) -> Outputs:
         self.model.eval()
-        sizes = row_sizes(batch)
+        sizes = self._row_sizes(batch)
 
         def attempt(micro: MicroBatching) -> Outputs:
             places = [torch.tensor(rows) for rows in micro.split(sizes)]
-            with torch.no_grad():
-                return _scattered([forward(batch[rows]) for rows in places], places, len(batch))
+            with torch.no_grad(), self._during(self.model):
+                return _scattered([self._run(forward, batch[rows]) for rows in places], places, len(batch))
 
-        return self._within_memory(attempt, micro or self.micro, sizes)
+        return self._within_memory(attempt, micro, sizes)
 
     def update(
-        self,
-        batch: TrainBatch,
-        forward: Forward[Outputs],
-        loss: LossFunction[Outputs],
-        plan: UpdatePlan,
-        step: int,
-        prepare: Prepare[Outputs] | None = None,
+        self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
     ) -> Updated[Outputs]:
-        """See `tether.training.protocol.TrainingEngine.update`."""
+        """See `tether.training.protocol.Engine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
+        self.version += 1
         rate = learning_rate(self.options, step)
         set_learning_rate(self.optimizer, rate)
         (learned,) = batch.response_mask.any(dim=-1).nonzero(as_tuple=True)
@@ -134,9 +150,9 @@ class LocalEngine(Generic[Outputs]):
             for number, drawn in enumerate(plan.mini_batches(len(learned), step, epoch)):
                 rows = learned[drawn]
                 mini = batch[rows]
-                if prepare is not None:
-                    prepare(mini, self.infer(mini, forward), plan.generator(step, epoch, number))
-                pieces, found = self.accumulate_gradients(mini, forward, loss)
+                if loss.prepare is not None:
+                    loss.prepare(mini, self._infer(mini, loss.forward, self.micro), plan.generator(step, epoch, number))
+                pieces, found = self.accumulate_gradients(mini, loss)
                 if epoch == 0:
                     outputs.append(found)
                     places.append(rows)
@@ -154,7 +170,8 @@ class LocalEngine(Generic[Outputs]):
                     norms.append(norm)
                 else:
                     skipped += 1
-                    self._incidents.keep(step, self.model, SkippedMiniBatch(self.model, mini, forward, loss))
+                    skipped_batch = SkippedMiniBatch(self.model, self.reference, mini, loss)
+                    self._incidents.keep(step, self.model, skipped_batch)
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         metrics |= _first_update_metrics(first)
@@ -167,29 +184,30 @@ class LocalEngine(Generic[Outputs]):
         }
         return Updated(metrics, _scattered(outputs, places, len(batch)) if outputs else None)
 
+    def export(self) -> WeightUpdate:
+        """See `tether.training.protocol.Engine.export`."""
+        return WeightUpdate(self.version, self.model.state_dict(keep_vars=True).items())
+
     def accumulate_gradients(
-        self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs]
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs]
     ) -> tuple[list[dict[str, Metric]], Outputs]:
         """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches.
 
         Returns:
-            Metrics, to be merged, and what the model gave for each row, without gradients.
+            Metrics, to be merged, and the model's outputs for each row, without gradients.
         """
         assert self.optimizer
         self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
-        sizes = row_sizes(mini)
-        return self._within_memory(
-            lambda micro: self._sum_gradients(mini, forward, loss, micro.split(sizes)), self.micro, sizes
-        )
+        sizes = self._row_sizes(mini)
+        return self._within_memory(lambda micro: self._sum_gradients(mini, loss, micro.split(sizes)), self.micro, sizes)
 
     def _sum_gradients(
-        self, mini: TrainBatch, forward: Forward[Outputs], loss: LossFunction[Outputs], groups: list[list[int]]
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], groups: list[list[int]]
     ) -> tuple[list[dict[str, Metric]], Outputs]:
         """See `accumulate_gradients`; what an attempt that failed left in the gradients is overwritten.
 
         Args:
             mini: the mini-batch.
-            forward: see there.
             loss: see there.
             groups: rows of each micro-batch.
         """
@@ -206,10 +224,10 @@ class LocalEngine(Generic[Outputs]):
         places = [torch.tensor(rows) for rows in groups]
         for rows in places:
             micro = mini[rows]
-            found = forward(micro)
-            term = loss(found, micro, sizes)
+            found = self._run(loss.forward, micro)
+            term = loss.function(found, micro, sizes)
             term.loss.backward()
-            outputs.append(found.detach())
+            outputs.append(found.detach())  # type: ignore[attr-defined]  # tensordict's classes
             measured.append(term.metrics)
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + float(share.detach())
@@ -221,21 +239,25 @@ class LocalEngine(Generic[Outputs]):
         }
         return [*measured, means], _scattered(outputs, places, len(mini))
 
-    def save_model(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write the model as a plain Hugging Face directory."""
-        assert self.save, "a frozen model is not saved"
+        assert self._save, "a frozen model is not saved"
         with self.masters.installed() if self.masters else nullcontext():
-            self.save(self.model, folder)
+            self._save(self.model, folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """All state beside the weights: the optimizer's."""
+        """All state beside the weights: the optimizer's, and the version."""
         assert self.optimizer
-        return self.optimizer.state_dict()
+        return self.optimizer.state_dict() | {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of `state_dict`."""
         assert self.optimizer
+        self.version = state["version"]
         self.optimizer.load_state_dict(state)
+
+    def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:
+        return forward(self.model, micro, self.reference)
 
     def _within_memory(
         self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]

@@ -1,4 +1,7 @@
-"""One forward pass over a micro-batch: what the policy and the critic say of each response token."""
+"""One forward pass over a micro-batch: the outputs of a policy or a critic for each response token.
+
+A forward is a plain, picklable spec; the engine that owns the model calls it with the model.
+"""
 
 from __future__ import annotations
 
@@ -51,28 +54,29 @@ class ReferenceModel:
 
 
 @dataclass(frozen=True)
-class PolicyModel:
-    """A causal LM as a policy.
+class PolicyForward:
+    """The forward pass of a causal LM as a policy.
 
     `temperature` divides the logits before the softmax, as the sampler does, and where the sampler cut the vocabulary
     (`TrainBatch.kept`) its cut is replayed, so that log-probabilities and entropy are those of the distribution that
     was sampled from. Only `full_kl` is over the whole vocabulary either way.
     """
 
-    model: PreTrainedModel
     temperature: float = 1.0
     packed: bool = True
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
     """Also the sum over the vocabulary of the squared probabilities; it carries no gradient."""
-    reference: ReferenceModel | None = None
-    """Given where the KL over the whole vocabulary is wanted. It runs beside the policy on the same micro-batch, so
-    that neither its hidden states nor its logits are ever kept for a whole batch."""
+    with_full_kl: bool = False
+    """Also the KL over the whole vocabulary. The reference runs with the policy on the same micro-batch, so that
+    neither its hidden states nor its logits are ever kept for a whole batch."""
 
-    def __call__(self, batch: TrainBatch) -> PolicyOutputs:
+    def __call__(
+        self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
+    ) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token."""
         rows = token_rows(batch, packed=self.packed)
-        states, head = select_rows(_states(self.model, rows), rows.predicts), lm_head_of(self.model)
+        states, head = select_rows(_states(model, rows), rows.predicts), lm_head_of(model)
         kept = None
         if batch.kept is not None:
             kept = KeptSets.read(batch.kept, rows.slots, vocabulary=len(head.weight))
@@ -89,31 +93,35 @@ class PolicyModel:
             log_probs=rows.scatter(tokens.log_probs),
             entropy=rows.scatter(tokens.entropy) if tokens.entropy is not None else None,
             sum_pi_squared=rows.scatter(tokens.sum_pi_squared) if tokens.sum_pi_squared is not None else None,
-            full_kl=rows.scatter(self._full_kl(states, rows, self.reference)) if self.reference else None,
+            full_kl=rows.scatter(self._full_kl(model, states, rows, reference)) if self.with_full_kl else None,
             batch_size=batch.batch_size,
         )
 
-    def _full_kl(self, states: Tensor, rows: TokenRows, reference: ReferenceModel) -> Tensor:
+    def _full_kl(
+        self, model: PreTrainedModel, states: Tensor, rows: TokenRows, reference: ReferenceModel | None
+    ) -> Tensor:
+        assert reference, "the full KL needs a reference"
         with torch.no_grad(), reference.during(reference.model):
             ref_states = _states(reference.model, rows)[rows.predicts]
         return full_kl_of_hidden(
-            states, lm_head_of(self.model), ref_states, lm_head_of(reference.model), temperature=self.temperature
+            states, lm_head_of(model), ref_states, lm_head_of(reference.model), temperature=self.temperature
         )
 
 
 @dataclass(frozen=True)
-class ValueModel:
-    """A critic: the value of a response token is read at the position before it."""
+class ValueForward:
+    """The forward pass of a critic: the value of a response token is read at the position before it."""
 
-    model: PreTrainedModel
     packed: bool = True
     with_bootstrap: bool = False
     """Also the value at the last token of a truncated response: of the state in which the length limit cut it."""
 
-    def __call__(self, batch: TrainBatch) -> ValueOutputs:
+    def __call__(
+        self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
+    ) -> ValueOutputs:
         """Value before each response token, and after the last where that is asked for."""
         rows = token_rows(batch, packed=self.packed)
-        states, head = _states(self.model, rows), value_head_of(self.model)
+        states, head = _states(model, rows), value_head_of(model)
         after = None
         if self.with_bootstrap:
             after = torch.where(batch.truncated, values_from_hidden(states[rows.ends], head), 0.0)

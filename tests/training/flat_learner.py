@@ -1,0 +1,25 @@
+"""A control policy's learner, as `tether.assembly` makes it."""
+
+from dataclasses import replace
+
+from tether.training.control.forward import RolloutForward
+from tether.training.control.losses import ControlLoss
+from tether.training.engines.flat import FlatEngine
+from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.learner import Learner
+from tether.training.protocol import LossSpec, UpdatePlan
+
+OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5, grad_clip=0.5)
+
+
+def flat_learner(policy, loss=None, plan=None, options=OPTIONS, critic_lr=1e-2, incident_dir=None):
+    """By default one mini-batch of all rows."""
+    loss = loss or ControlLoss()
+    forward = RolloutForward(loss.logprob_level)
+    return Learner(
+        FlatEngine(policy, options, critic_lr, incident_dir),
+        forward,
+        LossSpec(forward, loss),
+        plan or UpdatePlan(mini_batch_rows=32),
+        critic_loss=LossSpec(forward, replace(loss, critic_only=True)),
+    )

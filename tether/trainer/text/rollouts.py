@@ -1,0 +1,144 @@
+"""Responses to prompts: sampled, scored, and validated on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.batch import Prompt, TrainBatch, WeightUpdate
+from tether.data.prompts import PromptDataset
+from tether.data.sampler import PromptSampler
+from tether.metrics.timing import Timer
+from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.trainer.parts.collector import Collector, ScoredResponses
+from tether.trainer.parts.dynamic_sampling import DynamicSampling
+from tether.trainer.parts.greedy_baseline import GreedyBaseline
+from tether.trainer.parts.reward_components import RewardComponents
+from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progress
+from tether.trainer.text.evaluation import Evaluation
+from tether.trainer.text.rollout_files import RolloutFiles
+from tether.trainer.text.step_metrics import step_metrics
+from tether.training.text.forward import PolicyOutputs
+
+TextExperience = Experience[TrainBatch, ScoredResponses]
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts in the order of the data; see `tether.trainer.protocol.Source`."""
+
+    dataset: PromptDataset
+    sampler: PromptSampler
+
+    def next(self, step: int) -> list[Prompt]:
+        """The prompts of the next step."""
+        return [self.dataset[row] for row in self.sampler.next_batch()]
+
+    def metrics(self) -> dict[str, float]:
+        """The epoch that the next prompts belong to."""
+        return {"training/epoch": float(self.sampler.epoch)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.sampler.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRollouts:
+    """Samples and scores responses; see `tether.trainer.protocol.Rollouts`. What is optional may be None."""
+
+    collector: Collector
+    sampling: SamplingParams
+    dynamic_sampling: DynamicSampling | None
+    greedy_baseline: GreedyBaseline | None
+    reward_components: RewardComponents | None
+    rollout_files: RolloutFiles | None
+    evaluation: Evaluation | None
+    max_prompt_length: int
+    """The limit that prompts are held to, for metrics."""
+    seed: int
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the policy."""
+        return self.collector.tokenizer
+
+    @property
+    def can_evaluate(self) -> bool:
+        """See `Rollouts`."""
+        return self.evaluation is not None
+
+    def begin(self, step: int) -> None:
+        """See `Rollouts`: there is nothing to prepare."""
+
+    def collect(self, prompts: Sequence[Prompt], step: int, time: Timer, progress: Progress) -> TextExperience:
+        """See `Rollouts`; row p * n + r of the batch is response r to prompt p.
+
+        Raises:
+            RewardFailure: more reward calls failed than are allowed.
+            NothingToLearn: see `DynamicSampling.collect`.
+        """
+        key = NoiseKey(self.seed, step)
+        with time("gen"):
+            scored = (self.dynamic_sampling or self.collector).collect(prompts, self.sampling, key, progress)
+        time.move(scored.reward_seconds, "gen", "reward")
+        batch = TrainBatch.assemble(scored.rollout, scored.scores)
+        metrics: dict[str, float] = {}
+        if self.greedy_baseline:
+            with time("gen_max"):
+                metrics |= self.greedy_baseline.add_to(batch, scored.prompts, self.collector, key)
+        if self.reward_components:
+            metrics |= self.reward_components.add_to(batch, scored.outcomes)
+        return Experience(batch, scored, metrics)
+
+    def record(self, step: int, experience: TextExperience, time: Timer) -> None:
+        """See `Rollouts`.
+
+        Raises:
+            LogFailed: the file cannot be written.
+        """
+        if self.rollout_files:
+            with time("dump_rollout_generations"):
+                self.rollout_files.write(step, experience.details, experience.batch)
+
+    def metrics(self, experience: TextExperience, outputs: PolicyOutputs | None, time: Timer) -> dict[str, float]:
+        """See `Rollouts`."""
+        return step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
+
+    def metrics_to_log(self) -> dict[str, float]:
+        """See `Rollouts`: a step's metrics are all there is."""
+        return {}
+
+    def load_weights(self, weights: WeightUpdate) -> None:
+        """See `Rollouts`."""
+        self.collector.engine.load_weights(weights)
+
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
+        """See `Rollouts`."""
+        assert self.evaluation
+        return self.evaluation.run(self.collector, NoiseKey(self.seed, step), progress)
+
+    def freeze(self, *, in_step: bool) -> Frozen:
+        """See `Rollouts`: nothing outlasts a step."""
+        return Frozen()
+
+    def saved(self, step: int) -> None:
+        """See `Rollouts`."""
+
+    def restore(self, checkpoint: Path) -> None:
+        """See `Rollouts`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Rollouts`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Rollouts`."""

@@ -1,0 +1,252 @@
+"""The engine of control policies whose gradients are taken by hand; see `tether.training.protocol.Engine`.
+
+For a small network on a CPU most of the time of an update is bookkeeping, so gradients are closed forms
+(`tether.models.control`, `tether.training.control.closed_form_gradients`) and the optimizer works on one flat buffer
+(`tether.training.engines.flat_adamw`). Actor and critic are updated together: they may share layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tether.algorithms import kl_penalty
+from tether.batch import EnvBatch, WeightUpdate
+from tether.models.control.mlp_policy import Policy, save_policy
+from tether.training.control.chunk_levels import mask_at, to_columns
+from tether.training.control.closed_form_gradients import Draws
+from tether.training.control.forward import RolloutOutputs
+from tether.training.control.losses import ControlLoss, Outputs
+from tether.training.control.samples import Samples
+from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
+from tether.training.engines.incident import Incidents
+from tether.training.engines.optimizer import OptimizerOptions, learning_rate
+from tether.training.out_of_memory import within_memory
+from tether.training.protocol import Forward, LossSpec, Updated, UpdatePlan
+
+Result = TypeVar("Result")
+SMALLER = (
+    "Lower actor_rollout_ref.actor.ppo_mini_batch_size, env.train.total_num_envs, "
+    "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
+)
+RATE_FACTOR, RATE_BOUND = 1.5, 100.0
+"""A rate that is led by the KL changes by this factor at a time, and stays within this one of the schedule's."""
+
+
+class FlatEngine:
+    """Owns and trains a control policy.
+
+    Args:
+        policy: actor and critic; its parameters become views of one buffer.
+        options: AdamW and its schedule, for everything but the critic.
+        critic_lr: peak learning rate of the critic, which follows the same schedule.
+        incident_dir: where an update with a non-finite gradient is kept.
+    """
+
+    def __init__(
+        self, policy: Policy, options: OptimizerOptions, critic_lr: float, incident_dir: Path | None = None
+    ) -> None:
+        self.policy = policy
+        self.version = 0
+        self._options = options
+        self._critic_lr = critic_lr
+        self._incidents = Incidents(incident_dir)
+        self._chunk = policy.spec.num_action_chunks
+        self._rate_factor = 1.0
+        self._flat = FlatParameters(policy.parameter_groups())
+        self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+
+    def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
+        """Pass over a rollout; see `Engine.infer`.
+
+        Raises:
+            ValueError: it does not fit into memory, a single decision at a time.
+        """
+        rows = batch.actions.shape[:2].numel()
+        return within_policy_memory(self.policy, lambda: forward(self.policy, batch, None), rows)
+
+    @torch.no_grad()
+    def update(self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
+        """See `Engine.update`; the metrics are those of the last pass. Nothing is learned from an empty batch."""
+        self.version += 1
+        function = loss.function
+        assert isinstance(function, ControlLoss)
+        norms: list[float] = []
+        outputs: list[Outputs] = []
+        epochs = 0
+        samples = batch
+        while epochs < plan.epochs and len(samples):
+            rates = self._rates(step)
+            if plan.shuffle:
+                order = plan.order(len(samples), step, epochs)
+                samples = batch.each(lambda column: column[order])  # noqa: B023  (called at once)
+            outputs = []
+            for number, mini in enumerate(samples.split(plan.mini_batch_rows)):
+                draws = partial(plan.generator, step, epochs, number)
+                outputs.append(self.gradients(mini, function, draws))
+                norms.append(self._optimizer.clip_(self._options.grad_clip))
+                if math.isfinite(norms[-1]):
+                    self._optimizer.step(rates)
+                else:
+                    skipped = SkippedMiniBatch(self.policy, function, mini, draws)
+                    self._incidents.keep(step, self.policy, skipped)
+            epochs += 1
+            if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
+                break
+        if batch.observed is not None:  # the rollout was sampled, and learned from, without
+            self.policy.update_statistics(batch.observed)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        actor_rate, critic_rate = self._rates(step)
+        metrics = function.metrics(samples.decisions(), outputs, self._chunk, self.policy.head.width) | {
+            "actor/grad_norm": sum(finite) / max(1, len(finite)),
+            "actor/skipped_updates": float(len(norms) - len(finite)),
+            "actor/lr": actor_rate,
+            "critic/lr": critic_rate,
+            "actor/epochs": float(epochs),
+        }
+        return Updated(metrics)
+
+    def gradients(self, mini: Samples, loss: ControlLoss, draws: Draws = torch.Generator) -> Outputs:
+        """Put the gradient of the loss of a mini-batch into every parameter's ``grad``.
+
+        Args:
+            mini: the mini-batch.
+            loss: what is lowered.
+            draws: makes the generator for losses that choose elements at random.
+
+        Raises:
+            ValueError: it does not fit into memory, a single decision at a time.
+        """
+        rows = mini.old_log_probs.shape[:-1].numel()
+        return within_policy_memory(self.policy, lambda: self._gradients(mini, loss, draws), rows)
+
+    @torch.no_grad()
+    def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
+        policy = self.policy
+        passed, rows = policy.run(mini.obs, mini.memory, mini.actions), mini.decisions()
+        done = policy.head.evaluate(passed.outputs, rows.actions)
+        log_probs = loss.log_probs(done.log_probs, rows.mask, self._chunk)
+        values_grad = None if passed.values is None else loss.values_gradient(passed.values, rows)
+        if loss.critic_only:
+            policy.backward(passed, None, values_grad)
+            self._flat.grads[self._flat.slices[0]].zero_()
+            return Outputs(log_probs, done.entropy, passed.values, None)
+        found = loss.policy_gradient(log_probs, rows, policy.head.width, draws)
+        outputs_grad = policy.head.backward(
+            done,
+            rows.actions,
+            to_columns(found.by_log_probs, policy.head.width, rows.mask),
+            loss.entropy_gradient(done.entropy, rows.mask, self._chunk),
+        )
+        policy.backward(passed, outputs_grad, values_grad)
+        return Outputs(log_probs, done.entropy, passed.values, found.loss)
+
+    def export(self) -> WeightUpdate:
+        """See `Engine.export`."""
+        return WeightUpdate(self.version, self.policy.state_dict(keep_vars=True).items())
+
+    def save(self, folder: Path) -> None:
+        """Write the policy: its spec as JSON and its weights as safetensors."""
+        save_policy(self.policy, folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer, the version, and the rate that is led by the KL; the weights are the policy's."""
+        return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._optimizer.load_state_dict(state)
+        self._rate_factor, self.version = state["rate_factor"], state["version"]
+
+    def _rates(self, step: int) -> list[float]:
+        actor = learning_rate(self._options, step) * self._rate_factor
+        return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
+
+    def _far(self, samples: Samples, loss: ControlLoss, plan: UpdatePlan) -> bool:
+        """Measure the KL from the policy that sampled; says whether the passes end, or leads the learning rate."""
+        assert plan.target_kl is not None
+        kl, target = self._kl(samples, loss), plan.target_kl
+        if not plan.leads_rate:
+            return kl > target
+        if kl > 2 * target:
+            self._rate_factor = max(self._rate_factor / RATE_FACTOR, 1 / RATE_BOUND)
+        elif kl < target / 2:
+            self._rate_factor = min(self._rate_factor * RATE_FACTOR, RATE_BOUND)
+        return False
+
+    def _kl(self, samples: Samples, loss: ControlLoss) -> float:
+        """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats per decision."""
+        rows = samples.old_log_probs.shape[:-1].numel()
+        outputs = within_policy_memory(
+            self.policy, lambda: self.policy.outputs(samples.obs, samples.memory, samples.actions), rows
+        )
+        samples = samples.decisions()
+        columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
+        log_probs = loss.log_probs(columns, samples.mask, self._chunk)
+        counted = mask_at(loss.logprob_level, samples.mask, self.policy.head.width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", mask)
+        return float(estimate.sum(dim=-1).mean())
+
+
+class SkippedMiniBatch:
+    """See `tether.training.engines.incident.SkippedUpdate`.
+
+    Args:
+        policy: whose gradient was not finite.
+        loss: what was lowered.
+        samples: the mini-batch.
+        draws: see `FlatEngine.gradients`.
+    """
+
+    def __init__(self, policy: Policy, loss: ControlLoss, samples: Samples, draws: Draws) -> None:
+        self._policy, self._loss, self._samples, self._draws = policy, loss, samples, draws
+
+    def __len__(self) -> int:
+        """Decisions, or sequences."""
+        return len(self._samples)
+
+    def backward(self, row: int) -> Tensor:
+        """See there."""
+        samples, loss = self._samples.each(lambda column: column[row : row + 1]), self._loss
+        outputs = [self._engine.gradients(samples, loss, self._draws)]
+        spec = self._policy.spec
+        found = loss.metrics(samples.decisions(), outputs, spec.num_action_chunks, self._policy.head.width)
+        policy = found.get("actor/pg_loss", 0.0) - loss.entropy_coeff * found["actor/entropy"]
+        return torch.tensor(policy + loss.value_coeff * found.get("critic/vf_loss", 0.0))
+
+    @cached_property
+    def _engine(self) -> FlatEngine:
+        return FlatEngine(self._policy, OptimizerOptions(lr=0.0), critic_lr=0.0)
+
+
+def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:
+    """Do something with a policy, in smaller micro-batches where it does not fit into memory.
+
+    Args:
+        policy: its `micro_batch` is lowered where that is needed.
+        attempt: what to do.
+        rows: decisions of a micro-batch, where the policy has no limit.
+
+    Raises:
+        ValueError: it does not fit, a single decision at a time.
+    """
+
+    def try_with(limit: int | None) -> Result:
+        policy.micro_batch = limit
+        return attempt()
+
+    result, policy.micro_batch = within_memory(
+        try_with,
+        policy.micro_batch,
+        lambda limit: None if limit == 1 else (limit or rows) // 2 or 1,
+        lambda limit: f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={limit}",
+        SMALLER,
+    )
+    return result
