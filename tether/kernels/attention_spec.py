@@ -1,4 +1,4 @@
-"""What attention is told: by its layer how to weigh, by a layout which query may look at which key."""
+"""The inputs of attention besides its tensors: a layer's settings, and a layout: which query sees which key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer says of its attention, beside the tensors."""
+    """A layer's settings."""
 
     layer: int
     scale: float
@@ -19,7 +19,7 @@ class AttentionSpec:
 
 
 class AttentionLayout(Protocol):
-    """Knows which query may look at which key."""
+    """Knows which query sees which key."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend: query [R, H, Q, D], key and value [R, K, Q, D] of the same tokens -> [R, H, Q, Dv]."""

@@ -1,4 +1,4 @@
-"""AMX for compiled loops: Intel's eight registers that hold a tile of a matrix each, and what they can do.
+"""AMX for compiled kernels: Intel's eight registers that hold a tile of a matrix each, and what they can do.
 
 A tile is up to 16 rows of 64 bytes. A tile product adds to 16 x 16 float32 sums what 16 rows of 32 bfloat16 numbers
 give with 16 columns of 32 numbers. The tile of those columns holds numbers in pairs: its row p has the numbers 2p and
@@ -53,7 +53,7 @@ def _instruction(name: str, kinds: str, *arguments: Type) -> Typed:
     """LLVM's function of that name; of its arguments ``t`` is a tile, ``p`` an address and ``n`` a number."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if kind == "t" and not isinstance(argument, types.IntegerLiteral):
-            raise RequireLiteralValue("which tile has to be known when a loop is compiled")
+            raise RequireLiteralValue("which tile has to be known when a kernel is compiled")
     byte = ir.IntType(8)
     of_kind: dict[str, ir.Type] = {"t": byte, "p": byte.as_pointer(), "n": ir.IntType(64)}
     made: dict[str, Callable[..., Value]] = {

@@ -1,4 +1,4 @@
-"""AVX-512 for compiled loops: products of bfloat16 numbers with float32 sums, and what goes with them.
+"""AVX-512 for compiled kernels: products of bfloat16 numbers with float32 sums, and what goes with them.
 
 `add_products` takes rows, and columns in pairs: the numbers 2p and 2p + 1 of 32 columns stand side by side and fill two
 registers, and what a row's numbers 2p and 2p + 1 give with them is added to its 32 sums. ("Intel Intrinsics Guide",

@@ -126,11 +126,11 @@ class Cpu(Reference):
         """See `Reference`."""
         weights, grad_scores = (torch.empty_like(scores, dtype=torch.bfloat16) for _ in range(2))
         causal_attention.weights_backward(
-            scores=scores.flatten(0, 1),
-            grad_weights=grad_weights.flatten(0, 1),
-            log_sum=log_sum.flatten(),
-            out=out.flatten(0, 1),
-            grad_out=grad.flatten(0, 1),
+            scores=scores.flatten(0, 1).contiguous(),
+            grad_weights=grad_weights.flatten(0, 1).contiguous(),
+            log_sum=log_sum.flatten().contiguous(),
+            out=out.flatten(0, 1).contiguous(),
+            grad_out=grad.flatten(0, 1).contiguous(),
             weights=weights.flatten(0, 1),
             grad_scores=grad_scores.flatten(0, 1),
             scale=scale,
