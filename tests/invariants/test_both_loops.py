@@ -22,6 +22,7 @@ from tether.trainer.parts.critic_warmup import CriticWarmup
 
 TOTAL = 6
 UNTIL = "trainer.critic_warmup_until_explained_variance"
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def warnings_of(said: list[str]) -> Callable[[Any], None]:
     return before
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow)])
 def test_a_signal_changes_nothing(loop: Loop, stop: int, tmp_path: Path) -> None:
     """After step 3 no checkpoint is due; after steps 2 and 4 one is, and a validation."""
     loop.train(loop.overrides(tmp_path / "whole"))
@@ -199,9 +200,15 @@ STOPPED = [
     ("generators of its own", "here"), ("counts", "chunks"), ("counts", "here"), ("random the first time", "processes"),
     ("gives its state", "processes"), ("running statistics", "processes"),
 ]  # fmt: skip
+QUICK = ("np.random", "gives its state", "forgets at reset", "counts")
+"""A global generator, a state that is given, pickled or lost: the other wrappers are tested with the slow tests."""
 
 
-@pytest.mark.parametrize(("name", "how"), KILLED)
+def slow_but_for_quick(cases: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*case, marks=() if case[0] in QUICK else slow) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "how"), slow_but_for_quick(KILLED))
 def test_environments_with_state_are_killed_and_resume(name: str, how: str, tmp_path: Path) -> None:
     """kill -9 while training, saving and starting; each process finds the module's state as it is imported."""
     control = Control()
@@ -211,7 +218,7 @@ def test_environments_with_state_are_killed_and_resume(name: str, how: str, tmp_
     assert_same_run(tmp_path / "whole", tmp_path / "killed", 8)
 
 
-@pytest.mark.parametrize(("name", "how"), STOPPED)
+@pytest.mark.parametrize(("name", "how"), slow_but_for_quick(STOPPED))
 def test_environments_with_state_are_stopped_and_resume(name: str, how: str, tmp_path: Path) -> None:
     """By a signal, after a step for which no checkpoint was due."""
     control, more = Control(), [*wrapped(name), *STEPS[how]]

@@ -241,8 +241,14 @@ def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench)
     assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 
 
+def embodied_cases() -> list[Any]:
+    """Keys of both kinds of runs are slow: their effect on text runs is in the default selection."""
+    paths = [path for path in live_keys() if keys()[path].in_embodied]
+    return [pytest.param(path, marks=pytest.mark.slow if is_read_by_text_runs(path) else ()) for path in paths]
+
+
 @needs_envs
-@pytest.mark.parametrize("path", [path for path in live_keys() if keys()[path].in_embodied])
+@pytest.mark.parametrize("path", embodied_cases())
 def test_a_live_key_has_an_effect_on_embodied_runs(path: str, control: Situation, bench: Bench) -> None:
     if path.endswith(".num_workers"):
         pytest.importorskip("envpool")

@@ -37,7 +37,12 @@ def _toys():
     toys.register()
 
 
-@pytest.mark.parametrize("space", toys.SPACES)
+SLOW_SPACES = ("multi-discrete", "multi-binary")  # as "discrete", with more columns
+
+
+@pytest.mark.parametrize(
+    "space", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SPACES else ()) for name in toys.SPACES]
+)
 def test_identity_is_learned(space, tmp_path):
     steps = 120 if space == "box" else 40
     run = train(

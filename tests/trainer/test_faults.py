@@ -39,7 +39,10 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.parametrize("cause", [pytest.param(n, marks=NO_PEFT if n == "adapters" else ()) for n in OVERFLOWS])
+MARKS = {"adapters": NO_PEFT, "bfloat16": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("cause", [pytest.param(name, marks=MARKS.get(name, ())) for name in OVERFLOWS])
 def test_an_overflow_ends_no_run_and_replays(cause: str, base: list[str], tmp_path: Path) -> None:
     """With gradient checkpointing, as by default."""
     overrides = [*base, *OVERFLOWS[cause], "trainer.total_training_steps=2"]

@@ -313,13 +313,13 @@ batch = batch[torch.arange(len(batch)).repeat(int(sys.argv[1]))]
 engine = make_engine(make_policy(), MicroBatching(max_rows=len(batch), key="KEY"))
 engine.accumulate_gradients(batch[:9], LossSpec(PolicyForward(packed=False), PolicyLoss()))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + 75 * 2**20,) * 2)
 engine.accumulate_gradients(batch, LossSpec(PolicyForward(packed=False), PolicyLoss()))
 """
 
 
 def test_a_process_of_limited_memory_goes_on() -> None:
     """Nothing is faked here: the kernel refuses the memory of all rows at once, and gives that of some."""
-    done = subprocess.run([sys.executable, "-c", LIMITED, "4000"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", LIMITED, "1000"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "did not fit into memory" in done.stderr
