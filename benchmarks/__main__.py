@@ -116,7 +116,7 @@ def summary(sections: Sequence[Section]) -> str:
 
 
 def by_hand(page: Path) -> str:
-    """What stands behind the tables of an earlier page: what its numbers mean, written by hand."""
+    """The text after the tables of an earlier page, which is written by hand."""
     return page.read_text(encoding="utf-8").partition(END)[2] if page.exists() else "\n"
 
 

@@ -55,7 +55,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at a size."""
+    """The measurement at one size."""
 
     parameters: int
     decode: float
@@ -66,7 +66,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is varied."""
+    """The size that varies."""
 
     name: str
     sizes: Sequence[tuple[float, Size]]

@@ -1,4 +1,4 @@
-"""What truncated sampling costs the native engine, what recording its cut adds, and what the replay adds in training.
+"""The cost of truncated sampling in the native engine, of recording its cut, and of replaying it in training.
 
     python -m benchmarks.truncated_sampling --model DIR [--rows 32] [--new-tokens 32] [--dtype float32]
 

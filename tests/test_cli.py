@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(cli: Cli, finished: Path, tmp_p
     for named in (copies, copies / "global_step_3"):
         message = refused(cli(name, str(named), *rest))
         assert f"{file}: damaged" in message
-        assert f"The last good one beside it is {copies / 'global_step_2'}." in message
+        assert f"The last good one in that folder is {copies / 'global_step_2'}." in message
     file.unlink()
     assert f"{file}: missing" in refused(cli(name, str(copies), *rest))
     assert not list(copies.glob("eval_*"))
@@ -351,7 +351,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize(("before", "frozen"), [("", True), ("import torch", False)])
 def test_imports_are_not_searched_for_garbage(before: str, frozen: bool):
-    """What comes after them is, and a process that had imported torch itself is left as it was."""
+    """Garbage made later is, and a process that had imported torch itself is left as it was."""
     lines = [
         before,
         "import gc",

@@ -90,7 +90,7 @@ OFF_POLICY: dict[str, tuple[str, ...]] = {
                        f"{ACTOR}.optim.lr=3e-3"),
     "pf_ppo max_random": (f"{ALGORITHM}.use_pf_ppo=True", f"{ALGORITHM}.pf_ppo.reweight_method=max_random"),
 }  # fmt: skip
-"""What stands between sampling and update -> settings, with grpo."""
+"""Step between sampling and update -> settings, with grpo."""
 
 FILTERED = (f"{ALGORITHM}.filter_groups.enable=True", f"{ALGORITHM}.filter_groups.max_num_gen_batches=3")
 

@@ -1,4 +1,4 @@
-"""What a policy that is held to its reference by a KL of weight beta comes to, exactly: by counting all answers.
+"""The exact optimum of a policy held to its reference by a KL of weight beta, by counting all answers.
 
 The best policy of E[score] - beta KL(policy, reference) is p(y) = p_ref(y) exp(score(y) / beta) / Z: see for example
 Ziegler et al. 2019, arXiv 1909.08593, equation 2. With nine tokens and four places it can be written down.

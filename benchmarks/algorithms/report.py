@@ -42,7 +42,7 @@ class Row:
 
     @property
     def bound(self) -> str:
-        """What the case demands."""
+        """The demand of the case."""
         if self.case.beta is not None:
             return f"{sum(self.optima) / len(self.optima):.2f} ± {TOLERANCE}"
         return f"≥ {self.case.at_least}" if self.case.at_least is not None else f"≤ {self.case.at_most}"
@@ -85,7 +85,7 @@ def text_table(rows: Sequence[Row]) -> str:
 
 
 def core_minutes(rows: Sequence[Row]) -> float:
-    """What all runs took together."""
+    """Minutes of all runs together."""
     return sum(run.seconds for row in rows for run in row.runs) / 60
 
 

@@ -105,7 +105,7 @@ def validation_answers(task: Task) -> int:
 
 
 def overrides(task: Task, steps: int, seed: int, folder: Path) -> list[str]:
-    """What all runs of a task have in common; the algorithm is still to be named."""
+    """The settings that all runs of a task share; the algorithm is still to be named."""
     rollout = "actor_rollout_ref.rollout"
     return [
         f"data.train_files={folder / 'prompts.jsonl'}",
@@ -136,7 +136,7 @@ def overrides(task: Task, steps: int, seed: int, folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Learned:
-    """What one run came to."""
+    """The outcome of one run."""
 
     start: float
     """Mean ``acc`` of sampled answers to all prompts, before training."""

@@ -33,7 +33,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a check found in one scenario, the worst over all seeds and outputs."""
+    """The result of a check in one scenario, the worst over all seeds and outputs."""
 
     function: str
     peer: str
@@ -43,9 +43,9 @@ class Difference:
     """`absolute` over the largest number in either result."""
     agrees: bool
     reason: str | None
-    """What the check says about a difference, or an error, here."""
+    """The check's explanation of a difference or an error."""
     error: str | None
-    """What the peer raised instead of a result."""
+    """The exception that the peer raised."""
 
     @property
     def unexplained(self) -> bool:

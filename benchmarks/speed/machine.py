@@ -1,4 +1,4 @@
-"""What the figures were measured on, and what it could do at best."""
+"""The machine of the measurements, and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tables share: the model, the prompts, the number of runs, the peers."""
+"""The setting of all tables: the model, the prompts, the number of runs, the peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement hands back, and its markdown."""
+"""The result of a measurement, and its markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every estimator: masked positions do not exist, and the order of rows does not matter."""
+"""Properties of every estimator: masked positions do not exist, and the order of rows does not matter."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What holds for every policy loss and the value loss: masked positions do not exist, and pieces add up."""
+"""Properties of every policy loss and the value loss: masked positions do not exist, and pieces add up."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a loop of one's own gets wrong most easily: live tensors, empty batches, NaN, and half precision."""
+"""Common mistakes in a loop of one's own: live tensors, empty batches, NaN, and half precision."""
 
 import inspect
 import math

@@ -100,7 +100,7 @@ def test_mistakes_are_one_error_as_on_the_command_line(inputs: Path, tmp_path: P
 
 
 def test_values_need_no_quotes():
-    """What Hydra's grammar would take apart, a mapping gives as it is."""
+    """A mapping passes values unchanged that Hydra's grammar would split."""
     name = "a,b=[1]: 'c'"
     given = [Override("trainer.experiment_name", name, delete=False), "env.train.id=CartPole-v1"]
     assert load_config(None, given).config.trainer.experiment_name == name

@@ -1,4 +1,4 @@
-"""What a run is told: keys without effect, the engine that samples, and the printed tree."""
+"""The notes of a run: keys without effect, the engine that samples, and the printed tree."""
 
 import pytest
 import yaml

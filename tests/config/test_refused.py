@@ -1,4 +1,4 @@
-"""What tether lacks is refused by name; a value that asks for nothing is accepted."""
+"""A missing feature is refused by name; a value that asks for nothing is accepted."""
 
 import json
 

@@ -170,7 +170,7 @@ def files(tmp_path, monkeypatch):
 
 
 def command(*arguments: str) -> str:
-    """What `tether config check` prints."""
+    """The output of `tether config check`."""
     result = CliRunner().invoke(app, ["config", "check", "--no-files", *arguments, *BASE])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -1,4 +1,4 @@
-"""What a configuration comes to: everything that a built run holds, laid out as path -> text.
+"""The plan of a run: everything that a built run holds, laid out as path -> text.
 
 Two configurations with the same plan do the same. Copies of the configuration itself, which are kept to be logged and
 saved, are left out: they would differ with every key, used or not.

@@ -82,7 +82,7 @@ def test_a_forgotten_validation_would_show(loop: Loop, tmp_path: Path, monkeypat
 
 
 def draws(loop: Loop, folder: Path) -> list[tuple[float, float, float]]:
-    """What the code of a user draws from the global generators after each step of a run that is stopped once."""
+    """Draws of a user's code from the global generators after each step of a run that is stopped once."""
     found: list[tuple[float, float, float]] = []
 
     def draw(run: Any) -> None:
@@ -290,7 +290,7 @@ def test_other_environments_than_were_saved_start_afresh_with_a_warning(tmp_path
 
 
 def test_a_limit_that_was_changed_acts_on_what_resumes(tmp_path: Path) -> None:
-    """What an environment was made with is the configuration's, not the checkpoint's."""
+    """The arguments of an environment are those of the configuration, not of the checkpoint."""
     control = Control()
     control.train(control.overrides(tmp_path, *STEPS["here"]), until=2)
     limit = ["env.train.max_episode_steps=7", "trainer.total_training_steps=12"]

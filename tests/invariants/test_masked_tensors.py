@@ -34,7 +34,7 @@ VALUE_LOSSES: list[dict[str, Any]] = [
     {"cliprange_value": clip, "huber_delta": delta} for clip in (0.2, None) for delta in (None, 0.7)
 ]
 WIDTH = 9
-"""What a response may be long; batches are narrower and wider."""
+"""Longest response allowed, in tokens; batches are narrower and wider."""
 SAME_SUMS = 1e-12
 """How far sums may differ whose terms come in another order."""
 

@@ -81,7 +81,7 @@ def sight(observe: Callable[[LoadedConfig], object], overrides: tuple[str, ...])
 
 
 def effect(path: str, situation: Situation, observe: Callable[[LoadedConfig], object]) -> str | None:
-    """What a user sees of a key when it is changed: "changed", "error", "noted" or "refused"; None: nothing.
+    """The visible effect of changing a key: "changed", "error", "noted" or "refused"; None: nothing.
 
     Where some values are taken silently and without effect, and no value has one, it is None.
     """
@@ -273,7 +273,7 @@ def test_looking_twice_at_an_embodied_run_shows_the_same(control: Situation, ben
 
 
 def test_every_key_of_the_schema_is_live_or_a_second_name() -> None:
-    """What nothing reads has no field: it is a row of `verl_keys.toml`."""
+    """A key that nothing reads has no field: it is a row of `verl_keys.toml`."""
     assert set(live_keys()) == {path for path, key in keys().items() if not key.alias_of}
     assert not set(keys()) & set(unread_keys())
 

@@ -27,7 +27,7 @@ SCORED = ~SCORES.isnan()
 
 
 def advantages(batch: TrainBatch, estimator: str) -> torch.Tensor:
-    """What an estimator makes of the scores; what else it reads is NaN where the row has no score."""
+    """Advantages of an estimator; whatever else it reads is NaN where the row has no score."""
     generator = torch.Generator().manual_seed(0)
     per_token = torch.rand(3, 9, 9, generator=generator, dtype=torch.float64)[:, : len(batch)]
     values, probs, agreement = (torch.where(batch.response_mask, tokens, NAN) for tokens in per_token)

@@ -1,4 +1,4 @@
-"""What is logged of an estimator, by hand."""
+"""The metrics of an estimator, with numbers worked by hand."""
 
 import math
 

@@ -85,7 +85,7 @@ def test_other_layers_behind_are_called(what: str) -> None:
 
 
 def gated_of(mlp: GatedMLP, x: Tensor) -> Tensor:
-    """What goes into the last layer."""
+    """Inputs of the last layer."""
     seen = []
     handle = mlp.down_proj.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     mlp(x)

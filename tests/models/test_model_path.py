@@ -1,4 +1,4 @@
-"""What a model path may be, and one clear error for everything else, without importing torch."""
+"""Every allowed form of a model path, and one clear error for everything else, without importing torch."""
 
 import subprocess
 import sys

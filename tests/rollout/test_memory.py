@@ -1,4 +1,4 @@
-"""What a policy remembers in a rollout: its episode so far and nothing else, in every autoreset mode."""
+"""A policy remembers its episode so far and nothing else, in every autoreset mode."""
 
 import numpy as np
 import pytest

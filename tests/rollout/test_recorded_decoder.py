@@ -30,7 +30,7 @@ def same(left: RolloutBatch, right: RolloutBatch) -> bool:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens: a recording, or its being run."""
+    """The events: a recording is made, or replayed."""
     happened: list[str] = []
     record = maker.record
 

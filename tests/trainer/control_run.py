@@ -18,7 +18,7 @@ def train(overrides, until=None):
 
 
 def call(*arguments):
-    """What a command prints; it has to succeed."""
+    """The output of a command, which has to succeed."""
     shown = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert shown.exit_code == 0, f"{shown.output} {shown.exception}"
     return shown.output

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one clear message each, which names what is wrong and what to do."""
+"""Mistakes of a user: one clear message each, which names what is wrong and what to do."""
 
 import shutil
 import time

@@ -80,7 +80,7 @@ Start = Callable[[list[str]], Any]
 
 @pytest.fixture(params=["text", "control"])
 def kind(request: pytest.FixtureRequest, base: list[str], tmp_path: Path) -> tuple[Start, list[str]]:
-    """What builds a run of this kind, and its settings; its folder is tmp_path/run."""
+    """The builder of a run of this kind, and its settings; its folder is tmp_path/run."""
     if request.param == "text":
         return lambda more: build_run(load_config(None, [*base, *GRPO, *more])), [f"{MODEL}.path=/nowhere"]
     settings = [*CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}"]

@@ -35,7 +35,7 @@ SELECTION_DEFAULTS = {
 
 
 def by_width(mode: str = "token-mean", scale_factor: float | None = None) -> Aggregation:
-    """What the modes that divide by a width divide by is the longest response that there may be, not that there is."""
+    """Modes that divide by a width divide by the longest response allowed, not by the longest in the batch."""
     return Aggregation(mode, scale_factor, width=8)
 
 

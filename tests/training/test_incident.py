@@ -1,4 +1,4 @@
-"""What is kept of a skipped update can be replayed by someone who has only the folder."""
+"""A skipped update is kept so that it can be replayed by someone who has only the folder."""
 
 import dataclasses
 import logging

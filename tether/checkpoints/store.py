@@ -258,9 +258,9 @@ def _offer(broken: Path) -> str:
     others = sorted(_checkpoints(broken.parent), key=step_of, reverse=True)
     good = next((path for path in others if path != broken and find_damage(path, step_of(path)) is None), None)
     if good is None:
-        return "There is no other good checkpoint beside it; to train, start again with trainer.resume_mode=disable"
+        return "There is no other good checkpoint here; to train, start again with trainer.resume_mode=disable"
     return (
-        f"The last good one beside it is {good}. To train on from it: trainer.resume_mode=resume_path "
+        f"The last good one in that folder is {good}. To train on from it: trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={good}"
     )
 

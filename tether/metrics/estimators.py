@@ -1,4 +1,4 @@
-"""What to watch of an advantage estimator: how many tokens it teaches, and what it rests on.
+"""Metrics of an advantage estimator: the share of tokens that it teaches, and the inputs that it rests on.
 
 Legend as in `tether.metrics.data`: statistics select first, reduce in float64, and have no key where there is nothing.
 """
@@ -12,7 +12,7 @@ from tether.batch import TrainBatch, filled
 
 
 def estimator_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe the advantages of a finished batch; what only some estimators ask for is told where it is there.
+    """Describe the advantages of a finished batch, and the fields that only some estimators need where they are set.
 
     Args:
         batch: with `advantages`.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """What a metric says."""
+    """The meaning of a metric."""
 
     meaning: str
     """One line, with the unit if there is one."""
@@ -63,9 +63,9 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "reward/abstain_rate": MetricInfo("Share of responses on which the reward abstained."),
     "reward/call_s/p50": MetricInfo("Median time to score a response, in seconds."),
     "reward/call_s/p99": MetricInfo("Time to score a response that 99 % do not exceed, in seconds."),
-    "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned beside its score."),
-    "reward/overlong_penalty_mean": MetricInfo("Mean punishment of length, added to the score of a response."),
-    "reward/overlong_fraction": MetricInfo("Share of responses punished for their length.", "falls over the run"),
+    "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned with its score."),
+    "reward/overlong_penalty_mean": MetricInfo("Mean length penalty, added to the score of a response."),
+    "reward/overlong_fraction": MetricInfo("Share of responses with a length penalty.", "falls over the run"),
     "reward/running_mean": MetricInfo("Mean of all scores so far, which running normalisation subtracts."),
     "reward/running_std": MetricInfo("Standard deviation of all scores so far, which it divides by.", "above 0"),
     "baseline/score_mean": MetricInfo(
@@ -107,10 +107,10 @@ ACTOR: Mapping[str, MetricInfo] = {
         "Share of tokens that the dual clip bounded (negative advantage, large ratio).", "near 0"
     ),
     "actor/ppo_kl": MetricInfo(
-        "Estimated KL from the policy before the update to the policy being trained, in nats a token.", "below 0.05"
+        "Estimated KL from the policy before the update to the policy being trained, in nats per token.", "below 0.05"
     ),
     "actor/ppo_kl_abs": MetricInfo(
-        "Mean distance of the log-probs from those before the update, in nats a token (kl_cov)."
+        "Mean distance of the log-probs from those before the update, in nats per token (kl_cov)."
     ),
     "actor/behave_weight_mean": MetricInfo(
         "Mean weight p_old / p_rollout of a token (decoupled).", "close to 1; away from it the rollout is stale"
@@ -118,10 +118,10 @@ ACTOR: Mapping[str, MetricInfo] = {
     "actor/behave_dropped": MetricInfo(
         "Share of tokens dropped for a weight above behave_weight_threshold (decoupled).", "near 0"
     ),
-    "actor/kl_loss": MetricInfo("KL to the reference policy in the loss, in nats a token.", "rises slowly"),
+    "actor/kl_loss": MetricInfo("KL to the reference policy in the loss, in nats per token.", "rises slowly"),
     "actor/kl_coef": MetricInfo("Weight of the KL loss."),
     "actor/reward_kl_penalty": MetricInfo(
-        "KL to the reference policy taken off the reward, in nats a token.", "rises slowly; below 1"
+        "KL to the reference policy taken off the reward, in nats per token.", "rises slowly; below 1"
     ),
     "actor/reward_kl_penalty_coeff": MetricInfo("Weight of the KL penalty in the reward."),
     "actor/grad_norm": MetricInfo("Norm of the actor's gradient before clipping.", "steady; spikes are clipped"),
@@ -166,8 +166,8 @@ MISMATCH: Mapping[str, MetricInfo] = {
         "1 where `rollout_corr/k3_kl` is more than rounding in the number formats in use explains.", "0"
     ),
     **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
-    "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats a token.", "below 0.001"),
-    "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats a token.", "below 0.001"),
+    "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats per token.", "below 0.001"),
+    "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats per token.", "below 0.001"),
     "rollout_corr/training_ppl": MetricInfo("Perplexity of a response under the trainer, mean over responses."),
     "rollout_corr/training_log_ppl": MetricInfo("Its logarithm, mean over responses."),
     "rollout_corr/rollout_ppl": MetricInfo("Perplexity of a response under the sampler, mean over responses."),

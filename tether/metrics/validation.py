@@ -44,7 +44,7 @@ class ValidationRow:
 
 
 def validation_metrics(rows: Iterable[ValidationRow]) -> dict[str, float]:
-    """Compute ``val-core/<source>/<variable>/<metric>`` and the ``val-aux/...`` beside it.
+    """Compute ``val-core/<source>/<variable>/<metric>`` and the matching ``val-aux/...``.
 
     Core is what a run is judged by: mean, best and maj of ``acc`` (or, where no row has it, ``reward``) over all N
     samples of a prompt. All else is aux.

@@ -1,4 +1,4 @@
-"""What a reward is: a score, an abstention or an error. It is never a number that stands for a failure."""
+"""The outcome of a reward: a score, an abstention or an error, and never a number that stands for a failure."""
 
 from __future__ import annotations
 

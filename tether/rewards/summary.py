@@ -1,4 +1,4 @@
-"""What a batch of rewards amounts to: scores, counts, the errors themselves, and numbers to log."""
+"""Summary of a batch of rewards: scores, counts, the errors themselves, and numbers to log."""
 
 from __future__ import annotations
 

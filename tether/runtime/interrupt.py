@@ -33,7 +33,7 @@ class Interrupt:
     def receive(self, number: int, _: FrameType | None) -> None:
         """Remember the first signal; the second one ends the process at once.
 
-        A terminal that is closed may send SIGHUP twice, or beside another signal, so SIGHUP is never the second one.
+        A closed terminal may send SIGHUP twice, or together with another signal, so SIGHUP is never the second one.
         """
         if self.signal is not None and signal.SIGHUP in (number, self.signal):
             self.signal = signal.Signals(number) if number != signal.SIGHUP else self.signal

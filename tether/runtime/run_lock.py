@@ -139,7 +139,7 @@ class RunLock:
                 os.utime(self._file)
 
     def _lock_again(self) -> None:
-        """Lock the file anew: the folder was deleted under the run, which goes on writing there."""
+        """Lock the file again: the folder was deleted during the run, which keeps writing there."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         again = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

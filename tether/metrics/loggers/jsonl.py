@@ -3,7 +3,7 @@
 `tether plot` and other tools read these files. A line is on the disk before `log` returns, whole or not at all. A step
 has one line: metrics that are logged later, such as the time that its checkpoint took, are added to that line. A run
 that resumes from step N first drops the lines after N, so that no step stands there twice; a fresh run moves older
-files aside. Files that are deleted while the run goes on are written again, with all their lines.
+files aside. Files that are deleted during the run are written again, with all their lines.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Lines:
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _write_all(self._path, os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0))
-            logger.warning("%s was deleted while the run goes on; it is written again, with all its lines", self._path)
+            logger.warning("%s was deleted during the run; it is written again, with all its lines", self._path)
         if not self._is_open_there():
             replaced, self._file = self._file, _open(self._path)
             replaced.close()

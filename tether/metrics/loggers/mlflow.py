@@ -22,7 +22,7 @@ MAX_VALUE = 6000
 
 
 class MlflowLogger:
-    """Logs to an mlflow run, which a resumed run goes on with; steps that mlflow already has are not logged twice."""
+    """Logs to an mlflow run, which a resumed run continues; steps that mlflow already has are not logged twice."""
 
     def __init__(self, run: RunInfo) -> None:
         run.directory.mkdir(parents=True, exist_ok=True)

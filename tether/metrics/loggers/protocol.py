@@ -1,4 +1,4 @@
-"""What a logger is: it takes the metrics of a step, and samples to look at."""
+"""The protocol of loggers: they take the metrics of a step, and samples to look at."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunInfo:
     total_steps: int | None = None
     """Steps that the run will take, where it is known."""
     resumed_step: int | None = None
-    """Step of the checkpoint that the run goes on from; None for a fresh run."""
+    """Step of the checkpoint that the run resumes from; None for a fresh run."""
 
 
 @dataclass(frozen=True)

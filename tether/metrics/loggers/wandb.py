@@ -14,7 +14,7 @@ COLUMNS = ("index", "data_source", "prompt", "response", "reward", "ground_truth
 
 
 class WandbLogger:
-    """Logs to a wandb run, which a resumed run goes on with.
+    """Logs to a wandb run, which a resumed run continues.
 
     wandb cannot take steps back: steps that it already has are dropped by it when they are repeated after a resume. As
     resuming repeats them exactly, nothing is lost.

@@ -25,13 +25,13 @@ def first_word(text: str) -> str | None:
 
 
 def answer_tag(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``, stripped; None without one."""
+    """The content of the last ``<answer>...</answer>``, stripped; None without one."""
     found = _ANSWER_TAG.findall(text)
     return found[-1].strip() if found else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``, whose braces may nest; None without one, or if it never closes."""
+    r"""The content of the last ``\boxed{...}``, whose braces may nest; None without one, or if it never closes."""
     starts = [match.end() for match in _BOXED.finditer(text)]
     if not starts:
         return None

@@ -40,7 +40,7 @@ def _normalised(answer: str) -> str:
 
 
 def _unboxed(answer: str) -> str:
-    r"""What is inside the last ``\boxed{...}``, where there is one."""
+    r"""The content of the last ``\boxed{...}``, where there is one."""
     return last_boxed(answer) or answer
 
 

@@ -1,4 +1,4 @@
-"""Warnings about runs that go on without learning, where every number is finite and nothing fails."""
+"""Warnings about runs that continue without learning, where every number is finite and nothing fails."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class DynamicSampling:
     sampler: PromptSampler
     """Deals the prompts of each further batch."""
     metric: str
-    """What must differ within a group: ``score``, or a key that the reward returns beside it."""
+    """Number that must differ within a group: ``score``, or a key that the reward returns with it."""
     num_groups: int
     """Groups of a full batch."""
     max_batches: int

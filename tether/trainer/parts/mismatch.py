@@ -15,11 +15,11 @@ import torch
 MISMATCH = "rollout_corr/k3_kl"
 ALARM = "training/rollout_mismatch_alarm"
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 5e-3}
-"""Largest KL from sampler to trainer (k3 estimate, nats a token) that rounding explains, by number format."""
+"""Largest KL from sampler to trainer (k3 estimate, nats per token) that rounding explains, by number format."""
 
 
 def mismatch_tolerance(*dtypes: torch.dtype) -> float:
-    """What is allowed where sampler and trainer compute in these formats: that of the coarsest."""
+    """The tolerance where sampler and trainer compute in these formats: that of the coarsest."""
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
@@ -47,7 +47,7 @@ class MismatchAlarm:
         if rings and not self.has_spoken:
             self.has_spoken = True
             warn(
-                f"sampler and trainer disagree: {MISMATCH} is {found:.2g} nats a token, and rounding explains at most "
+                f"sampler and trainer disagree: {MISMATCH} is {found:.2g} nats per token; rounding explains at most "
                 f"{self.tolerance:g}. The samples are not those of the policy that is updated. Check that the sampler "
                 "has the current weights, that the forward pass draws no random numbers (dropout, noise in a router), "
                 "and whether float32 in actor_rollout_ref.rollout.dtype and "

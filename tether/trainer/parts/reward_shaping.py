@@ -1,4 +1,4 @@
-"""What happens to the score of a row before advantages are estimated: scale, punishment of length, normalisation."""
+"""Changes to the score of a row before advantages are estimated: scale, length penalty, normalisation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RewardShaping:
 
 
 def penalty_metrics(penalty: Tensor) -> dict[str, float]:
-    """How much, and how often, length was punished; nothing where no row has a score."""
+    """The size and the frequency of the length penalty; nothing where no row has a score."""
     if not len(penalty):
         return {}
     return {
