@@ -55,12 +55,17 @@ def test_there_are_pages() -> None:
 
 @each_page
 def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The examples of a page are one module, in a folder with the recipes, where they may write."""
+    """The examples of a page are one module, in a folder with the recipes, where they may write.
+
+    One that begins with the name of a file is that file, too.
+    """
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     # "__main__" parts reach out to the network; they are compiled, not run.
     module: dict[str, object] = {"__name__": "example"}
     for number, code in enumerate(blocks(page, "python")):
+        if file := re.match(r"# (\w+\.py)\n", code):
+            Path(file[1]).write_text(code)
         exec(compile(code, f"{page.name}, example {number + 1}", "exec"), module)
 
 

@@ -4,7 +4,7 @@ import io
 import json
 from pathlib import Path
 
-from tether.commands.report import show_report
+from tether.commands.report import next_commands, show_report
 from tether.runtime.terminal import Screen
 
 
@@ -20,3 +20,10 @@ def test_scores_stand_beside_the_questions_and_the_most_frequent_answer(tmp_path
     text = said.file.getvalue()  # type: ignore[attr-defined]
     for shown in ("30 distinct", "0.250", "0.750", "+0.500", "most frequent answer", "0.125"):
         assert shown in text
+
+
+def test_what_is_suggested_fits_the_kind_of_policy(tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    assert any("tether play" in line for line in next_commands(tmp_path, "tether train"))
+    (tmp_path / "actor" / "config.json").touch()
+    assert any("tether generate" in line for line in next_commands(tmp_path, "tether train"))

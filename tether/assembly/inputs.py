@@ -9,16 +9,18 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.config import RunConfig
-from tether.data.custom import load_custom_dataset
+from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.sources import load_rows
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards.custom import CustomReward
+from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.router import check_sources
+from tether.rewards.service.local import LocalRewards, Rewards
 from tether.rewards.service.pool import RewardPool
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import usable_cores
+from tether.runtime.objects import is_object
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def build_dataset(
 ) -> PromptDataset:
     """Read `files` and make prompts of their rows."""
     data = config.data
-    if data.custom_cls.path:
+    if is_object(files[0]):
+        rows = rows_of_object(files[0], prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key)
+    elif data.custom_cls.path:
         rows = load_custom_dataset(
             data.custom_cls.path,
             data.custom_cls.name or "",
@@ -110,13 +114,16 @@ def build_dataset(
     return PromptDataset(rows, tokenizer, options)
 
 
-def build_rewards(config: RunConfig) -> RewardPool:
-    """Start the reward processes; a user's function is loaded and checked in them.
+def build_rewards(config: RunConfig) -> Rewards:
+    """Start the reward processes; a user's function is loaded and checked in them. One that is an object runs here.
 
     Raises:
         ValueError: the user's function cannot be loaded.
     """
     custom = config.custom_reward_function
+    if is_object(custom.path):
+        function = load_reward_function(str(custom.path), custom.name, custom.reward_kwargs)
+        return LocalRewards(function, config.reward_model.timeout)
     return RewardPool(
         CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None,
         num_workers=config.reward_model.num_workers or usable_cores(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.assembly.advantages import asks_for
@@ -28,6 +28,7 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
+from tether.runtime.objects import held, is_object
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.learner import Learner
@@ -67,11 +68,13 @@ def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpo
     """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it."""
     model_config = config.actor_rollout_ref.model
     source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else inputs.model_path
+    own = type(held(str(inputs.model_path))) if is_object(inputs.model_path) else AutoModelForCausalLM
     model = load_causal_lm(
         source,
         dtype=torch.float32,
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
+        auto_class=own,
     )
     on_device(model, device)
     if model_config.lora_rank:

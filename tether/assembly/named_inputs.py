@@ -11,6 +11,7 @@ from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.cache import cache_dir
+from tether.runtime.objects import is_object
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 
@@ -20,6 +21,8 @@ def missing_inputs(config: RunConfig) -> list[Problem]:
     named = _of_control(config) if config.env.train.id is not None else _of_text(config)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
+        if is_object(value):
+            continue
         try:
             look(value)
         except ValueError as error:
@@ -55,6 +58,8 @@ def _of_control(config: RunConfig) -> Named:
         file = (env.id or "").rpartition(":")[0]
         if file.endswith(".py"):
             yield f"{role}.id", file, _parsed
+    if is_own_function(config.policy.model_type):
+        yield "policy.model_type", config.policy.model_type, _definition
     yield from _of_both(config)
 
 
@@ -64,6 +69,7 @@ def _of_both(config: RunConfig) -> Named:
         "actor_rollout_ref.actor.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
     }
     yield from ((key, name, _definition) for key, name in functions.items() if is_own_function(name))
+    yield from (("trainer.logger", name, _definition) for name in config.trainer.logger if is_own_function(name))
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
 

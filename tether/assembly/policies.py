@@ -11,13 +11,14 @@ from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.checkpoints.store import find_checkpoint
 from tether.config import RunConfig
 from tether.config.schema.env import VLA_TYPES
+from tether.config.support.live_keys import is_own_function
 from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.spec import PolicySpec
 from tether.observations import row_width
-from tether.trainer.control.rollouts import POLICY
 from tether.trainer.control.advantages import CRITIC
+from tether.trainer.control.rollouts import POLICY
 
 START = "actor_rollout_ref.model.path"
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
@@ -82,6 +83,7 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         pictures=pictures,
         cnn_type=fitting_cnn(policy.cnn_type, env, pictures),
         pixel_scale=policy.pixel_scale,
+        network=policy.model_type if is_own_function(policy.model_type) else None,
         lstm_dim=policy.lstm_dim,
     )
     return make_policy(spec, config.trainer.seed)

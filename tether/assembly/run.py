@@ -46,8 +46,9 @@ from tether.rollout.native.engine import NativeEngine, eos_token_ids
 from tether.rollout.protocol import SamplingParams
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
+from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
-from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint
+from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
 from tether.trainer.loop import Schedule, Trainer
 from tether.trainer.parts.collector import Collector
 from tether.trainer.parts.kl_reward import KLReward
@@ -97,7 +98,8 @@ def build_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             check_identity(checkpoint, identity)
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
-        rewards = resources.enter_context(build_rewards(config))
+        rewards = build_rewards(config)
+        resources.callback(rewards.close)
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
         policy = load_policy(config, inputs, device, checkpoint)
@@ -165,6 +167,8 @@ def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
 
 def _identity(inputs: Inputs) -> dict[str, str]:
     identity = {"data.train_files": inputs.train.fingerprint()}
+    if is_object(inputs.model_path):
+        identity["actor_rollout_ref.model.path"] = object_fingerprint(held(str(inputs.model_path)))
     if isinstance(inputs.model_path, Path):
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
     if isinstance(inputs.critic_path, Path):

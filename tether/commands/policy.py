@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.generator import Encode, build_generator
@@ -16,6 +18,7 @@ from tether.config import load_config
 from tether.data.chat import decode
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.runtime.objects import holding, is_object
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,14 @@ class Policy:
         return self._control
 
 
-def load(folder: Path | str, *, seed: int = 0) -> Policy:
+def load(folder: Path | str, *, env: Callable[..., Any] | None = None, policy: Any = None, seed: int = 0) -> Policy:
     """The policy of a checkpoint, to be asked.
 
     Args:
         folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also a model's
             directory.
+        env: what `tether.train` was given as `env`, if it was.
+        policy: what `tether.train` was given as `policy`, if it was.
         seed: of the actions that a control policy draws with ``deterministic=False``.
 
     Raises:
@@ -145,10 +150,27 @@ def load(folder: Path | str, *, seed: int = 0) -> Policy:
     checkpoint = checkpoint_at(folder)
     config = load_config(checkpoint / "run.yaml", []).config
     if config.env.train.id is None:
+        _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data = config.data
         return Policy(build_generator(checkpoint / "actor", data.chat_template, data.apply_chat_template_kwargs))
     # Imported where it is needed: what asks a language model waits for it otherwise.
-    return Policy(None, importlib.import_module("tether.assembly.agent").build_agent(config, checkpoint, seed))
+    build_agent = importlib.import_module("tether.assembly.agent").build_agent
+    objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
+    with holding(objects):
+        agent, make_env = build_agent(config, checkpoint, seed)
+
+    def make_env_again() -> Any:
+        with holding(objects):
+            return make_env()
+
+    return Policy(None, (agent, make_env_again))
+
+
+def _check_class(checkpoint: Path, model: str) -> None:
+    """Refuse what transformers would load as another class than it was trained as."""
+    name = json.loads((checkpoint / "actor" / "config.json").read_text())["architectures"][0]
+    if is_object(model) and not hasattr(transformers, name):
+        raise ValueError(f"{checkpoint}: a model of your own class; load it with {name}.from_pretrained('.../actor')")
 
 
 def checkpoint_at(path: Path) -> Path:

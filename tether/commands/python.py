@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,22 @@ from tether.assembly.named_inputs import missing_inputs
 from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
+from tether.runtime.objects import PREFIX, holding
 from tether.trainer.callbacks import Callbacks
 
 Settings = Mapping[str, Any]
 """Keys of the configuration, dotted or nested -> values."""
+STANDS_FOR = {
+    "dataset": "data.train_files",
+    "val_dataset": "data.val_files",
+    "reward": "custom_reward_function.path",
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "env": "env.train.id",
+    "policy": "policy.model_type",
+}
+"""Argument of `train` -> key whose value it takes the place of."""
+ROWS = ("dataset", "val_dataset")
 
 
 def train(
@@ -21,6 +33,13 @@ def train(
     overrides: Settings | Sequence[str] = (),
     *,
     callbacks: Sequence[object] = (),
+    dataset: Any = None,
+    val_dataset: Any = None,
+    reward: Callable[..., Any] | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    env: Callable[..., Any] | None = None,
+    policy: Any = None,
 ) -> TrainingResult:
     """Train, as `tether train` does: a run that was begun in its folder goes on; a signal stops it after a step.
 
@@ -30,16 +49,37 @@ def train(
             (``["trainer.total_epochs=2"]``).
         callbacks: objects with any of ``on_step_end(step, metrics)``, ``on_evaluation(step, metrics)`` and
             ``on_checkpoint(step, path)``. What one raises ends the run, after a checkpoint of the step that is done.
+        dataset: rows in the place of ``data.train_files``: a sequence of mappings in their layout, or of
+            `tether.batch.Prompt`.
+        val_dataset: the same for ``data.val_files``.
+        reward: a function in the place of ``custom_reward_function.path``, called in the same way, but in this process.
+        model: a `transformers.PreTrainedModel` in the place of ``actor_rollout_ref.model.path``; a copy is trained.
+        tokenizer: in the place of ``actor_rollout_ref.model.tokenizer_path``; a model needs it.
+        env: a function in the place of ``env.train.id``, which makes a `gymnasium.Env`.
+        policy: a `torch.nn.Module` in the place of ``policy.model_type``, of which a copy is trained; or its class.
 
     Raises:
-        ValueError: a callback that is none; everything that is wrong with the configuration, its inputs, or the
-            checkpoint to resume from.
+        ValueError: a callback or an object that is none; everything that is wrong with the configuration, its inputs,
+            or the checkpoint to resume from.
     """
     told = Callbacks(callbacks)
-    return train_loaded(_load(config, overrides), told)
+    given = {
+        "dataset": dataset,
+        "val_dataset": val_dataset,
+        "reward": reward,
+        "model": model,
+        "tokenizer": tokenizer,
+        "env": env,
+        "policy": policy,
+    }
+    objects = {name: one for name, one in given.items() if one is not None}
+    if model is not None and tokenizer is None:
+        raise ValueError("model: give its tokenizer, too, as tokenizer=...")
+    with holding(objects):
+        return train_loaded(_load(config, overrides, objects), told)
 
 
-def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[str]) -> LoadedConfig:
+def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[str], objects: Settings) -> LoadedConfig:
     if isinstance(overrides, str):
         raise ValueError(f"overrides={overrides!r}: give a mapping of keys, or a list of texts KEY=VALUE")
     if config is not None and not isinstance(config, Mapping | str | Path):
@@ -47,7 +87,8 @@ def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[s
     path = Path(config).expanduser() if isinstance(config, str | Path) else None
     given = [*(_as_overrides(config) if isinstance(config, Mapping) else ())]
     given += _as_overrides(overrides) if isinstance(overrides, Mapping) else overrides
-    return load_config(path, given, missing_inputs)
+    named = {STANDS_FOR[name]: [PREFIX + name] if name in ROWS else PREFIX + name for name in objects}
+    return load_config(path, [*given, *_as_overrides(named)], missing_inputs)
 
 
 def _as_overrides(settings: Settings) -> Iterator[Override | str]:

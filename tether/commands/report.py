@@ -49,7 +49,7 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
     if speeds:
         console.print(f"speed       {median(speeds):,.0f} environment steps a second (median of the logged steps)")
     console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
-    for line in _files(CheckpointStore(directory).last_saved(), command):
+    for line in next_commands(CheckpointStore(directory).last_saved(), command):
         console.print(line, soft_wrap=True)
 
 
@@ -65,11 +65,12 @@ def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps
     return command
 
 
-def _files(checkpoint: Path | None, command: str) -> list[str]:
+def next_commands(checkpoint: Path | None, command: str) -> list[str]:
+    """Lines that name the last checkpoint, and the commands that take it."""
     if checkpoint is None:
         return ["checkpoint  none: this run is lost but for its logs. Set trainer.save_freq to keep the policy."]
     resume, actor = f"resume      {command}", checkpoint / "actor"
-    if actor.is_dir():
+    if (actor / "config.json").is_file():
         return [
             f"checkpoint  {checkpoint}   (the policy: {actor})",
             f'try it      tether generate {actor} "your question"',

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.data.columns import Columns
 from tether.data.rows import Rows, Source
+from tether.runtime.objects import PREFIX, held
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
 
@@ -66,6 +67,24 @@ def load_custom_dataset(
     dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     records = [dataset[index] for index in range(len(dataset))]
     return Rows([Source(f"{path}:{name}", records, (), columns=Columns(prompt=prompt_key, data_source=reward_fn_key))])
+
+
+def rows_of_object(name: str, *, prompt_key: str = "prompt", reward_fn_key: str = "data_source") -> Rows:
+    """The rows of a dataset that is an object of this process (see `tether.runtime.objects`).
+
+    Args:
+        name: stands for it: a sequence of rows, as `CustomDataset` gives them.
+        prompt_key: the key of an item that holds the prompt.
+        reward_fn_key: the key of an item that says which reward scores it.
+
+    Raises:
+        ValueError: it has no length or no items by number, or items that break the row layout.
+    """
+    dataset, argument = held(name), name.removeprefix(PREFIX)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):
+        raise ValueError(f"{argument}: a {type(dataset).__name__} is no sequence of rows; give a list, or a Dataset")
+    records = [dataset[index] for index in range(len(dataset))]
+    return Rows([Source(argument, records, (), columns=Columns(prompt=prompt_key, data_source=reward_fn_key))])
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
@@ -21,6 +22,7 @@ from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
 from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
+from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
 
@@ -104,6 +106,8 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         ValueError: the id is unknown, what it needs is not installed, it does not take the arguments, or no policy fits
             its spaces.
     """
+    if options.env_type == "gymnasium" and (function := _own(options)):
+        _check_own(options, function)
     try:
         env = _make(options)
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
@@ -151,6 +155,11 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
         raise ValueError(
             f"{options.role}.vectorization: {options.env_type} has no vector code. Use sync or subprocess."
         )
+    if options.vectorization == "subprocess" and is_object(options.id):
+        raise ValueError(
+            f"{options.role}.vectorization: subprocess, but {options.id} is in this process alone. Use sync, or name "
+            "the function as FILE.py:NAME."
+        )
     paced = options.pacing != Pacing()
     env: SyncVectorEnv | WorkerVectorEnv
     loop = partial(_loop, options, paced)
@@ -173,6 +182,56 @@ def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     make = partial(make_one, options)
     ignore = options.ignore_terminations
     return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds)
+
+
+@cache
+def _definitions(file: str, key: str) -> dict[str, Any]:
+    """What a file of the user's defines, which is imported once in a process."""
+    return vars(import_python_file(file, key))
+
+
+def _own(options: EnvOptions) -> Callable[..., Any] | None:
+    """The user's function that an id names; None: it names a registered environment. Its file is imported."""
+    module, _, name = options.id.rpartition(":")
+    if is_object(options.id):
+        function = held(options.id)
+        if not callable(function):
+            raise ValueError(f"env: {type(function).__name__} is no function that makes a gymnasium.Env")
+        return cast("Callable[..., Any]", function)
+    if not module.endswith(".py"):
+        return None
+    found = _definitions(module, f"{options.role}.id").get(name)
+    return found if callable(found) and name not in gymnasium.registry else None
+
+
+def _check_own(options: EnvOptions, function: Callable[..., Any]) -> None:
+    """Make one environment by the user's function, and take one step.
+
+    Raises:
+        ValueError: it is none of Gymnasium's interface.
+    """
+    where, given = f"{options.role}.id={options.id}", dict(options.init_params)
+    try:
+        env = function(**given)
+    except Exception as error:  # whatever a user's function raises is one and the same problem
+        call = f"a call with {given or 'no arguments'} ({options.role}.init_params)"
+        raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}") from error
+    if not isinstance(env, gymnasium.Env):
+        raise ValueError(f"{where}: gives {type(env).__name__}; expected a gymnasium.Env")
+    with closing(env):
+        try:
+            obs, _ = env.reset(seed=0)
+            env.action_space.seed(0)
+            after, reward, _, _, _ = env.step(env.action_space.sample())
+            float(reward)
+        except Exception as error:
+            raise ValueError(
+                f"{where}: reset(seed=0) and a step do not give what Gymnasium's do: (observation, info) and "
+                f"(observation, reward, terminated, truncated, info). {type(error).__name__}: {error}"
+            ) from error
+        for name, seen in (("reset", obs), ("step", after)):
+            if not env.observation_space.contains(seen):
+                raise ValueError(f"{where}: {name} gives {seen!r:.80}, which is not in {env.observation_space}")
 
 
 def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
@@ -258,17 +317,20 @@ def _arguments(options: EnvOptions) -> dict[str, Any]:
 
 
 def _find(options: EnvOptions) -> EnvSpec:
-    """The registered environment; ``module:Name-v0`` or ``file.py:Name-v0`` imports module or file first."""
+    """The registered environment; ``module:Name-v0`` or ``file.py:Name-v0`` imports module or file first.
+
+    Or that of a function: ``file.py:function``, or an object of this process.
+    """
     module, _, name = options.id.rpartition(":")
+    if function := _own(options):
+        return EnvSpec(name, function)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
-    if module.endswith(".py"):
-        if name not in gymnasium.registry:
-            import_python_file(module, f"{options.role}.id")
-    elif module:
+    if module and not module.endswith(".py"):
         importlib.import_module(module)
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    fix = did_you_mean(name, gymnasium.registry, count=3) or " gymnasium.pprint_registry() lists those that there are."
+    known = [*gymnasium.registry, *(_definitions(module, f"{options.role}.id") if module.endswith(".py") else ())]
+    fix = did_you_mean(name, known, count=3) or " gymnasium.pprint_registry() lists those that there are."
     raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
 
 

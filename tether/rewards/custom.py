@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from tether.rewards.router import RewardFunction
+from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
 
@@ -29,12 +30,18 @@ class CustomReward:
 
 
 def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
-    """Import the file and take the function out of it, with `reward_kwargs` bound.
+    """Import the file and take the function out of it, with `reward_kwargs` bound; or take the object of this process.
 
     Raises:
         ValueError: no such file, the file cannot be imported, no such function in it, it is not callable, or it does
             not take the arguments it will be called with.
     """
+    if is_object(path):
+        found = held(str(path))
+        if not callable(found):
+            raise ValueError(f"reward={found!r:.80}: is no function; it is called as {_SIGNATURE}")
+        _check_signature(found, Path("reward"), getattr(found, "__name__", type(found).__name__), reward_kwargs)
+        return functools.partial(found, **reward_kwargs)
     module = import_python_file(path, f"{_KEY}.path")
     found = vars(module).get(name)
     if found is None:

@@ -7,8 +7,9 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from tether.spelling import ask, closest
+from tether.spelling import ask, closest, did_you_mean
 
 
 def missing_file(path: Path) -> str:
@@ -18,6 +19,19 @@ def missing_file(path: Path) -> str:
     near = closest(wanted, [entry.name for entry in folder.iterdir()])
     hint = ask(str(folder / name) for name in near) or f" The nearest folder that exists is {folder}."
     return f"{path}: no such file.{hint}"
+
+
+def definition(name: str, key: str) -> Any:
+    """What a file of the user's defines: ``FILE.py:NAME``, which `key` names.
+
+    Raises:
+        ValueError: see `import_python_file`; or it defines no such name.
+    """
+    path, _, attribute = name.rpartition(":")
+    found = vars(import_python_file(path, key))
+    if attribute not in found:
+        raise ValueError(f"{key}={name}: {path} defines no {attribute}.{did_you_mean(attribute, found)}")
+    return found[attribute]
 
 
 def import_python_file(path: str | Path, key: str) -> ModuleType:

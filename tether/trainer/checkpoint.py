@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from tether.checkpoints.manifest import sha256_of
 from tether.checkpoints.store import CheckpointStore, load_state, save_state
 from tether.runtime.global_rng import rng_state, set_rng_state
@@ -108,3 +111,12 @@ def model_fingerprint(path: Path) -> str:
     contents = sha256_of([path / name for name in names])
     listing = "".join(f"{name}:{content}\n" for name, content in zip(names, contents, strict=True))
     return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def object_fingerprint(model: nn.Module) -> str:
+    """Hash the names and values of a model's state."""
+    hashed = hashlib.sha256(type(model).__name__.encode())
+    for name, value in model.state_dict().items():
+        hashed.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        hashed.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return hashed.hexdigest()

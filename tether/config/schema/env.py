@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
+from pydantic import Field
+
 from tether.config.schema.section import (
     ActsIf,
     Fraction,
@@ -11,18 +13,21 @@ from tether.config.schema.section import (
     Options,
     Positive,
     PositiveFloat,
+    Says,
     Section,
     Seed,
     Strings,
 )
 
+OwnNetwork = Annotated[str, Field(pattern=r"^(object|.+\.py):\w+$"), Says("a network of a file: FILE.py:NAME")]
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 VlaType = Literal["openvla", "openvla_oft"]
 VLA_TYPES: tuple[str, ...] = get_args(VlaType)
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
-NETWORK = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"))
-CNN = ActsIf(".model_type", on=("cnn_policy",))
-TRANSFORMER = ActsIf(".model_type", on=VLA_TYPES)
+NETWORK = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"), own_function=False)
+CNN = ActsIf(".model_type", on=("cnn_policy",), own_function=False)
+TRANSFORMER = ActsIf(".model_type", on=VLA_TYPES, own_function=False)
+OWN_TOO = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"))
 FILMED = ActsIf(".save_video", on=(True,))
 
 
@@ -30,7 +35,8 @@ class TrainEnvConfig(Section):
     """`env.train`: the environments that experience is collected in."""
 
     id: str | None = None
-    """Id in the registry of env_type, such as CartPole-v1; null: this is not an embodied run."""
+    """Id in the registry of env_type, such as CartPole-v1, or FILE.py:NAME, a function of your own that makes an
+    environment; null: this is not an embodied run."""
     env_type: EnvType = "gymnasium"
     """Where the id is looked up: Gymnasium's registry, envpool (environments in C++), or a simulator's own names."""
     total_num_envs: Positive = 8
@@ -124,8 +130,9 @@ class EnvConfig(Section):
 class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
-    model_type: Literal["mlp_policy", "cnn_policy"] | VlaType = "mlp_policy"
-    """Perceptrons, a CNN on pictures of bytes, or a transformer on pictures, numbers and a text (docs/vla.md)."""
+    model_type: Literal["mlp_policy", "cnn_policy"] | VlaType | OwnNetwork = "mlp_policy"
+    """Perceptrons, a CNN on pictures of bytes, or a transformer on pictures, numbers and a text (docs/vla.md).
+    FILE.py:NAME is a network of your own (docs/own-parts.md)."""
     cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
     pixel_scale: Annotated[PositiveFloat, CNN] = 255.0
@@ -140,15 +147,15 @@ class PolicyConfig(Section):
     """Of the softmax over action tokens, in acting and in learning."""
     lstm_dim: Annotated[Positive | None, NETWORK] = None
     """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
-    activation: Annotated[Literal["tanh", "relu", "elu"], NETWORK] = "tanh"
+    activation: Annotated[Literal["tanh", "relu", "elu"], OWN_TOO] = "tanh"
     """Nonlinearity of the hidden layers."""
     share_critic: Annotated[bool, NETWORK] = False
     """Let the critic be one more layer on the policy's hidden ones; else it has its own network."""
-    init_logstd: Annotated[float, NETWORK] = -0.5
+    init_logstd: Annotated[float, OWN_TOO] = -0.5
     """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
     num_action_chunks: Positive = 1
     """Actions that are decided on at once and then carried out one after the other."""
-    normalize_observations: Annotated[bool, NETWORK] = False
+    normalize_observations: Annotated[bool, OWN_TOO] = False
     """Bring observations to mean 0 and variance 1 by running statistics, which are part of the policy."""
     clip_observations: Annotated[float, ActsIf(".normalize_observations", on=(True,))] = 10.0
     """Normalised observations are cut at plus and minus this."""

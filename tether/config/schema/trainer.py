@@ -14,6 +14,7 @@ from tether.config.schema.section import (
     Inherits,
     Name,
     OffOrEvery,
+    OwnFunction,
     Positive,
     Refuses,
     Says,
@@ -26,7 +27,7 @@ LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
 ]  # fmt: skip
 LATER = ("swanlab", "vemlp_wandb", "clearml", "trackio")
-Loggers = Annotated[tuple[LoggerName, ...], BeforeValidator(as_strings)]
+Loggers = Annotated[tuple[LoggerName | OwnFunction, ...], BeforeValidator(as_strings)]
 
 
 class TrainerConfig(Section):
@@ -53,7 +54,8 @@ class TrainerConfig(Section):
     experiment_name: Annotated[Name, EMBODIED_TOO] = "gsm8k"
     """This run, in logs and in the checkpoint path."""
     logger: Annotated[Loggers, Refuses(LATER, "this logger comes later"), EMBODIED_TOO] = ("console",)
-    """Where metrics go, besides a jsonl file that is always written (also called file). (verl: console, wandb.)"""
+    """Where metrics go, besides a jsonl file that is always written (also called file). (verl: console, wandb.)
+    FILE.py:NAME is a class of your own."""
     default_local_dir: Annotated[str, EMBODIED_TOO] = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of this run: checkpoints, logs, samples."""
     save_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1

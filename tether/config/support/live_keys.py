@@ -9,6 +9,7 @@ from typing import Any
 from tether.config import control_defaults
 from tether.config.keys import keys, show
 from tether.config.schema.section import ActsIf
+from tether.runtime.objects import is_object
 
 
 @cache
@@ -24,8 +25,8 @@ def why_idle(path: str, values: Mapping[str, Any]) -> str | None:
 
 
 def is_own_function(value: object) -> bool:
-    """Whether a value is ``FILE.py:NAME``."""
-    return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
+    """Whether a value is ``FILE.py:NAME``, or stands for an object."""
+    return isinstance(value, str) and (is_object(value) or value.rpartition(":")[0].endswith(".py"))
 
 
 def is_off(switch: ActsIf, values: Mapping[str, Any]) -> bool:

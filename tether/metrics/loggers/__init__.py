@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from tether.metrics.loggers.own import own_logger
 from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
 from tether.spelling import did_you_mean
 
@@ -82,11 +83,11 @@ def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
     """Build the loggers that `trainer.logger` names; jsonl is always among them.
 
     Args:
-        names: a name or a list of names of `LOGGERS`.
+        names: a name or a list of names of `LOGGERS`, or ``FILE.py:NAME`` of the user's (`own_logger`).
         run: which run they belong to.
 
     Raises:
-        ValueError: an unknown name, or one whose library is not installed.
+        ValueError: an unknown name, one whose library is not installed, or a file without such a logger.
     """
     requested = [names] if isinstance(names, str) else list(names)
     ordered = dict.fromkeys(["jsonl", *(ALIASES.get(name, name) for name in requested)])
@@ -95,6 +96,8 @@ def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
 
 
 def _load(name: str) -> Callable[[RunInfo], Logger]:
+    if name.rpartition(":")[0].endswith(".py"):
+        return own_logger(name)
     if name not in LOGGERS:
         hint = did_you_mean(name, LOGGERS) or " Choose among them."
         raise ValueError(f"trainer.logger: unknown logger {name!r}.{hint} Loggers: {', '.join(LOGGERS)}")

@@ -20,6 +20,7 @@ from tether.models.control.mlp import Mlp
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.observations import Seen
+from tether.models.control.own_policy import OwnPolicy
 from tether.models.control.spec import Memory, Passed, PolicySpec, Review
 from tether.observations import ObsPart
 
@@ -156,6 +157,8 @@ Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy"
 
 def make_policy(spec: PolicySpec, seed: int) -> ControlPolicy | NetworkPolicy:
     """The policy of a shape, with first weights by `seed`."""
+    if spec.network is not None:
+        return OwnPolicy(spec, seed)
     return ControlPolicy(spec, seed) if spec.is_plain else NetworkPolicy(spec, seed)
 
 

@@ -121,6 +121,10 @@ class NetworkPolicy(nn.Module):
         critic = [module for module in (self.critic_torso, self.critic) if module is not None]
         return actor, [parameter for module in critic for parameter in module.parameters()]
 
+    def networks(self) -> list[nn.Module]:
+        """What is trained besides the head."""
+        return [part for part in (self.torso, self.actor, self.critic_torso, self.critic) if part is not None]
+
     def inputs(self, obs: Seen) -> Observations:
         """What the networks read of observations [..., *shape]: numbers [..., O], normalised, and the picture."""
         row = self.row(obs)
@@ -195,8 +199,7 @@ class NetworkPolicy(nn.Module):
             outputs_grad: of the loss by the outputs, [B, outputs]; None: there is none.
             values_grad: by the values, [B, V].
         """
-        networks = [module for module in (self.torso, self.actor, self.critic_torso, self.critic) if module is not None]
-        for network in networks:
+        for network in self.networks():
             network.zero_grad(set_to_none=False)
         back_in_parts(self._kept, passed, outputs_grad, values_grad)
 

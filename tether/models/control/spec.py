@@ -47,13 +47,15 @@ class PolicySpec:
     """In ``tether.models.control.cnn.CNNS``."""
     pixel_scale: float = 255.0
     """Pixels are divided by this."""
+    network: str | None = None
+    """Names a network of the user's (`tether.models.control.own_policy`); None: it is one of tether's."""
     lstm_dim: int | None = None
     """Width of the LSTM after the hidden layers; None: there is none."""
 
     @property
     def is_plain(self) -> bool:
         """Nothing but perceptrons, whose gradients are taken by hand."""
-        return not self.pictures and self.lstm_dim is None
+        return not self.pictures and self.lstm_dim is None and self.network is None
 
     @property
     def parts(self) -> ObsLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
 from tether.models.layers.attention import ATTENTION_NAME
+from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
 
 CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
@@ -32,7 +35,11 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
     Raises:
         ValueError: there is none, or it has no end-of-sequence token.
     """
-    if is_gguf(path):
+    if is_object(path):
+        tokenizer = held(str(path))
+        if not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer: {type(tokenizer).__name__} is no tokenizer of transformers; give tokenizer=")
+    elif is_gguf(path):
         tokenizer = load_gguf_tokenizer(Path(path))
     else:
         try:
@@ -58,6 +65,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
     attn: str = ATTENTION_NAME,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """A causal LM with every dropout at 0, in eval mode, whose packing was compared with separate sequences.
 
@@ -66,13 +74,16 @@ def load_causal_lm(
         dtype: of the weights.
         trust_remote_code: run Python that the model's author ships with it.
         override_config: entries of the model's config to replace.
+        auto_class: what loads the weights: a class of the user's own, where they are of one.
         attn: tether's attention, or the name of one of transformers' (then nothing is tested and no layout is taken).
 
     Raises:
         ValueError: no such model, weights that lack in the checkpoint, an unknown entry to override, a saved critic,
             or a model class that packing does not fit.
     """
-    if is_gguf(path):
+    if is_object(path):
+        model = _copied(path, dtype, override_config)
+    elif is_gguf(path):
         if override_config:
             raise ValueError(f"{path}: override_config does not act on a GGUF file. Save it as a directory first.")
         model = load_gguf_model(Path(path), dtype)
@@ -81,7 +92,7 @@ def load_causal_lm(
         architecture = (config.architectures or [""])[0]
         if architecture.endswith(CRITIC_CLASSES):
             raise ValueError(f"{path}: is a critic or classifier ({architecture}), not a causal LM.")
-        model = from_checkpoint(AutoModelForCausalLM, path, config, dtype, trust_remote_code=trust_remote_code)
+        model = from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code)
     disable_dropout(model)
     model.eval()
     if attn == ATTENTION_NAME:
@@ -99,6 +110,8 @@ def load_config(
     Raises:
         ValueError: nothing is there, or an entry to replace does not exist.
     """
+    if is_object(path):
+        return copy.deepcopy(_own_model(path).config)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -172,6 +185,22 @@ def from_checkpoint(
     loaded: PreTrainedModel = model
     _align(loaded)
     return loaded
+
+
+def _own_model(name: Path | str) -> PreTrainedModel:
+    model = held(str(name))
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: {type(model).__name__} is no transformers.PreTrainedModel")
+    return model
+
+
+def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, Any] | None) -> PreTrainedModel:
+    """A copy of a model that is an object of this process, which stays as it is."""
+    if override_config:
+        raise ValueError("override_config: the model is an object, whose config is its own. Leave it out.")
+    copied = copy.deepcopy(_own_model(name))
+    nn.Module.to(copied, dtype=dtype)
+    return copied
 
 
 def is_gguf(path: Path | str) -> bool:

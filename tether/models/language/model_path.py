@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
 
 
@@ -45,17 +46,19 @@ def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
     """Find a model, reading no weights.
 
     Args:
-        path: a known name, a directory, a ``.gguf`` file, or a hub id.
+        path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
         cache_dir: where `tether.models.language.registry_download.pull_model` puts known models.
 
     Returns:
-        The directory or file; the hub id as it is (a str) when nothing local has that name.
+        The directory or file; the object's name, or the hub id, as it is (a str) when nothing local has that name.
 
     Raises:
         ValueError: nothing is there, what is there is no model, or the hub, asked once, does not have it or cannot be
             reached; says what was looked for and what to do.
     """
     name = str(path)
+    if is_object(name):
+        return name
     if name in KNOWN_MODELS:
         return _pulled(name, cache_dir)
     local = Path(path).expanduser()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.batch import Prompt, RolloutBatch
 from tether.data.chat import decode
 from tether.rewards.outcome import RewardOutcome, RewardRequest
-from tether.rewards.service.pool import RewardPool
+from tether.rewards.service.local import Rewards
 from tether.rewards.summary import RewardReport, check_error_rate, summarize
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
 
@@ -46,7 +46,7 @@ class Collector:
     """Prompts in, experience out."""
 
     engine: RolloutEngine
-    rewards: RewardPool
+    rewards: Rewards
     tokenizer: PreTrainedTokenizerBase
     max_error_rate: float
     """Share of failing reward calls above which the run stops."""
