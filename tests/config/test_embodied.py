@@ -92,7 +92,7 @@ def test_text_keys_are_said_to_do_nothing():
             "set env.train.auto_reset=False, or use token-mean",
         ),
         ("env.train.group_size=3", "env.train.total_num_envs", "set it to a multiple of 3"),
-        ("policy.num_action_chunks=3", "env.train.max_steps_per_rollout_epoch", "set it to 126"),
+        ("policy.num_action_chunks=3", "env.train.max_steps_per_rollout_epoch", "set it to a multiple of 3"),
         ("policy.hidden_dims=3", "policy.hidden_dims", "did you mean policy.hidden_dim?"),
         (
             "env.train.max_steps_per_rollout_epoch=100 policy.lstm_dim=8",

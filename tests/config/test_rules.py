@@ -4,6 +4,7 @@ import pytest
 
 from tests.config.loading import load, problems_of
 from tether.config.keys import keys
+from tether.config.rules import text
 from tether.config.rules.text import RULES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -17,13 +18,13 @@ CASES = {
     "actor_mini_batch_fits": (
         ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=65"],
         f"{ACTOR}.ppo_mini_batch_size",
-        "65 prompts are more than data.train_batch_size=64. set it to at most 64",
+        "65 is more than data.train_batch_size=64. set it to at most 64",
         [f"{ACTOR}.ppo_mini_batch_size=64"],
     ),
     "critic_mini_batch_fits": (
         ["data.train_batch_size=256", "critic.ppo_mini_batch_size=257"],
         "critic.ppo_mini_batch_size",
-        "257 prompts are more than data.train_batch_size=256",
+        "257 is more than data.train_batch_size=256",
         ["critic.ppo_mini_batch_size=256"],
     ),
     "group_has_peers": (
@@ -89,13 +90,13 @@ CASES = {
     "actor_warmup_is_said_once": (
         [f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
         f"{ACTOR}.optim.lr_warmup_steps",
-        f"5 and {ACTOR}.optim.lr_warmup_steps_ratio=0.1 give the warm-up twice",
+        f"5 and {ACTOR}.optim.lr_warmup_steps_ratio=0.1 say the same thing twice",
         [f"{ACTOR}.optim.lr_warmup_steps=-1"],
     ),
     "critic_warmup_is_said_once": (
         ["critic.optim.lr_warmup_steps=5", "critic.optim.lr_warmup_steps_ratio=0.1"],
         "critic.optim.lr_warmup_steps",
-        "give the warm-up twice",
+        "say the same thing twice",
         ["critic.optim.lr_warmup_steps_ratio=0"],
     ),
     "critic_warmup_has_a_critic": (
@@ -155,8 +156,14 @@ CASES = {
     "custom_dataset_is_complete": (
         ["data.custom_cls.path=x.py"],
         "data.custom_cls.name",
-        "missing beside the other key of data.custom_cls",
+        "missing beside data.custom_cls.path=x.py. give both",
         ["data.custom_cls.name=Mine"],
+    ),
+    "custom_dataset_is_complete_the_other_way": (
+        ["data.custom_cls.name=Mine"],
+        "data.custom_cls.path",
+        "missing beside data.custom_cls.name=Mine. give both",
+        ["data.custom_cls.path=x.py"],
     ),
     "subsets_are_not_empty": (
         ["data.train_max_samples=0"],
@@ -171,7 +178,7 @@ CASES |= {
     "critic_is_there_to_wait_for": (
         ["critic.enable=False", "algorithm.adv_estimator=reinforce_plus_plus", f"{EXPLAINED}=0.2"],
         EXPLAINED,
-        "0.2 waits for a critic, and critic.enable is False",
+        "0.2 needs what critic.enable=False leaves out",
         [f"{EXPLAINED}=null"],
     ),
     "rejection_modes_have_bounds": (
@@ -250,8 +257,21 @@ def test_mended(rule):
     load(*overrides, *mended)
 
 
-def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in RULES} == set(CASES)
+def test_every_rule_has_a_case(monkeypatch):
+    broken = set()
+
+    def watched(rule):
+        def look(cfg):
+            problem = rule(cfg)
+            broken.update([rule] if problem else [])
+            return problem
+
+        return look
+
+    monkeypatch.setattr(text, "RULES", [watched(rule) for rule in RULES])
+    for overrides, _, _, _ in CASES.values():
+        problems_of(*overrides)
+    assert [rule for rule in RULES if rule not in broken] == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tether.config.control_defaults import ACTOR
 from tether.config.problems import Problem
 from tether.config.rules.advantages import COMPARES_RESPONSES
+from tether.config.rules.shapes import multiple
 from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.root import RunConfig
 
@@ -14,24 +15,6 @@ STEP_ESTIMATORS = (
     "reinforce_plus_plus_baseline", "opo", "gpg", "raw",
 )  # fmt: skip
 """Estimators that need nothing that only language models have."""
-
-
-def rollout_fits_chunks(cfg: RunConfig) -> Problem | None:
-    """A rollout is a whole number of action chunks."""
-    steps, chunk = cfg.env.train.max_steps_per_rollout_epoch, cfg.policy.num_action_chunks
-    if steps % chunk == 0:
-        return None
-    what = f"{steps} steps are no whole number of chunks (policy.num_action_chunks={chunk})"
-    return Problem(f"{TRAIN}.max_steps_per_rollout_epoch", what, f"set it to {steps // chunk * chunk or chunk}")
-
-
-def groups_fit_envs(cfg: RunConfig) -> Problem | None:
-    """Environments are dealt to groups evenly."""
-    count, size = cfg.env.train.total_num_envs, cfg.env.train.group_size
-    if count % size == 0:
-        return None
-    what = f"{count} environments cannot be dealt to groups of {TRAIN}.group_size={size}"
-    return Problem(f"{TRAIN}.total_num_envs", what, f"set it to a multiple of {size}")
 
 
 def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
@@ -189,8 +172,8 @@ RULES = (
     levels_fit,
     episodes_can_weigh_alike,
     filter_bounds_enclose_something,
-    rollout_fits_chunks,
-    groups_fit_envs,
+    multiple(f"{TRAIN}.max_steps_per_rollout_epoch", "policy.num_action_chunks"),
+    multiple(f"{TRAIN}.total_num_envs", f"{TRAIN}.group_size"),
     mini_batch_fits_rollout,
     ignored_terminations_end,
     waiting_environments_are_gymnasiums,

@@ -6,18 +6,15 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tether.config.problems import Problem
 from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
-from tether.config.schema.optim import OptimConfig
+from tether.config.rules.shapes import Rule, at_most, needs, said_once, same, together
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
-Rule = Callable[[RunConfig], Problem | None]
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -27,26 +24,6 @@ def training_data_is_named(cfg: RunConfig) -> Problem | None:
     if cfg.data.train_files and all(cfg.data.train_files):
         return None
     return Problem("data.train_files", "names no file", "give at least one file")
-
-
-def actor_mini_batch_fits(cfg: RunConfig) -> Problem | None:
-    """A mini-batch is a part of the training batch."""
-    return _mini_batch_fits(cfg, f"{ACTOR}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)
-
-
-def critic_mini_batch_fits(cfg: RunConfig) -> Problem | None:
-    """As for the actor; silent where the critic only repeats the actor's value."""
-    size = cfg.critic.ppo_mini_batch_size
-    if not cfg.critic.enable or size == cfg.actor_rollout_ref.actor.ppo_mini_batch_size:
-        return None
-    return _mini_batch_fits(cfg, "critic.ppo_mini_batch_size", size)
-
-
-def _mini_batch_fits(cfg: RunConfig, key: str, size: int) -> Problem | None:
-    if size <= cfg.data.train_batch_size:
-        return None
-    what = f"{size} prompts are more than data.train_batch_size={cfg.data.train_batch_size}"
-    return Problem(key, what, f"set it to at most {cfg.data.train_batch_size}")
 
 
 def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
@@ -81,24 +58,6 @@ def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
     return Problem(f"algorithm.kl_ctrl.{name}", what, "set it above 0, or use algorithm.kl_ctrl.type=fixed")
 
 
-def actor_warmup_is_said_once(cfg: RunConfig) -> Problem | None:
-    """Steps and share of steps name one length."""
-    return _warmup_is_said_once(ACTOR, cfg.actor_rollout_ref.actor.optim)
-
-
-def critic_warmup_is_said_once(cfg: RunConfig) -> Problem | None:
-    """As for the actor."""
-    return _warmup_is_said_once("critic", cfg.critic.optim)
-
-
-def _warmup_is_said_once(section: str, optim: OptimConfig) -> Problem | None:
-    if optim.lr_warmup_steps < 0 or optim.lr_warmup_steps_ratio == 0:
-        return None
-    steps, ratio = f"{section}.optim.lr_warmup_steps", f"{section}.optim.lr_warmup_steps_ratio"
-    what = f"{optim.lr_warmup_steps} and {ratio}={optim.lr_warmup_steps_ratio} give the warm-up twice"
-    return Problem(steps, what, f"keep {steps} or {ratio}")
-
-
 def critic_warmup_has_a_critic(cfg: RunConfig) -> Problem | None:
     """Without a critic nothing would learn in these steps."""
     if cfg.trainer.critic_warmup <= 1 or cfg.critic.enable:
@@ -114,32 +73,6 @@ def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
         return None
     what = f"{cfg.trainer.critic_warmup} leaves the actor untrained in trainer.total_training_steps={steps}"
     return Problem("trainer.critic_warmup", what, f"set it to at most {steps}: from this step on the actor learns")
-
-
-def critic_is_there_to_wait_for(cfg: RunConfig) -> Problem | None:
-    """Without a critic no variance is ever explained."""
-    key = "trainer.critic_warmup_until_explained_variance"
-    threshold = cfg.trainer.critic_warmup_until_explained_variance
-    if threshold is None or cfg.critic.enable:
-        return None
-    return Problem(key, f"{threshold} waits for a critic, and critic.enable is False", f"leave {key} out")
-
-
-def prompt_length_is_one(cfg: RunConfig) -> Problem | None:
-    """Data and rollout cut at the same length."""
-    return _length_is_one("prompt", cfg.actor_rollout_ref.rollout.prompt_length, cfg.data.max_prompt_length)
-
-
-def response_length_is_one(cfg: RunConfig) -> Problem | None:
-    """As for prompts."""
-    return _length_is_one("response", cfg.actor_rollout_ref.rollout.response_length, cfg.data.max_response_length)
-
-
-def _length_is_one(name: str, rollout: int, data: int) -> Problem | None:
-    if rollout == data:
-        return None
-    key = f"{ROLLOUT}.{name}_length"
-    return Problem(key, f"{rollout} contradicts data.max_{name}_length={data}", f"leave {key} out")
 
 
 def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
@@ -182,24 +115,6 @@ def resume_path_is_given(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.resume_from_path", what, "set trainer.resume_mode=resume_path, or leave the path out")
 
 
-def checkpoints_are_kept_together(cfg: RunConfig) -> Problem | None:
-    """Actor and critic of a step stand in one checkpoint."""
-    actor, critic = cfg.trainer.max_actor_ckpt_to_keep, cfg.trainer.max_critic_ckpt_to_keep
-    if actor == critic:
-        return None
-    what = f"{critic} contradicts trainer.max_actor_ckpt_to_keep={actor}; one checkpoint holds both"
-    return Problem("trainer.max_critic_ckpt_to_keep", what, "leave trainer.max_critic_ckpt_to_keep out")
-
-
-def custom_dataset_is_complete(cfg: RunConfig) -> Problem | None:
-    """A class needs its file and its name."""
-    custom = cfg.data.custom_cls
-    if (custom.path is None) == (custom.name is None):
-        return None
-    missing = "path" if custom.path is None else "name"
-    return Problem(f"data.custom_cls.{missing}", "missing beside the other key of data.custom_cls", "give both")
-
-
 def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
     """A limit of 0 rows would leave nothing."""
     for name in ("train_max_samples", "val_max_samples"):
@@ -208,35 +123,45 @@ def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def _critic_has_its_own_size(cfg: RunConfig) -> bool:
+    """The actor's, which it inherits, is complained about once."""
+    return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+
+
+ACTOR_WARMUP = said_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
+KEPT_TOGETHER = same("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep")
+"""Actor and critic of a step stand in one checkpoint."""
+
 RULES: tuple[Rule, ...] = (
     training_data_is_named,
-    actor_mini_batch_fits,
-    critic_mini_batch_fits,
+    at_most(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
+    at_most("critic.ppo_mini_batch_size", "data.train_batch_size", when=_critic_has_its_own_size),
     policy_loss_is_aggregated_as_defined,
     clip_cov_bounds_enclose_something,
     adaptive_kl_moves,
-    actor_warmup_is_said_once,
-    critic_warmup_is_said_once,
+    ACTOR_WARMUP,
+    said_once("critic.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps_ratio"),
     critic_warmup_has_a_critic,
     critic_warmup_ends,
-    critic_is_there_to_wait_for,
-    prompt_length_is_one,
-    response_length_is_one,
+    needs("trainer.critic_warmup_until_explained_variance", "critic.enable"),
+    same(f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
+    same(f"{ROLLOUT}.response_length", "data.max_response_length"),
     longest_prompt_leaves_room,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,
-    checkpoints_are_kept_together,
-    custom_dataset_is_complete,
+    KEPT_TOGETHER,
+    together("data.custom_cls.path", "data.custom_cls.name"),
+    together("data.custom_cls.name", "data.custom_cls.path"),
     subsets_are_not_empty,
     *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
 )
 EMBODIED_RULES: tuple[Rule, ...] = (
-    actor_warmup_is_said_once,
+    ACTOR_WARMUP,
     critic_warmup_ends,
     resume_path_is_given,
-    checkpoints_are_kept_together,
+    KEPT_TOGETHER,
     policy_loss_is_aggregated_as_defined,
     clip_cov_bounds_enclose_something,
     *TASK_RULES,
