@@ -18,7 +18,8 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 import algorithm_pages  # noqa: E402
 
 from tether.config import live_keys  # noqa: E402
-from tether.config.keys import keys  # noqa: E402
+from tether.config.keys import keys, show  # noqa: E402
+from tether.config.support.verl_keys import unread_keys  # noqa: E402
 from tether.metrics import keys as metrics  # noqa: E402
 
 METRIC_GROUPS = {
@@ -45,6 +46,41 @@ def inheritance_table() -> str:
     return "\n".join(rows)
 
 
+SHARED = (
+    *(f"{model}.fsdp_config" for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")),
+    "actor_rollout_ref.model",
+    "critic.model",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.ref",
+    "critic",
+    "actor_rollout_ref.rollout",
+)
+"""Sections that have keys in common."""
+
+
+def refused_table() -> str:
+    """Return every key or value of verl that is refused as long as tether lacks what it asks for."""
+    rows = ["| key | refused | why |", "|---|---|---|"]
+    for key in keys().values():
+        if key.refuses is not None:
+            rows.append(f"| `{key.path}` | {', '.join(key.refuses.choices)} | {key.refuses.why} |")
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for path, row in unread_keys().items():
+        if row.refused:
+            section = next((section for section in SHARED if path.startswith(f"{section}.")), "")
+            fine = " and ".join(dict.fromkeys(map(show, row.fine or (None,))))
+            taken = re.sub(r"\$\{(.*?)\}", r"that of `\1`", f"all but {fine}")
+            groups.setdefault((row.why, taken, path.removeprefix(f"{section}.")), []).append(section)
+    merged: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for (why, taken, leaf), sections in groups.items():
+        merged.setdefault((why, taken, tuple(sections)), []).append(leaf)
+    for (why, taken, sections), leaves in merged.items():
+        names = ", ".join(f"`{leaf}`" for leaf in leaves)
+        where = f" in {', '.join(f'`{section}`' for section in sections)}" if any(sections) else ""
+        rows.append(f"| {names}{where} | {taken} | {why} |")
+    return "\n".join(rows)
+
+
 def metrics_tables() -> str:
     """Return every metric with its meaning and healthy range; mean, max and min of one thing share a row."""
     return "\n\n".join(f"## {title}\n\n{_metrics_table(group)}" for title, group in METRIC_GROUPS.items())
@@ -66,6 +102,7 @@ def _metrics_table(group: Mapping[str, metrics.MetricInfo]) -> str:
 
 BLOCKS = {
     ("configuration.md", "inheritance"): inheritance_table,
+    ("coming-from-verl.md", "refused"): refused_table,
     ("metrics.md", "metrics"): metrics_tables,
 }
 """(page, name of the block) -> what stands in it."""

@@ -1,5 +1,7 @@
 """Contradictions between keys: each is found, says both keys, and its fix works."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.config.loading import load, problems_of
@@ -255,6 +257,25 @@ def test_contradiction(rule):
 def test_mended(rule):
     overrides, _, _, mended = CASES[rule]
     load(*overrides, *mended)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
+NOT_TAKEN_BY_VERL = {
+    *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
+    *("rejection_modes_have_bounds", "bypass_has_no_token_baseline"),
+}
+"""verl refuses these, or fails at them, too."""
+NOT_VERLS = {
+    *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
+    *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
+}
+"""About keys or names that verl does not have."""
+
+
+@pytest.mark.parametrize("rule", sorted(CASES.keys() - NOT_TAKEN_BY_VERL - NOT_VERLS))
+def test_what_verl_takes_stands_in_the_table_of_differences(rule):
+    differences = PAGE.read_text().split("## What differs on purpose")[1].split("## The same")[0]
+    assert f"`{CASES[rule][1]}" in differences
 
 
 def test_every_rule_has_a_case(monkeypatch):
