@@ -35,8 +35,7 @@ class TrainEnvConfig(Section):
     """`env.train`: the environments that experience is collected in."""
 
     id: str | None = None
-    """Id in the registry of env_type, such as CartPole-v1, or FILE.py:NAME, a function of your own that makes an
-    environment; null: this is not an embodied run."""
+    """Id in env_type's registry, such as CartPole-v1, or FILE.py:FUNCTION of yours; null: not an embodied run."""
     env_type: EnvType = "gymnasium"
     """Where the id is looked up: Gymnasium's registry, envpool (environments in C++), or a simulator's own names."""
     total_num_envs: Positive = 8
@@ -131,8 +130,7 @@ class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
     model_type: Literal["mlp_policy", "cnn_policy"] | VlaType | OwnNetwork = "mlp_policy"
-    """Perceptrons, a CNN on pictures of bytes, or a transformer on pictures, numbers and a text (docs/vla.md).
-    FILE.py:NAME is a network of your own (docs/own-parts.md)."""
+    """Perceptrons, a CNN on pictures, a transformer (docs/vla.md), or FILE.py:NAME, a network of yours."""
     cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
     pixel_scale: Annotated[PositiveFloat, CNN] = 255.0
