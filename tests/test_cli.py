@@ -1,5 +1,6 @@
 """The `tether` command: what it prints, its exit codes, and that user errors never end in a traceback."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import tether
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs
@@ -237,6 +239,70 @@ def test_eval(cli: Cli, finished: Path, inputs: Path):
     assert said.code == 0, said
     assert "val-core/tiny/sums/reward/mean@1" in said.out
     assert (finished / "eval_global_step_3.json").exists()
+
+
+def test_eval_beside_a_checkpoint_where_nothing_can_be_written(cli: Cli, finished: Path, tmp_path: Path, inputs: Path):
+    copy = shutil.copytree(finished, tmp_path / "run")
+    out = copy / "eval_global_step_3.json"
+    out.unlink(missing_ok=True)
+    out.mkdir()
+    said = cli("eval", str(copy), f"data.val_files={inputs / 'train.jsonl'}")
+    assert said.code == 0, said
+    assert "val-core/tiny/sums/reward/mean@1" in said.out
+    assert f"not written to {out} (Is a directory): what stands above is all" in said.out.replace("\n", " ")
+
+
+def test_a_read_only_disk_and_a_lack_of_memory_are_one_sentence(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "demos/videos")
+
+    def allocate(*arguments: object) -> None:
+        torch.empty(2**60)
+
+    for fail, message in ((refuse, "demos/videos: Read-only file system"), (allocate, "out of memory in ")):
+        monkeypatch.setattr("tether.commands.doctor.show_doctor", fail)
+        said = cli("doctor")
+        assert said.code == 2
+        assert said.err.startswith(message)
+        assert "Traceback" not in said.err
+
+
+TETHER = [sys.executable, "-c", "from tether.commands.cli import main; main()"]
+SMALL_RUN = [
+    "train", "env.train.id=CartPole-v1", "env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=2",
+    "trainer.val_before_train=False", "trainer.save_freq=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "show", "env.train.id=CartPole-v1"], ["model", "list"]])
+def test_output_that_nobody_reads_ends_a_command_as_other_tools(arguments: list[str]):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*TETHER, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+    heard = subprocess.run([*TETHER, *arguments], capture_output=True, check=False)
+    assert heard.returncode == 0
+
+
+def test_training_goes_on_when_nobody_reads(tmp_path: Path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [*TETHER, *SMALL_RUN, f"trainer.default_local_dir={tmp_path}"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "global_step_2").is_dir()
+    assert done.stderr.count("nobody reads it any more") == 1
+
+
+def test_an_error_keeps_its_code_when_nobody_reads_it():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*TETHER, "config", "check", "algorithm.lam=5"], stdout=write, stderr=write, check=False)
+    os.close(write)
+    assert done.returncode == 2
 
 
 def test_eval_of_a_model_before_training(cli: Cli, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

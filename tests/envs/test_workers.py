@@ -167,6 +167,17 @@ def test_an_environment_that_hangs_in_this_process_is_an_error(where):
     env.close()
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
+def test_an_environment_that_hangs_while_it_is_made_is_an_error(vectorization):
+    """In the probe, too, which looks at the spaces before there are processes."""
+    toys.register()
+    options = EnvOptions(
+        "tether/Hangs-v0", 2, vectorization=vectorization, num_workers=1, timeout=0.5, init_params={"where": "init"}
+    )
+    with pytest.raises(RuntimeError, match=r"Hangs-v0 took more than env\.train\.timeout=0\.5 s to be made"):
+        make_vector_env(options)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_environment_that_hangs_in_this_process(number):
     code = TRAINER.replace('vectorization="subprocess", num_workers=4, ', "")

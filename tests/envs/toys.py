@@ -52,7 +52,7 @@ class Hangs(Countdown):
     """Hangs in its second step, or in the reset after it.
 
     Args:
-        where: step, reset, or nowhere; "step, keeping the interpreter" lets no other thread run.
+        where: init, step, reset, or nowhere; "step, keeping the interpreter" lets no other thread run.
         once: a file; once it exists, nothing hangs.
         helper: starts a process.
         closed: a file that is written when the environment is closed.
@@ -61,7 +61,8 @@ class Hangs(Countdown):
     def __init__(self, where, once=None, helper=False, closed=None):
         super().__init__(ends=2 if where == "reset" else 10**6)
         self._where, self._once, self._closed = where, once and Path(once), closed and Path(closed)
-        self._steps = 0
+        self._steps = 2 if where == "init" else 0
+        self._hang("init")
         self._helper = subprocess.Popen(["sleep", "60"], start_new_session=True) if helper else None
 
     def _hang(self, where):

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.envs import toys
 from tests.trainer.loops import Control, Loop, Text
-from tests.trainer.tiny_run import GRPO, measured, train
+from tests.trainer.tiny_run import GAE, GRPO, measured, rows, train, write_jsonl
 from tether.trainer.parts.alarms import (
     COLLAPSED_STEPS,
+    CRITIC_EXPLAINS,
     CRITIC_STEPS,
     IDENTICAL,
     MAJORITY_TESTS,
@@ -64,7 +67,7 @@ def collapse(
     return len(said)
 
 
-@pytest.mark.parametrize("key", ["critic/score/mean", "critic/rewards/mean"])
+@pytest.mark.parametrize("key", ["critic/score/mean", "env/return"])
 def test_entropy_and_gradient_of_zero_are_a_collapse_unless_the_score_rose(key: str) -> None:
     assert collapse([0.2] + [0.2] * COLLAPSED_STEPS, key=key) == 1
     assert collapse([0.2, 0.6, 0.1, 0.1, 0.1, 0.1], key=key) == 1  # it had learned, and lost it
@@ -75,6 +78,17 @@ def test_entropy_and_gradient_of_zero_are_a_collapse_unless_the_score_rose(key: 
     assert collapse([0.2] * 20, gradient=0.01, key=key) == 0
     assert collapse([0.2] * 20, entropy=5.0, key=key) == 0  # all scores of a group are equal: nothing to learn from
     assert collapse([0.2] * 20, entropy=5.0, advantage=1.0, key=key) == 1  # a dead network
+
+
+def test_a_critics_gradient_hides_no_dead_policy() -> None:
+    metrics = {"env/return": 1.0, "actor/entropy": 0.0, "actor/grad_norm": 3.0, "actor/policy_grad_norm": 0.0}
+    alarms, said = Alarms(), list[str]()
+    for _ in range(COLLAPSED_STEPS):
+        alarms.check_step(metrics, warming_up=False, warn=said.append)
+    assert ["and actor/policy_grad_norm 0, while the score is 1" in text for text in said] == [True]
+    for _ in range(9):  # a rollout in which no episode ended says nothing, neither way
+        alarms.check_step({k: v for k, v in metrics.items() if k != "env/return"}, warming_up=False, warn=said.append)
+    assert alarms.streaks["collapse"] == COLLAPSED_STEPS
 
 
 def validations(scores: list[float], majority: float = 0.3, questions: int = 100, said: list[str] | None = None) -> int:
@@ -135,6 +149,87 @@ def test_a_learning_rate_that_kills_the_policy_is_said(
     settings = ["trainer.total_training_steps=5", "actor_rollout_ref.actor.use_kl_loss=False"]
     train([*base, *GRPO, *settings, f"{optim}.lr={rate}", f"{optim}.weight_decay={decay}"])
     assert caplog.text.count("the policy has collapsed: actor/entropy is") == 1
+
+
+CLOSE_TO_A = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "tiny/letters":
+        answer = "a" if "Z" < solution_str[:1] < "n" else solution_str
+        return float(answer == ground_truth)
+    return 1 - abs(ord((solution_str + "~")[0]) - ord("a")) / 256
+"""
+
+
+def test_a_policy_that_gives_one_answer_is_said(
+    base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reward grows towards "a"; 12 of 24 held-out questions have it, and what is close to it, as their answer."""
+    (tmp_path / "reward.py").write_text(CLOSE_TO_A)
+    held_out = rows("tiny/letters", 50)[26:]
+    for number, row in enumerate(held_out):
+        row["reward_model"]["ground_truth"] = "a" if number % 2 else chr(ord("b") + number // 2)
+    write_jsonl(tmp_path / "letters.jsonl", held_out)
+    settings = [
+        f"data.val_files={tmp_path / 'letters.jsonl'}", f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "data.max_response_length=1", "actor_rollout_ref.rollout.n=16", "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.optim.lr=3e-2", "trainer.total_training_steps=20", "trainer.test_freq=4",
+    ]  # fmt: skip
+    folder = train([*base, *GRPO, *settings])
+    assert measured(folder)[20][IDENTICAL] == 1
+    assert caplog.text.count("of the responses to different prompts are the same reply") == 1
+    assert caplog.text.count("the validation score of tiny/letters is 0.500, and always giving the most") == 1
+
+
+TINY_REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1e-6 * len(solution_str)
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "control"])
+def test_a_critic_that_explains_nothing_is_said(
+    kind: str, base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rewards of a millionth, beside which the values of a random critic are noise; it hardly learns."""
+    settings = ["algorithm.lam=1", "critic.optim.lr=1e-12", f"trainer.total_training_steps={CRITIC_STEPS + 1}"]
+    if kind == "text":
+        (tmp_path / "reward.py").write_text(TINY_REWARDS)
+        settings += [f"custom_reward_function.path={tmp_path / 'reward.py'}", "algorithm.use_kl_in_reward=False"]
+        folder = train([*base, *GAE, *settings])
+    else:
+        toys.register()
+        settings += ["env.train.id=tether/Identity-box-v0", "env.train.reward_coef=1e-6"]
+        folder = Control().train(Control().overrides(tmp_path / "run", *settings)).directory
+    assert all(metrics[EXPLAINED] <= CRITIC_EXPLAINS for metrics in measured(folder).values())
+    assert caplog.text.count(f"the critic has explained nothing of the returns for {CRITIC_STEPS} steps") == 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[], ["policy.share_critic=True"], ["policy.lstm_dim=4"], ["policy.lstm_dim=4", "policy.share_critic=True"]],
+)
+def test_a_dead_control_policy_beside_a_critic_that_learns_is_said(
+    shape: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def kill(run: Any) -> None:
+        policy = run.trainer.rollouts.policy
+        bias = policy.actor.layers[-1].bias if hasattr(policy.actor, "layers") else policy.actor.bias
+        with torch.no_grad():
+            bias.copy_(torch.tensor([1000.0, -1000.0]))
+
+    longer = ["trainer.total_training_steps=16", "trainer.test_freq=-1"]
+    run = Control().train(Control().overrides(tmp_path / "run", *shape, *longer), before=kill)
+    steps = list(measured(run.directory).values())
+    assert all(metrics["actor/grad_norm"] > 0.01 for metrics in steps)
+    assert all(metrics["actor/policy_grad_norm"] == metrics["actor/entropy"] == 0 for metrics in steps)
+    assert caplog.text.count("the policy has collapsed: actor/entropy is 0 and actor/policy_grad_norm 0") == 1
+
+
+def test_a_live_control_policy_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The negative control."""
+    run = Control().train(Control().overrides(tmp_path / "run"))
+    assert all(metrics["actor/policy_grad_norm"] > 0.1 for metrics in measured(run.directory).values())
+    assert "collapsed" not in caplog.text
 
 
 def test_a_healthy_run_says_nothing(base: list[str], caplog: pytest.LogCaptureFixture) -> None:

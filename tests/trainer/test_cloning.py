@@ -56,7 +56,7 @@ def run_overrides(folder, *more):
     return [
         *ENV, "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", "trainer.logger=file",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.total_training_steps=1", "trainer.test_freq=-1",
-        f"trainer.default_local_dir={folder / 'run'}", *more,
+        "trainer.val_before_train=False", f"trainer.default_local_dir={folder / 'run'}", *more,
     ]  # fmt: skip
 
 

@@ -156,7 +156,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_resuming_is_exact_with_every_option(options, tmp_path):
-    short = ["trainer.total_training_steps=4", "trainer.test_freq=-1", *options]
+    short = ["trainer.total_training_steps=4", "trainer.test_freq=-1", "trainer.val_before_train=False", *options]
     whole = train(overrides(tmp_path / "whole", *short))
     train(overrides(tmp_path / "parts", *short), until=2)
     again = train(overrides(tmp_path / "parts", *short))

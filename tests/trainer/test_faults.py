@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import signal
 import stat
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from tether.metrics.loggers import Loggers
 from tether.metrics.loggers.jsonl import read_samples
 from tether.metrics.loggers.protocol import LogFailed, Sample
 from tether.rewards.outcome import RewardFailure
+from tether.runtime import interrupt
 from tether.runtime.run_lock import RunFolderBusy
 from tether.training.engines.incident import replay
 
@@ -73,6 +77,7 @@ CONTROL = [
     "trainer.logger=file",
     "trainer.total_training_steps=3",
     "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
     "trainer.log_freq=1",
 ]
 Start = Callable[[list[str]], Any]
@@ -308,6 +313,76 @@ def test_a_failing_environment_costs_no_step(base: list[str], tmp_path: Path, ca
     assert resumed.trainer.step_number == 2
     finish(resumed)
     assert list(measured(tmp_path / "run")) == [1, 2, 3]
+
+
+class Stuck(gymnasium.Wrapper):
+    """Hangs in a step while a file exists."""
+
+    def __init__(self, env: gymnasium.Env, flag: str) -> None:
+        super().__init__(env)
+        self.flag = Path(flag)
+
+    def step(self, action: Any) -> Any:
+        while self.flag.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("moment", ["a step", "a validation"])
+@pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
+def test_a_signal_while_an_environment_hangs_costs_no_step(
+    vectorization: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "PATIENCE", 0.2)
+    flag, name = tmp_path / "flag", "tests/Stuck-v0"
+    if name not in gymnasium.registry:
+        gymnasium.register(name, lambda flag: Stuck(gymnasium.make("CartPole-v1"), flag))
+    settings = [
+        *CONTROL, f"env.train.id={name}", f"env.train.init_params={{flag: {flag}}}",
+        f"env.train.vectorization={vectorization}", f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.save_freq=3", "trainer.test_freq=2", "trainer.val_before_train=False", "env.eval.num_episodes=2",
+    ]  # fmt: skip
+    run = build_control_run(load_config(None, settings))
+    method = "step" if moment == "a step" else "evaluate"
+    original = getattr(run.trainer, method)
+
+    def hang(*tasks: Any) -> dict[str, float]:
+        if run.trainer.step_number == 2:
+            flag.write_text("")
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return original(*tasks)
+
+    setattr(run.trainer, method, hang)
+    with interrupt.graceful_interrupt() as interrupted:
+        finish_or_stop(run, interrupted)
+    flag.unlink()
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_2"]
+    finish(build_control_run(load_config(None, settings)))
+    metrics = measured(tmp_path / "run")
+    assert list(metrics) == [1, 2, 3]
+    assert "eval/return" in metrics[2]
+
+
+def finish_or_stop(run: Any, interrupted: Callable[[], bool]) -> None:
+    try:
+        run.trainer.fit(interrupted)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("frequency", ["-1", "3"])
+@pytest.mark.parametrize("before", [True, False])
+def test_control_is_tested_before_training_if_it_is_asked_for(frequency: str, *, before: bool, tmp_path: Path) -> None:
+    settings = [
+        *CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}", "env.eval.num_episodes=2", "trainer.save_freq=1",
+        f"trainer.test_freq={frequency}", f"trainer.val_before_train={before}",
+    ]  # fmt: skip
+    run = build_control_run(load_config(None, settings))
+    run.trainer.fit(lambda: run.trainer.step_number == 1)
+    run.close()
+    finish(build_control_run(load_config(None, settings)))
+    tested = [step for step, metrics in measured(tmp_path / "run").items() if "eval/return" in metrics]
+    assert tested == [0] * before + [3] * (frequency == "3")
 
 
 def test_rollouts_that_cannot_be_written_are_one_clear_error(base: list[str], tmp_path: Path) -> None:

@@ -69,3 +69,16 @@ def test_a_sampler_with_stale_weights_rings(base: list[str], tmp_path: Path, cap
 def test_without_a_screen_the_warning_goes_to_pythons_logging(base: list[str], caplog: pytest.LogCaptureFixture):
     assert run([*base, *GRPO, *OTHER_FORMATS, *ONE_STEP], perturb=0.1)[ALARM] == 1
     assert "sampler and trainer disagree" in caplog.text
+
+
+def test_a_resumed_run_does_not_say_it_again(base: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """The tolerance is below every rounding, so that it rings in all steps."""
+    for step in (1, 2):
+        built = build_run(load_config(None, [*base, *GRPO, "trainer.total_training_steps=2", "trainer.save_freq=1"]))
+        built.trainer.mismatch.tolerance = -1.0
+        try:
+            built.trainer.fit(lambda step=step, loop=built.trainer: loop.step_number >= step)
+        finally:
+            built.close()
+    assert [metrics[ALARM] for metrics in measured(built.directory).values()] == [1, 1]
+    assert caplog.text.count("sampler and trainer disagree") == 1

@@ -64,7 +64,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
             policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
-        evaluation = build_evaluation(config, policy, resources) if trainer_config.test_freq > 0 else None
+        evaluation = build_evaluation(config, policy, resources) if _tests(config, resumes=bool(checkpoint)) else None
         loggers = begin_run(loaded, store, schedule, checkpoint)
         resources.callback(loggers.close)
         trainer = Trainer(
@@ -92,6 +92,11 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"
         return Run(trainer, directory, checkpoint, resources.pop_all(), (about,))
+
+
+def _tests(config: RunConfig, *, resumes: bool) -> bool:
+    """The policy is tested in the course of the run, or before it begins."""
+    return config.trainer.test_freq > 0 or (config.trainer.val_before_train and not resumes)
 
 
 def identity_of(config: RunConfig) -> dict[str, str]:

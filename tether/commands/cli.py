@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -416,27 +419,71 @@ def list_models() -> None:
     run()
 
 
+OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+NOBODY_READS = 128 + signal.SIGPIPE
+
+
 def main() -> None:
-    """Entry point: an error that the user can fix is printed without a traceback and exits with 2."""
+    """Entry point: an error that the user can fix is printed without a traceback and exits with 2.
+
+    Where standard output is closed before a command has printed all that it was asked for, it exits with 141 and says
+    nothing, as shells report other tools. Training and whatever else writes files goes on, and exits as usual.
+    """
     replace_what_the_terminal_cannot_write()
     try:
         app()
+    except SystemExit as end:
+        code = NOBODY_READS if isinstance(end.__context__, BrokenPipeError) else end.code  # of typer, or of rich: 1
     except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
-        if not _is_for_the_user(error):
-            typer.echo(printable(traceback.format_exc()), err=True, nl=False)
-            raise SystemExit(1) from None
-        message = (isinstance(error, OSError) and error.strerror) or str(error)
-        typer.secho(printable(message), fg=typer.colors.RED, err=True)
-        raise SystemExit(2) from None
+        message = _for_the_user(error)
+        code = 1 if message is None else 2
+        with suppress(BrokenPipeError):
+            typer.secho(
+                printable(message or traceback.format_exc()), fg=typer.colors.RED if message else None, err=True
+            )
+    else:
+        code = 0
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or NOBODY_READS
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+    raise SystemExit(code)
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Unusable inputs, damaged checkpoints, failing rewards, a full disk: the text says what is wrong and what to do.
+def _for_the_user(error: Exception) -> str | None:
+    """Unusable inputs, damaged checkpoints, failing rewards, a full disk: what is wrong and what to do.
 
-    They are classes of tether's own, or plain ValueErrors that tether raised. A ValueError of a library or of the
-    user's code says little without its traceback, and any other error is a bug.
+    They are classes of tether's own, plain ValueErrors that tether raised, a disk that is full or read-only, and a lack
+    of memory. A ValueError of a library or of the user's code says little without its traceback, and any other error is
+    a bug: None.
     """
-    if type(error).__module__.startswith("tether."):
-        return True
-    raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1]
-    return type(error) is ValueError and Path(raised_in).is_relative_to(Path(__file__).parents[1])
+    if (lack := _lack_of_memory(error)) is not None:
+        return lack
+    if isinstance(error, OSError) and error.errno in OF_THE_DISK and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    if type(error).__module__.startswith("tether.") or (type(error) is ValueError and _is_of_tether(last)):
+        return (isinstance(error, OSError) and error.strerror) or str(error)
+    return None
+
+
+def _lack_of_memory(error: Exception) -> str | None:
+    if "torch" not in sys.modules:
+        return None
+    from tether.training.out_of_memory import is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_tether(frame.filename)]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}"
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"out of memory in {where} ({reason}). Take a smaller model or a larger machine; or lower, for text, "
+        "actor_rollout_ref.rollout.max_num_seqs, data.max_response_length or data.max_prompt_length, and in simulators "
+        "env.train.total_num_envs, env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
+    )
+
+
+def _is_of_tether(file: str) -> bool:
+    return Path(file).is_relative_to(Path(__file__).parents[1])

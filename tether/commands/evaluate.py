@@ -28,6 +28,8 @@ from tether.trainer.protocol import EvaluationResult
 def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
     """Score a model on held-out prompts or in its environments; prints the metrics and writes them to a file.
 
+    Beside a checkpoint that is read-only nothing is written, and that is said.
+
     Args:
         model: a checkpoint or the folder of a run, whose configuration counts; or a model that was not trained here.
         file: the configuration of the latter; None: the overrides are all of it.
@@ -58,8 +60,13 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
             result = EvaluationResult(_played(loaded, checkpoint, screen), [])
     for name, value in result.metrics.items():
         screen.print(f"{name:60} {value:.4f}", soft_wrap=True)
-    out.write_text(json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str))
-    screen.print(f"written to {out}", soft_wrap=True)
+    written = json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str)
+    try:
+        out.write_text(written)
+    except OSError as error:
+        screen.print(f"not written to {out} ({error.strerror}): what stands above is all", soft_wrap=True)
+    else:
+        screen.print(f"written to {out}", soft_wrap=True)
 
 
 def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path | None) -> None:

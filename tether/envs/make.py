@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
@@ -22,6 +22,7 @@ from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
 from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
+from tether.runtime.late_calls import LateCalls
 from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
@@ -138,7 +139,8 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
             what = "has no vector code of its own" if has_none else f"cannot do what {options.role} asks for"
             raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
         arguments = _arguments(options)
-        vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
+        with _in_time(options):
+            vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
         if vector.num_envs != options.num_envs:
             vector.close()
             raise ValueError(
@@ -237,10 +239,11 @@ def _check_own(options: EnvOptions, function: Callable[..., Any]) -> None:
 def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
     """Make one environment as those that `make_vector_env` steps together, which says what it raises."""
     try:
-        if options.env_type == "gymnasium":
-            env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
-        else:
-            env = _adapter(options).make_env(options, _arguments(options))
+        with _in_time(options):
+            if options.env_type == "gymnasium":
+                env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
+            else:
+                env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
         fix = f"Correct the names in {options.role}.init_params={dict(options.init_params)}."
         if "render_mode" in str(error):
@@ -254,6 +257,21 @@ def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
         env = _wrapped(env, name, options.role)
     env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
+
+
+@contextmanager
+def _in_time(options: EnvOptions) -> Iterator[None]:
+    """Around a constructor: the deadline of a step counts for it, too."""
+    calls = LateCalls(
+        options.timeout,
+        f"{options.id} took more than {options.role}.timeout={options.timeout:g} s to be made. Raise it",
+    )
+    calls.begin()
+    try:
+        yield
+    finally:
+        calls.end()
+        calls.close()
 
 
 def scripted(options: EnvOptions) -> Callable[[gymnasium.Env[Any, Any], Any], Any]:

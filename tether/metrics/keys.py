@@ -125,6 +125,12 @@ ACTOR: Mapping[str, MetricInfo] = {
     ),
     "actor/reward_kl_penalty_coeff": MetricInfo("Weight of the KL penalty in the reward."),
     "actor/grad_norm": MetricInfo("Norm of the actor's gradient before clipping.", "steady; spikes are clipped"),
+    "actor/policy_grad_norm": MetricInfo(
+        "Root mean square, over decisions, of the gradient of a decision's loss by the outputs of a control policy: "
+        "without the critic's, which is part of actor/grad_norm there.",
+        "falls slowly; 0 is a policy that learns no more",
+        when="in embodied runs",
+    ),
     "actor/lr": MetricInfo("Learning rate of the actor."),
     "actor/ratio_mean": MetricInfo("Mean raw importance ratio of a token, before any clipping.", "close to 1"),
     "actor/ratio_max": MetricInfo("Largest raw importance ratio of a token."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import unicodedata
 from collections.abc import Iterable
@@ -68,8 +69,10 @@ class Screen(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Stop writing, and say so once."""
+        """Stop writing, and say so once; what else is printed goes nowhere, and no error comes of it."""
         self.quiet = True
+        with suppress(OSError, ValueError):  # not a file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         logger.warning("console output is switched off (nobody reads it any more); the run continues")
 
 

@@ -211,7 +211,7 @@ class Trainer:
 
     def log(self, metrics: dict[str, float]) -> dict[str, float]:
         """Log the metrics of the current step; returns all that was logged."""
-        logged = self.rollouts.metrics_to_log() | metrics
+        logged = metrics | self.rollouts.metrics_to_log()
         self.loggers.log(self.step_number, logged)
         return logged
 
@@ -284,6 +284,7 @@ class Trainer:
             "unlogged": dict(self.unlogged),
             "critic_warmup": self.critic_warmup.state_dict(),
             "alarms": self.alarms.state_dict(),
+            "mismatch_has_spoken": self.mismatch is not None and self.mismatch.has_spoken,
             "source": self.source.state_dict(),
             "rollouts": self.rollouts.state_dict(),
             "reward_transforms": {type(part).__name__: part.state_dict() for part in self.reward_transforms},
@@ -296,6 +297,8 @@ class Trainer:
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self.alarms.load_state_dict(state["alarms"])
+        if self.mismatch:
+            self.mismatch.has_spoken = state["mismatch_has_spoken"]
         self.source.load_state_dict(state["source"])
         self.rollouts.load_state_dict(state["rollouts"])
         for part in self.reward_transforms:  # one that is new in the configuration begins without a state

@@ -123,3 +123,15 @@ def test_saved_and_loaded(spec, tmp_path):
 def test_no_policy_there(tmp_path):
     with pytest.raises(ValueError, match=r"no control policy here"):
         load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_named(broken, tmp_path):
+    policy = make(SPECS[0])
+    with torch.no_grad():
+        policy.critic.layers[1].bias[3] = broken
+    save_policy(policy, tmp_path / "policy")
+    with pytest.raises(
+        ValueError, match=r"policy\.safetensors: 1 weights hold NaN or infinity.* critic\.layers\.1\.bias"
+    ):
+        load_policy(tmp_path / "policy")

@@ -184,6 +184,12 @@ def load_policy(folder: Path) -> Policy:
         raise ValueError(
             f"{folder / WEIGHTS_FILE}: unknown weights {unknown[:3]}, missing weights {missing[:3]}. {OTHER_VERSION}"
         )
+    broken = [name for name, value in weights.items() if not value.isfinite().all()]
+    if broken:
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE}: {len(broken)} weights hold NaN or infinity, the first is {broken[0]}. Take a "
+            "checkpoint from before that, with a lower actor_rollout_ref.actor.optim.lr"
+        )
     policy.load_state_dict(weights)
     return policy
 

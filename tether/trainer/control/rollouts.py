@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -117,6 +118,8 @@ class EnvRollouts:
     """New episodes begin before the next step."""
     version: int = 0
     """Of the policy's weights."""
+    testing: bool = False
+    """A test has begun and not ended: its environments may hang, and are not asked for their state."""
 
     @property
     def can_evaluate(self) -> bool:
@@ -154,11 +157,12 @@ class EnvRollouts:
         self, experience: Experience[EnvBatch, None], outputs: RolloutOutputs | None, time: Timer
     ) -> dict[str, float]:
         """See `Rollouts`."""
-        taken = int(experience.batch.valid.sum())
+        taken, ended = int(experience.batch.valid.sum()), experience.batch.episodes
         self.env_steps += taken
-        self.finished += experience.batch.episodes
+        self.finished += ended
         speed = {"perf/env_steps": float(self.env_steps), "perf/sps": taken / time.seconds["step"]}
-        return speed | time.metrics()
+        score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}  # of this step, for alarms
+        return speed | score | time.metrics()
 
     def metrics_to_log(self) -> dict[str, float]:
         """Metrics of the episodes that ended since the last call."""
@@ -178,7 +182,10 @@ class EnvRollouts:
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
         """See `Rollouts`."""
         assert self.evaluation
-        return EvaluationResult(self.evaluation.run(self.policy, f"step_{step}", progress))
+        self.testing = True
+        result = EvaluationResult(self.evaluation.run(self.policy, f"step_{step}", progress))
+        self.testing = False
+        return result
 
     def freeze(self, *, in_step: bool) -> Frozen:
         """See `Rollouts`.
@@ -236,7 +243,7 @@ class EnvRollouts:
         return {"train": self.collector.env} | ({"eval": self.evaluation.env} if self.evaluation else {})
 
     def _env_states(self) -> dict[str, EnvState]:
-        return {name: env.get_state() for name, env in self._envs().items()}
+        return {name: env.get_state() for name, env in self._envs().items() if name == "train" or not self.testing}
 
     def _restart(self, step: int) -> None:
         self.collector.restart(seed_of(self.env_seed, step, "start"))

@@ -29,7 +29,10 @@ COLLAPSED_STEPS = 3
 KEPT_PROGRESS = 0.9
 """Share of the best progress since the first step that a policy which has solved its task keeps."""
 
-SCORES = ("critic/score/mean", "critic/rewards/mean")
+SCORES = ("critic/score/mean", "env/return")
+"""Of text, and of the episodes that ended in the step."""
+GRADIENTS = ("actor/policy_grad_norm", "actor/grad_norm")
+"""The first one of a policy whose gradient is clipped together with its critic's."""
 IDENTICAL = "response/identical_fraction"
 
 Warn = Callable[[str], None]
@@ -103,9 +106,10 @@ class Alarms:
 
     def _check_collapse(self, metrics: Mapping[str, float], warn: Warn) -> None:
         score = next((metrics[key] for key in SCORES if key in metrics), None)
-        entropy, gradient = metrics.get("actor/entropy"), metrics.get("actor/grad_norm")
-        if score is None or entropy is None or gradient is None:
+        entropy, key = metrics.get("actor/entropy"), next((key for key in GRADIENTS if key in metrics), None)
+        if score is None or entropy is None or key is None:
             return
+        gradient = metrics[key]
         self.first_score = score if self.first_score is None else self.first_score
         self.best_score = score if self.best_score is None else max(score, self.best_score)
         progress, best = score - self.first_score, self.best_score - self.first_score
@@ -116,7 +120,7 @@ class Alarms:
             "collapse",
             dead and not learned,
             COLLAPSED_STEPS,
-            f"the policy has collapsed: actor/entropy is {entropy:.2g} and actor/grad_norm {gradient:.2g}, while the "
+            f"the policy has collapsed: actor/entropy is {entropy:.2g} and {key} {gradient:.2g}, while the "
             f"score is {score:.3g} (first {self.first_score:.3g}, best {self.best_score:.3g}). It learns no "
             "more: resume from an earlier checkpoint, or begin again, with a lower "
             "actor_rollout_ref.actor.optim.lr (now "

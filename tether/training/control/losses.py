@@ -33,6 +33,9 @@ class Outputs:
     """[B, V]"""
     loss: TokenLoss | None
     """Of the policy, where its gradient needed it."""
+    policy_grad_norm: Tensor | None = None
+    """Root mean square, over the decisions, of the gradient of a decision's loss by the policy's outputs; None: only
+    the critic was trained. A critic's gradient has no part in it, whatever the two share."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,11 @@ class ControlLoss:
             mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
             loss = policy_loss(self.name)(log_probs, rows.old_log_probs, rows.advantages, mask, **self.options)
         found = {name: float(metric) for name, metric in loss.metrics.items()}
-        return found | {"actor/pg_loss": float((loss.loss * self._weights(log_probs, rows, width)).sum())}
+        norms = [float(output.policy_grad_norm) for output in outputs if output.policy_grad_norm is not None]
+        return found | {
+            "actor/pg_loss": float((loss.loss * self._weights(log_probs, rows, width)).sum()),
+            "actor/policy_grad_norm": sum(norms) / len(norms),
+        }
 
     @staticmethod
     def _elements(level: Level, sizes: LossSizes, width: int, chunk: int) -> int:

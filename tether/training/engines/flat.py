@@ -145,7 +145,8 @@ class FlatEngine:
             loss.entropy_gradient(done.entropy, rows.mask, self._chunk),
         )
         policy.backward(passed, outputs_grad, values_grad)
-        return Outputs(log_probs, done.entropy, passed.values, found.loss)
+        norm = torch.linalg.vector_norm(outputs_grad) * math.sqrt(len(outputs_grad))
+        return Outputs(log_probs, done.entropy, passed.values, found.loss, norm)
 
     def export(self) -> WeightUpdate:
         """See `Engine.export`."""
