@@ -41,6 +41,7 @@ def made_up_batch(tokens: int, vocabulary: int) -> TrainBatch:
         response_mask=torch.ones(rows, RESPONSE, dtype=torch.bool),
         rollout_log_probs=torch.full((rows, RESPONSE), -10.0),
         truncated=torch.ones(rows, dtype=torch.bool),
+        kept=None,
         batch_size=[rows],
     )
     batch = TrainBatch.assemble(rollout, torch.zeros(rows))

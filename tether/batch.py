@@ -3,6 +3,7 @@
 Legend: B = rows (one sampled response each), P = prompt width, T = response width. Rows are right-padded, never
 left-padded: row b holds prompt tokens ``prompt_ids[b, :prompt_length[b]]`` and then response tokens
 ``response_ids[b, :response_length[b]]``. What stands beyond a length or outside ``response_mask`` is never read.
+Batches lie in the memory of the host: engines move what a micro-batch needs to their device.
 
 Worked example, one prompt [5, 6, 7] sampled twice, answers [8, 2] and [9] (2 = end of sequence, width T = 3)::
 
@@ -14,22 +15,27 @@ Worked example, one prompt [5, 6, 7] sampled twice, answers [8, 2] and [9] (2 = 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
+TokenIds = NDArray[np.int32]
+Record = TypeVar("Record", bound=Any)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """One row of a prompt dataset, ready to be sampled."""
 
-    token_ids: tuple[int, ...]
-    """The templated prompt, as the policy reads it."""
+    token_ids: TokenIds
+    """The templated prompt, as the policy reads it; any sequence of integers is taken, and made an array here."""
     data_source: str
     """Which reward scores it, for example ``openai/gsm8k``."""
     ground_truth: Any
@@ -40,6 +46,28 @@ class Prompt:
     """The row's `extra_info`, passed to the reward as it is."""
     index: int = 0
     """Row number in the concatenated dataset: the sample's identity in logs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", as_token_ids(self.token_ids, "Prompt.token_ids"))
+
+
+def as_token_ids(ids: Sequence[int] | TokenIds, name: str) -> TokenIds:
+    """An array of token ids; one that is an array already stays the same.
+
+    Raises:
+        ValueError: not a flat sequence of integers, of 0 or more.
+    """
+    array = np.asarray(ids)
+    integers = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
+    if not integers or (array.size and not 0 <= array.min() <= array.max() < 2**31):
+        raise ValueError(f"{name}: {str(ids)[:80]} is no flat list of token ids, which are integers from 0 on.")
+    return array.astype(np.int32, copy=False)
+
+
+def on_device(record: Record, device: torch.device) -> Record:
+    """A dataclass with its tensors on a device."""
+    tensors = {key: value for key, value in vars(record).items() if isinstance(value, Tensor)}
+    return replace(record, **{key: value.to(device) for key, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -96,11 +124,11 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
     """B tensors of int32, each as long as its row needs: one row of nonsense must not widen all the others."""
 
 
-class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """What the rollout engine sampled."""
+class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
+    """Responses as a rollout engine sampled them, in the memory of the host."""
 
     uid: Int[Tensor, " B"]
-    """Prompt group: rows that answer the same prompt share it."""
+    """Prompt group: rows share it only if they answer the same prompt, which a micro-batch then holds once."""
     prompt_ids: Int[Tensor, "B P"]
     prompt_length: Int[Tensor, " B"]
     response_ids: Int[Tensor, "B T"]
@@ -114,28 +142,21 @@ class RolloutBatch(TensorClass["nocast"]):  # type: ignore[type-arg]
     policy_version: Int[Tensor, " B"] | None = None
     """Updates that the policy had had when the row was sampled (`tether.training.protocol.WeightUpdate`)."""
     kept: KeptTokens | None = None
-    """What top-k and top-p left to draw from; None where they left everything."""
+    """What top-k and top-p left to draw from; None where they left everything. Log-probabilities and entropies are of
+    the distribution over these tokens."""
 
 
-class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
-    """A rollout with everything that the losses need; the optional fields are filled in along the step."""
+class TrainBatch(RolloutBatch):
+    """A rollout with everything that the losses need; the optional fields are filled in along the step.
 
-    uid: Int[Tensor, " B"]
-    prompt_ids: Int[Tensor, "B P"]
-    prompt_length: Int[Tensor, " B"]
-    response_ids: Int[Tensor, "B T"]
-    response_length: Int[Tensor, " B"]
-    response_mask: Bool[Tensor, "B T"]
-    rollout_log_probs: Float[Tensor, "B T"]
-    truncated: Bool[Tensor, " B"]
-    token_level_scores: Float[Tensor, "B T"]
+    A row that has no score has lost its whole `response_mask`.
+    """
+
+    # Both are always given; after a field with a default, a dataclass wants one.
+    token_level_scores: Float[Tensor, "B T"] = None  # type: ignore[assignment]
     """The reward as given: for text, the score at the last response token."""
-    scored: Bool[Tensor, " B"]
+    scored: Bool[Tensor, " B"] = None  # type: ignore[assignment]
     """False where the reward abstained or failed: the row is left out of every statistic and of the update."""
-    policy_version: Int[Tensor, " B"] | None = None
-    """As in the rollout."""
-    kept: KeptTokens | None = None
-    """As in the rollout: every log-probability and entropy is of the distribution over these tokens."""
     old_log_probs: Float[Tensor, "B T"] | None = None
     """Under the policy at the start of the update (the proximal policy)."""
     ref_log_probs: Float[Tensor, "B T"] | None = None
@@ -164,27 +185,18 @@ class TrainBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
 
         Args:
             rollout: what was sampled.
-            scores: [B] one score a response; NaN where the reward abstained or failed.
+            scores: [B] one score per response; NaN where the reward abstained or failed.
 
         The score lands on the last token that the policy sampled. A row without a score loses its whole
         ``response_mask``, so that no statistic and no loss sees it.
         """
-        scores = scores.to(rollout.response_mask.device)
+        _check_groups(rollout)
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
         mask = rollout.response_mask & scored[:, None]
         return cls(
-            uid=rollout.uid,
-            prompt_ids=rollout.prompt_ids,
-            prompt_length=rollout.prompt_length,
-            response_ids=rollout.response_ids,
-            response_length=rollout.response_length,
-            response_mask=mask,
-            rollout_log_probs=rollout.rollout_log_probs,
-            truncated=rollout.truncated,
+            **{field.name: getattr(rollout, field.name) for field in fields(rollout)} | {"response_mask": mask},
             token_level_scores=on_last_token(scores.where(scored, 0.0), mask).to(torch.float32),
             scored=scored,
-            policy_version=rollout.policy_version,
-            kept=rollout.kept,
             batch_size=rollout.batch_size,
         )
 
@@ -282,3 +294,14 @@ class EnvBatch:
     def take(self, outputs: Any) -> None:
         """As `TrainBatch.take`."""
         _take(self, outputs)
+
+
+def _check_groups(rollout: RolloutBatch) -> None:
+    """Make sure that rows of one `uid` have one prompt: training computes it once for all of them."""
+    _, group = torch.unique(rollout.uid, return_inverse=True)
+    rows = torch.arange(len(group))
+    first = torch.full_like(rows, len(group)).scatter_reduce(0, group, rows, "amin")[group]
+    beyond = torch.arange(rollout.prompt_ids.shape[1]) >= rollout.prompt_length[:, None]
+    same = (rollout.prompt_ids == rollout.prompt_ids[first]) | beyond
+    same = same.all(dim=-1) & (rollout.prompt_length == rollout.prompt_length[first])
+    assert same.all(), f"uid: rows {rows[~same].tolist()} have other prompts than the first row of their uid"

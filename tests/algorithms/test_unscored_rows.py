@@ -26,6 +26,7 @@ def make_batch(rows: torch.Tensor | slice = slice(None)) -> TrainBatch:
         response_mask=torch.arange(WIDTH) < length[:, None],
         rollout_log_probs=torch.zeros(ROWS, WIDTH),
         truncated=length == WIDTH,
+        kept=None,
         batch_size=[ROWS],
     )
     batch = TrainBatch.assemble(rollout, SCORES)

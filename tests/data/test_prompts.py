@@ -45,9 +45,9 @@ def test_a_prompt_brings_all_that_the_reward_needs(tokenizer: PreTrainedTokenize
 
 def test_chunks_do_not_change_the_prompts(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(*"abcdefg")
-    whole = list(PromptDataset(rows, tokenizer, PromptOptions(20)))
+    whole = PromptDataset(rows, tokenizer, PromptOptions(20)).fingerprint()
     monkeypatch.setattr(prompts, "CHUNK", 3)
-    assert list(PromptDataset(rows, tokenizer, PromptOptions(20))) == whole
+    assert PromptDataset(rows, tokenizer, PromptOptions(20)).fingerprint() == whole
 
 
 def test_template_and_its_variables_can_be_given(make_tokenizer: Make) -> None:
@@ -176,8 +176,8 @@ def test_max_samples_counts_before_long_rows_are_dropped(tokenizer: PreTrainedTo
 def test_a_cut_prompt_has_exactly_the_limit_and_both_ends_are_its_own(
     tokenizer: PreTrainedTokenizerFast, truncation: str, content: str, limit: int
 ) -> None:
-    whole = PromptDataset(rows_of(content), tokenizer, PromptOptions(1000))[0].token_ids
-    cut = PromptDataset(rows_of(content), tokenizer, PromptOptions(limit, truncation=truncation))[0].token_ids
+    whole = PromptDataset(rows_of(content), tokenizer, PromptOptions(1000))[0].token_ids.tolist()
+    cut = PromptDataset(rows_of(content), tokenizer, PromptOptions(limit, truncation=truncation))[0].token_ids.tolist()
     assert len(cut) == min(limit, len(whole))
     head = {"left": 0, "right": len(cut), "middle": len(cut) // 2}[truncation]
     assert cut[:head] == whole[:head]

@@ -32,6 +32,7 @@ def rollout(lengths: list[int], width: int = 3) -> RolloutBatch:
         response_mask=torch.arange(width) < length[:, None],
         rollout_log_probs=torch.zeros(rows, width),
         truncated=length == width,
+        kept=None,
         batch_size=[rows],
     )
 

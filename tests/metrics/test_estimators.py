@@ -22,6 +22,7 @@ def make_batch() -> TrainBatch:
         response_mask=torch.ones(5, 2, dtype=torch.bool),
         rollout_log_probs=torch.zeros(5, 2),
         truncated=torch.tensor([True, False, True, True, False]),
+        kept=None,
         batch_size=[5],
     )
     return TrainBatch.assemble(rollout, torch.tensor([1.0, 0.0, 3.0, math.nan, math.nan]))

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tiny import tiny_tokenizer
 from tests.trainer.test_rollout_correction import recorded
@@ -106,9 +105,11 @@ def test_what_was_rejected_is_stored_as_such(tmp_path: Path) -> None:
 
 def test_targets_are_the_discounted_rewards() -> None:
     response = StoredResponse([5, 6], [7, 8, 9], [True, False, True], [0.0, 0.0, 2.0])
-    batch = value_batch([response, StoredResponse([5], [7], [True], [1.0])], gamma=0.5, device=torch.device("cpu"))
-    assert batch.returns.tolist() == [[1, 0, 2], [1, 0, 0]]  # the masked token costs no discount
-    assert batch.prompt_ids.tolist() == [[5, 6], [5, 0]]
+    other = StoredResponse([5], [7], [True], [1.0])
+    batch = value_batch([response, other, response], gamma=0.5)
+    assert batch.returns.tolist() == [[1, 0, 2], [1, 0, 0], [1, 0, 2]]  # the masked token costs no discount
+    assert batch.prompt_ids.tolist() == [[5, 6], [5, 0], [5, 6]]
+    assert batch.uid.tolist() == [0, 1, 0]
 
 
 def test_no_prompt_is_on_both_sides() -> None:

@@ -40,13 +40,14 @@ class Recorded:
         width = int(length.max())
         rollout = RolloutBatch(
             uid=torch.arange(len(prompts)).repeat_interleave(2),
-            prompt_ids=torch.tensor([p.token_ids for p in prompts]).repeat_interleave(2, dim=0),
+            prompt_ids=torch.tensor([p.token_ids.tolist() for p in prompts]).repeat_interleave(2, dim=0),
             prompt_length=torch.ones(len(scores), dtype=torch.long),
             response_ids=length[:, None].expand(-1, width).clone(),
             response_length=length,
             response_mask=torch.arange(width) < length[:, None],
             rollout_log_probs=torch.zeros(len(scores), width),
             truncated=torch.zeros(len(scores), dtype=torch.bool),
+            kept=None,
             batch_size=[len(scores)],
         )
         failed = sum(map(math.isnan, scores))

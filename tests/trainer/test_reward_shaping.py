@@ -26,6 +26,7 @@ def make_batch(scores: list[float]) -> TrainBatch:
         response_mask=torch.arange(4) < length[:, None],
         rollout_log_probs=torch.zeros(4, 4),
         truncated=length == 4,
+        kept=None,
         batch_size=[4],
     )
     return TrainBatch.assemble(rollout, torch.tensor(scores))

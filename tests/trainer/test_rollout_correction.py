@@ -41,6 +41,7 @@ def recorded() -> TrainBatch:
         response_mask=torch.arange(3) < length[:, None],
         rollout_log_probs=torch.zeros(3, 3),
         truncated=torch.zeros(3, dtype=torch.bool),
+        kept=None,
         batch_size=[3],
     )
     found = TrainBatch.assemble(rollout, torch.tensor([1.0, 0.5, math.nan]))

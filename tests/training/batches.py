@@ -53,6 +53,7 @@ def make_rollout() -> RolloutBatch:
         response_mask=mask,
         rollout_log_probs=torch.zeros(ROWS, WIDTH, dtype=torch.float64),
         truncated=response_length == WIDTH,
+        kept=None,
         batch_size=[ROWS],
     )
 

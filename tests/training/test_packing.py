@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from tests.training.batches import make_rollout
-from tether.batch import RolloutBatch, TrainBatch
+from tests.training.batches import make_batch, make_critic, make_policy, make_rollout
+from tether.batch import RolloutBatch, TrainBatch, on_device
+from tether.models.language.packing_check import hidden_states
 from tether.models.layers.attention import Packed, Padded
+from tether.training.protocol import LossSizes
+from tether.training.text.forward import PolicyOutputs, ValueOutputs
+from tether.training.text.losses import CriticLoss, PolicyLoss
 from tether.training.text.packing import TokenRows, row_sizes, sequence_lengths, token_rows
 
 
@@ -20,6 +24,7 @@ def example() -> TrainBatch:
         response_mask=torch.tensor([[True, False, True], [True, False, False]]),
         rollout_log_probs=torch.zeros(2, 3),
         truncated=torch.tensor([False, True]),
+        kept=None,
         batch_size=[2],
     )
     return TrainBatch.assemble(rollout, torch.ones(2))
@@ -48,6 +53,7 @@ def test_a_shared_prompt_stands_once() -> None:
         response_mask=torch.tensor([[True, True], [True, False], [True, True]]),
         rollout_log_probs=torch.zeros(3, 2),
         truncated=torch.zeros(3, dtype=torch.bool),
+        kept=None,
         batch_size=[3],
     )
     batch = TrainBatch.assemble(rollout, torch.ones(3))
@@ -93,3 +99,32 @@ def test_each_target_follows_its_predicting_position(packed: bool) -> None:
         column == 0, batch.prompt_ids[row, batch.prompt_length[row] - 1], batch.response_ids[row, column - 1]
     )
     assert ids[rows.predicts].equal(before)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_nothing_of_a_micro_batch_is_read_back_from_the_device(packed: bool) -> None:
+    """The meta device has no numbers to read, and refuses to meet a tensor of the host."""
+    policy, meta = make_policy(), torch.device("meta")
+    batch = make_batch(policy, make_critic())
+    rows = on_device(token_rows(batch, packed=packed), meta)
+    states = hidden_states(policy.to(meta), rows.input_ids, rows.position_ids, rows.layout)
+    per_token = rows.scatter(states[rows.predicts].sum(dim=-1))
+    micro, sizes = batch.to(meta), LossSizes(num_tokens=10, num_sequences=3)
+    outputs = PolicyOutputs(log_probs=per_token, entropy=per_token, batch_size=[len(batch)])
+    PolicyLoss(kl_coef=0.1, entropy_coeff=0.1)(outputs, micro, sizes).loss.backward(retain_graph=True)
+    CriticLoss()(ValueOutputs(values=per_token, batch_size=[len(batch)]), micro, sizes).loss.backward()
+    with pytest.raises(RuntimeError, match="meta"):
+        per_token.sum().item()  # the control: a number that is read does not pass
+
+
+def test_rows_of_one_uid_have_one_prompt() -> None:
+    rollout = make_rollout()
+    rollout.prompt_ids[1, rollout.prompt_length[1] :] = 99  # beyond the prompt, where nothing is read
+    TrainBatch.assemble(rollout, torch.ones(9))
+    rollout.prompt_ids[4, 0] += 1
+    with pytest.raises(AssertionError, match=r"uid: rows \[4\]"):
+        TrainBatch.assemble(rollout, torch.ones(9))
+    shorter = make_rollout()
+    shorter.prompt_length[2] -= 1
+    with pytest.raises(AssertionError, match=r"uid: rows \[2\]"):
+        TrainBatch.assemble(shorter, torch.ones(9))

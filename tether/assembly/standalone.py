@@ -80,5 +80,5 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     assert isinstance(learner.loss.function, CriticLoss)
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))
-    learned_batch, held_out_batch = (value_batch(part, gamma, device) for part in (learned, kept_apart))
+    learned_batch, held_out_batch = (value_batch(part, gamma) for part in (learned, kept_apart))
     return CriticPretraining(learner, learned_batch, held_out_batch, plan)

@@ -7,13 +7,12 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from tether.batch import TokenIds
 from tether.data.rows import Row
 from tether.runtime.deadline import deadline
 
-TokenIds = NDArray[np.int32]
 TEMPLATE_SECONDS = 10.0
 """Seconds that a chat template may take to write one conversation."""
 TEMPLATE_ERRORS = (
@@ -74,7 +73,9 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[T
     return [np.array(ids, dtype=np.int32) for ids in encoded]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+def decode(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = False
+) -> str:
     """Text of one sequence of token ids."""
     text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
     assert isinstance(text, str)

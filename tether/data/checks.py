@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.batch import TokenIds
 from tether.data.prompts import PromptReport
 
 
-def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str | None:
+def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str | None:
     """Find a doubled or missing beginning-of-sequence token.
 
     Args:
@@ -23,7 +24,7 @@ def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     bos = tokenizer.bos_token_id
     if bos is None:
         return None
-    if list(token_ids[:2]) == [bos, bos]:
+    if token_ids[:2].tolist() == [bos, bos]:
         return (
             f"doubled BOS: the prompt begins with {tokenizer.bos_token!r} twice. The chat template or the row's text "
             "writes it again; remove one, for example with data.chat_template."
@@ -37,7 +38,7 @@ def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
 
 
 def template_problem(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, messages: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Find a prompt that is its messages' bare text: no role, no turn markers.
 
@@ -46,7 +47,7 @@ def template_problem(
         token_ids: a prompt as the policy reads it.
         messages: what it was rendered from; empty where a custom dataset doesn't tell.
     """
-    text = tokenizer.decode(list(token_ids))
+    text = tokenizer.decode(token_ids.tolist())
     assert isinstance(text, str)
     text = _dense(text.removeprefix(tokenizer.bos_token or ""))
     content = _dense("".join(message["content"] for message in messages))

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tether.data.chat import TokenIds
+from tether.batch import TokenIds
 from tether.data.rows import Row
 
 _PRIVATE_USE = range(0xE000, 0xF900)

@@ -10,12 +10,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from tether.batch import Prompt
-from tether.data.chat import TRUNCATIONS, TokenIds, render, tokenize
+from tether.batch import Prompt, TokenIds
+from tether.data.chat import TRUNCATIONS, render, tokenize
 from tether.data.control_tokens import ControlTokens
 from tether.data.rows import Row, Rows, raise_problems
 from tether.keyed_random import permutation
@@ -179,7 +178,7 @@ class PromptDataset:
     def __getitem__(self, position: int) -> Prompt:
         row = self._rows[self._numbers[position]]
         return Prompt(
-            token_ids=tuple(self._token_ids[position].tolist()),
+            token_ids=self._token_ids[position],
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             messages=row.messages,
@@ -208,7 +207,8 @@ class PromptDataset:
         """
         digest = hashlib.sha256()
         for prompt in self:
-            seen = (prompt.index, prompt.token_ids, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+            ids = tuple(prompt.token_ids.tolist())
+            seen = (prompt.index, ids, prompt.data_source, prompt.ground_truth, prompt.extra_info)
             digest.update(repr(seen).encode())
         return digest.hexdigest()
 
@@ -250,14 +250,14 @@ def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, optio
         if row.token_ids is None
     ]
     templated = iter(tokenize(texts, tokenizer))
-    return [next(templated) if row.token_ids is None else np.array(row.token_ids, dtype=np.int32) for row in rows]
+    return [next(templated) if row.token_ids is None else row.token_ids for row in rows]
 
 
 def _encode_as_text(
     row: Row, control: ControlTokens, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
 ) -> TokenIds:
     if row.token_ids is not None:
-        return np.array(row.token_ids, dtype=np.int32)
+        return row.token_ids
     broken, mark = control.broken(row)
     text = render(broken, tokenizer, options.chat_template, options.chat_template_kwargs)
     return control.tokenize_broken(text, mark)

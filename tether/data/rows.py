@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
-from tether.batch import Prompt
+from tether.batch import Prompt, TokenIds
 from tether.data.columns import Columns, naming_advice
 
 MAX_PROBLEMS = 10
@@ -72,7 +72,7 @@ class Row:
     file: str
     number: int
     extra_info: dict[str, Any] = field(default_factory=dict)
-    token_ids: tuple[int, ...] | None = None
+    token_ids: TokenIds | None = None
     """Set where a custom dataset did the templating itself."""
 
     @property
@@ -158,7 +158,7 @@ def _source_problems(source: Source) -> list[str]:
 
 def _record_problems(record: Any, columns: Columns) -> Iterator[str]:
     if isinstance(record, Prompt):
-        if not record.token_ids:
+        if len(record.token_ids) == 0:
             yield "a Prompt without token_ids."
         return
     if not isinstance(record, Mapping):

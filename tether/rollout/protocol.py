@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tether.batch import RolloutBatch, WeightUpdate
+from tether.batch import RolloutBatch, TokenIds, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RolloutEngine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | TokenIds],
         sampling: SamplingParams,
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
@@ -86,7 +86,8 @@ class RolloutEngine(Protocol):
         """Sample ``n`` responses to each prompt.
 
         Returns:
-            A batch of ``len(prompts) * n`` rows ordered by prompt, then response; `uid` is the prompt's index.
+            A batch of ``len(prompts) * n`` rows ordered by prompt, then response, in the memory of the host; `uid` is
+            the prompt's index.
 
         Raises:
             ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context.

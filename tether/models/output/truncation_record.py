@@ -40,14 +40,14 @@ class KeptRecorder:
             self._pieces.append((row[~listed], position[~listed], _pack(kept[~listed]).flatten()))
 
     def result(self, width: int) -> KeptTokens:
-        """All rows, of which the longest has `width` positions."""
+        """All rows, of which the longest has `width` positions, in the memory of the host."""
         count = self._count[:, :width].clone()
         first, length = _layout(count, self._limit)
         words = count.new_empty(int(length.sum()))
         for row, position, piece in self._pieces:
             words[_runs(first[row, position], length[row, position])] = piece
-        rows = [row.clone() for row in words.split(length.sum(dim=-1).tolist())]
-        return KeptTokens(count=count, words=NonTensorStack(*rows), batch_size=[len(rows)])
+        rows = [row.clone() for row in words.cpu().split(length.sum(dim=-1).tolist())]
+        return KeptTokens(count=count.cpu(), words=NonTensorStack(*rows), batch_size=[len(rows)])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.batch import RolloutBatch, WeightUpdate
+from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.kernels.attention_spec import AttentionLayout
 from tether.models.layers.attention import use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
@@ -88,26 +88,27 @@ class NativeEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | TokenIds],
         sampling: SamplingParams,
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> RolloutBatch:
-        """See `RolloutEngine.generate`; the batch lies on the model's device and is as wide as its longest response.
+        """See `RolloutEngine.generate`; the batch is as wide as its longest response.
 
         Raises:
             ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context.
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
-        self._check(prompts, sampling)
+        arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        self._check(arrays, sampling)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
             forward = self._current_forward()
             call = Generation(
                 self._model,
                 ReplayedDecoder(forward) if isinstance(forward, Decoder) else forward,
-                prompts,
+                arrays,
                 sampling,
                 key,
                 eos=self.eos_token_ids,
@@ -144,12 +145,12 @@ class NativeEngine:
         logits: Tensor = output.logits.flatten(0, 1)
         return logits
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+    def _check(self, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
         if not prompts:
             raise ValueError("prompts: the list is empty. Pass at least one prompt")
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         for index, prompt in enumerate(prompts):
-            if not prompt:
+            if len(prompt) == 0:
                 raise ValueError(f"prompts[{index}]: no tokens. A prompt needs at least one, such as the BOS token")
             room = sampling.room(len(prompt))
             if room < 1:

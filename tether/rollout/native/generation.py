@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, TokenIds
 from tether.kernels.attention_spec import AttentionLayout
 from tether.keyed_random import uniform
 from tether.models.output.truncation_record import KeptRecorder
@@ -30,7 +31,7 @@ class Generation:
         self,
         model: PreTrainedModel,
         forward: Forward,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenIds],
         sampling: SamplingParams,
         key: NoiseKey,
         *,
@@ -42,6 +43,8 @@ class Generation:
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
         self._device = model.device
         self._max_prefill_tokens = max_prefill_tokens
+        self._prompt_tokens = torch.from_numpy(np.concatenate(prompts)).to(self._device, torch.int64)
+        self._prompt_length = torch.tensor([len(prompt) for prompt in prompts])
         self._on_finished = on_finished
         self._num_rows = len(prompts) * sampling.n
         self._num_started = 0
@@ -78,21 +81,21 @@ class Generation:
         """Start as many waiting rows as there is room for; [rows, V] logits after their prompts."""
         last = min(self._num_started + free, self._num_rows)
         shares = groupby(range(self._num_started, last), key=lambda row: row // self._sampling.n)
-        tokens: list[int] = []
         lengths: list[int] = []
         copies: list[int] = []
         for prompt, rows in shares:
-            ids = self._prompts[prompt]
-            if tokens and len(tokens) + len(ids) > self._max_prefill_tokens:
+            tokens = len(self._prompts[prompt])
+            if lengths and sum(lengths) + tokens > self._max_prefill_tokens:
                 break
-            tokens.extend(ids)
-            lengths.append(len(ids))
+            lengths.append(tokens)
             copies.append(len(list(rows)))
         layout = Prefill.plan(self._cache, lengths, copies, first_slot=self._active)
         length = torch.tensor(lengths)
         ends = (length.cumsum(0) - 1).to(self._device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
-        logits = self._forward(torch.tensor(tokens, device=self._device)[None], positions[None], layout, ends)
+        start = int(self._prompt_length[: self._num_started // self._sampling.n].sum())
+        ids = self._prompt_tokens[start : start + len(positions)]
+        logits = self._forward(ids[None], positions[None], layout, ends)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))
         self._occupy(length[owner])
         return logits[owner.to(self._device)]
@@ -172,22 +175,19 @@ class Generation:
 
     def result(self) -> RolloutBatch:
         """All rows, once `step` has returned False."""
-        n = self._sampling.n
-        length = torch.tensor(self._lengths, device=self._device)
-        width = max(self._lengths)
-        rows = torch.arange(self._num_rows, device=self._device)
-        mask = torch.arange(width, device=self._device) < length[:, None]
-        prompt_length = torch.tensor([len(p) for p in self._prompts], device=self._device)
-        prompt_ids = pad_sequence([torch.tensor(p, device=self._device) for p in self._prompts], batch_first=True)
+        n, width = self._sampling.n, max(self._lengths)
+        length, rows = torch.tensor(self._lengths), torch.arange(self._num_rows)
+        prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in self._prompts], batch_first=True)
+        response_ids = self._tokens[:, :width].to("cpu", copy=True)
         return RolloutBatch(
             uid=rows // n,
-            prompt_ids=prompt_ids.repeat_interleave(n, dim=0),
-            prompt_length=prompt_length.repeat_interleave(n),
-            response_ids=self._tokens[:, :width].clone(),
+            prompt_ids=prompt_ids.long().repeat_interleave(n, dim=0),
+            prompt_length=self._prompt_length.repeat_interleave(n),
+            response_ids=response_ids,
             response_length=length,
-            response_mask=mask,
-            rollout_log_probs=self._log_probs[:, :width].clone(),
-            truncated=~torch.isin(self._tokens[rows, length - 1], self._eos),
+            response_mask=torch.arange(width) < length[:, None],
+            rollout_log_probs=self._log_probs[:, :width].to("cpu", copy=True),
+            truncated=~torch.isin(response_ids[rows, length - 1], self._eos.cpu()),
             kept=None if self._kept is None else self._kept.result(width),
             batch_size=[self._num_rows],
         )

@@ -98,10 +98,9 @@ class DynamicSampling:
 
     def _informative(self, experience: ScoredResponses) -> list[Group]:
         scores, rollout = self._scores(experience), experience.rollout
-        counted = rollout.response_mask.cpu() & ~scores.isnan()[:, None]
-        uid = rollout.uid.cpu()
-        rows = informative_rows(scores.nan_to_num(), counted, uid)
-        return [Group(experience, prompt) for prompt in uid[rows].unique().tolist()]
+        counted = rollout.response_mask & ~scores.isnan()[:, None]
+        rows = informative_rows(scores.nan_to_num(), counted, rollout.uid)
+        return [Group(experience, prompt) for prompt in rollout.uid[rows].unique().tolist()]
 
     def _scores(self, experience: ScoredResponses) -> Tensor:
         """[B] what must differ, NaN where the reward abstained or failed."""

@@ -38,7 +38,7 @@ class GreedyBaseline:
         """
         experience = collector.collect(prompts, self.sampling, key)
         length = experience.rollout.response_length
-        baselines = self.scale * experience.scores.to(length.device)
+        baselines = self.scale * experience.scores
         if self.length_penalty:
             baselines = baselines + self.length_penalty(length)
         of_row = baselines[batch.uid]

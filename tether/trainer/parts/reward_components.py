@@ -29,8 +29,7 @@ class RewardComponents:
         Raises:
             ValueError: a scored response has no such component, or it is no number that float32 holds.
         """
-        components = torch.tensor([self._of(row, outcome) for row, outcome in enumerate(outcomes)])
-        batch.reward_components = components.to(batch.scored.device)
+        batch.reward_components = torch.tensor([self._of(row, outcome) for row, outcome in enumerate(outcomes)])
         metrics: dict[str, float] = {}
         for key, values in zip(self.keys, batch.reward_components.unbind(dim=1), strict=True):
             found = group_metrics(values, batch.uid, batch.scored)

@@ -48,24 +48,26 @@ def split_by_prompt(
     return learned, [response for response in responses if tuple(response.prompt_ids) in chosen]
 
 
-def value_batch(responses: Sequence[StoredResponse], gamma: float, device: torch.device) -> TrainBatch:
+def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch:
     """A batch with `returns`: the rewards from each token on, discounted by gamma a token."""
 
     def padded(rows: list[list[int]] | list[list[bool]] | list[list[float]]) -> Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
     mask = padded([response.response_mask for response in responses])
     rewards = padded([response.rewards for response in responses])
     nothing, rows = torch.zeros_like(rewards), len(responses)
+    prompts: dict[tuple[int, ...], int] = {}
     return TrainBatch(
-        uid=torch.arange(rows, device=device),
+        uid=torch.tensor([prompts.setdefault(tuple(response.prompt_ids), len(prompts)) for response in responses]),
         prompt_ids=padded([response.prompt_ids for response in responses]),
-        prompt_length=torch.tensor([len(response.prompt_ids) for response in responses], device=device),
+        prompt_length=torch.tensor([len(response.prompt_ids) for response in responses]),
         response_ids=padded([response.response_ids for response in responses]),
-        response_length=torch.tensor([len(response.response_ids) for response in responses], device=device),
+        response_length=torch.tensor([len(response.response_ids) for response in responses]),
         response_mask=mask,
         rollout_log_probs=nothing,
-        truncated=torch.zeros(rows, dtype=torch.bool, device=device),
+        kept=None,
+        truncated=torch.zeros(rows, dtype=torch.bool),
         token_level_scores=rewards,
         scored=mask.any(dim=-1),
         values=nothing,

@@ -83,4 +83,4 @@ def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
         prediction = extra.pop("pred", None)
         values = {"reward": score.value if score else None, **extra}
         truth = None if prompt.ground_truth is None else repr(prompt.ground_truth)
-        yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids, truth)
+        yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids.tobytes(), truth)

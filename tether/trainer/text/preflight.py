@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tether.batch import Prompt
+from tether.batch import Prompt, TokenIds
 from tether.data.chat import decode
 from tether.data.checks import bos_problem, control_token_problem, cut_problem, repeated_problem, template_problem
 from tether.metrics.loggers.protocol import Sample
@@ -189,6 +189,6 @@ def update_findings(rows: int, mini_batch_rows: int, epochs: int) -> list[Findin
     ]
 
 
-def _first_ids(ids: Sequence[int], shown: int = 24) -> str:
+def _first_ids(ids: TokenIds, shown: int = 24) -> str:
     text = " ".join(map(str, ids[:shown]))
     return f"{text} ... {ids[-1]}" if len(ids) > shown else text

@@ -72,7 +72,7 @@ class RolloutFiles:
                 "data_source": prompt.data_source,
                 "index": prompt.index,
                 "uid": int(rollout.uid[row]),
-                "prompt_ids": list(prompt.token_ids),
+                "prompt_ids": prompt.token_ids.tolist(),
                 "response_ids": response,
                 "response_mask": mask[row, :length].long().tolist(),
                 "rewards": rewards[row, :length].tolist(),

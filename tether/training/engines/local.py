@@ -219,24 +219,22 @@ class LocalEngine(Generic[Outputs]):
         valid = count_valid(mini.response_mask)
         sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
         measured: list[dict[str, Metric]] = []
-        shares: dict[str, float] = {}
+        shares: dict[str, Tensor] = {}
         outputs: list[Outputs] = []
         places = [torch.tensor(rows) for rows in groups]
         for rows in places:
             micro = mini[rows]
             found = self._run(loss.forward, micro)
-            term = loss.function(found, micro, sizes)
+            term = loss.function(found, micro.to(self.model.device), sizes)
             term.loss.backward()
             outputs.append(found.detach())  # type: ignore[attr-defined]  # tensordict's classes
             measured.append(term.metrics)
             for name, share in term.shares.items():
-                shares[name] = shares.get(name, 0.0) + float(share.detach())
+                shares[name] = shares.get(name, 0.0) + share.detach().double()
         if self.masters:
             self.masters.finish_gradients()
         one = torch.tensor(1.0)
-        means: dict[str, Metric] = {
-            name: Mean(torch.tensor(total, dtype=torch.float64), one) for name, total in shares.items()
-        }
+        means: dict[str, Metric] = {name: Mean(total, one) for name, total in shares.items()}
         return [*measured, means], _scattered(outputs, places, len(mini))
 
     def save(self, folder: Path) -> None:
@@ -269,8 +267,8 @@ class LocalEngine(Generic[Outputs]):
 
 
 def _scattered(pieces: list[Outputs], places: list[Tensor], rows: int) -> Outputs:
-    """Outputs of pieces of a batch at their rows of the whole one; zero at rows that no piece had."""
-    found = torch.cat(pieces)  # type: ignore[arg-type]  # tensordict's classes
+    """Outputs of pieces of a batch at their rows of the whole one, on the host; zero at rows that no piece had."""
+    found = torch.cat(pieces).cpu()  # type: ignore[arg-type]  # tensordict's classes
     whole = found.new_zeros(rows)
     whole[torch.cat(places)] = found
     return whole  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from tensordict import TensorClass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tether.batch import TrainBatch
+from tether.batch import TrainBatch, on_device
 from tether.kernels.padded_batches import select_rows
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
@@ -25,7 +25,7 @@ from tether.training.text.packing import TokenRows, token_rows
 
 
 class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """The policy at each response token; zero outside the mask."""
+    """The policy at each response token, on its device; zero outside the mask."""
 
     log_probs: Tensor  # [B, T]
     entropy: Tensor | None = None  # [B, T]
@@ -34,7 +34,7 @@ class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
 
 
 class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
-    """The critic before each response token; zero outside the mask."""
+    """The critic before each response token, on its device; zero outside the mask."""
 
     values: Tensor  # type: ignore[assignment]  # [B, T]
     bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 where it ended itself
@@ -75,11 +75,11 @@ class PolicyForward:
         self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
     ) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token."""
-        rows = token_rows(batch, packed=self.packed)
-        states, head = select_rows(_states(model, rows), rows.predicts), lm_head_of(model)
-        kept = None
+        rows, head, kept = token_rows(batch, packed=self.packed), lm_head_of(model), None
         if batch.kept is not None:
-            kept = KeptSets.read(batch.kept, rows.slots, vocabulary=len(head.weight))
+            kept = on_device(KeptSets.read(batch.kept, rows.slots, len(head.weight)), head.weight.device)
+        rows = on_device(rows, head.weight.device)
+        states = select_rows(_states(model, rows), rows.predicts)
         tokens = token_log_probs(
             states,
             head,
@@ -120,11 +120,11 @@ class ValueForward:
         self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
     ) -> ValueOutputs:
         """Value before each response token, and after the last where that is asked for."""
-        rows = token_rows(batch, packed=self.packed)
+        rows = on_device(token_rows(batch, packed=self.packed), model.device)
         states, head = _states(model, rows), value_head_of(model)
         after = None
         if self.with_bootstrap:
-            after = torch.where(batch.truncated, values_from_hidden(states[rows.ends], head), 0.0)
+            after = torch.where(batch.truncated.to(states.device), values_from_hidden(states[rows.ends], head), 0.0)
         return ValueOutputs(
             values=rows.scatter(values_from_hidden(select_rows(states, rows.predicts), head)),
             bootstrap_values=after,

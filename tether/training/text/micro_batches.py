@@ -11,7 +11,7 @@ class RowSize(NamedTuple):
     """What a row costs."""
 
     prompt: int
-    """A number that rows of one micro-batch share if and only if they have the same prompt."""
+    """Its `uid`."""
     prompt_tokens: int
     response_tokens: int
 

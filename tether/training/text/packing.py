@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from tether.batch import TrainBatch
+from tether.batch import RolloutBatch, TrainBatch
 from tether.kernels.attention_spec import AttentionLayout
 from tether.models.layers.attention import Packed, Padded
 from tether.training.text.micro_batches import RowSize
@@ -39,22 +38,19 @@ class TokenRows:
         return per_token.new_zeros(rows * width).scatter(0, self.slots, per_token).view(rows, width)
 
 
-def sequence_lengths(batch: TrainBatch) -> Tensor:
+def sequence_lengths(batch: RolloutBatch) -> Tensor:
     """[B] prompt and response tokens of each row."""
     return batch.prompt_length + batch.response_length
 
 
-def row_sizes(batch: TrainBatch) -> list[RowSize]:
-    """What each row costs a micro-batch; rows have the same prompt where all its tokens agree."""
-    number: dict[tuple[int, ...], int] = {}
-    lengths = batch.prompt_length.tolist()
-    keys = [tuple(ids[:length]) for ids, length in zip(batch.prompt_ids.tolist(), lengths, strict=True)]
-    prompts = [number.setdefault(key, len(number)) for key in keys]
-    return [RowSize(*size) for size in zip(prompts, lengths, batch.response_length.tolist(), strict=True)]
+def row_sizes(batch: RolloutBatch) -> list[RowSize]:
+    """What each row costs a micro-batch."""
+    columns = (batch.uid, batch.prompt_length, batch.response_length)
+    return [RowSize(*size) for size in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
-    """Lay the rows out for the model.
+    """Lay the rows out for the model, where the batch lies: in the memory of the host.
 
     With `packed` (``use_remove_padding``) no position goes into padding, and a prompt that several rows begin with
     stands once, before their responses: so many rows cost the layers a single prompt.
@@ -78,35 +74,37 @@ def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
 
 def _packed(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
     """Tokens, positions, layout, and where each row's prompt and response start."""
-    sizes = row_sizes(batch)
     pieces: list[Tensor] = []
     after: list[int | None] = []
-    piece_of_prompt: dict[int, int] = {}
-    piece_of_row = [0] * len(sizes)
-    for row in sorted(range(len(sizes)), key=lambda row: sizes[row].prompt):
-        size = sizes[row]
-        if size.prompt not in piece_of_prompt:
-            piece_of_prompt[size.prompt] = len(pieces)
-            pieces.append(batch.prompt_ids[row, : size.prompt_tokens])
-            after.append(None)
-        piece_of_row[row] = len(pieces)
-        pieces.append(batch.response_ids[row, : size.response_tokens])
-        after.append(piece_of_prompt[size.prompt])
+    uid, prompt_length, response_length = (
+        column.tolist() for column in (batch.uid, batch.prompt_length, batch.response_length)
+    )
+    rows_of: dict[int, list[int]] = {}
+    for row, prompt in enumerate(uid):
+        rows_of.setdefault(prompt, []).append(row)
+    prompt_piece, response_piece = torch.zeros(2, len(uid), dtype=torch.int64)
+    for rows in rows_of.values():
+        prompt_piece[rows] = shared = len(pieces)
+        pieces.append(batch.prompt_ids[rows[0], : prompt_length[rows[0]]])
+        after.append(None)
+        for row in rows:
+            response_piece[row] = len(pieces)
+            pieces.append(batch.response_ids[row, : response_length[row]])
+            after.append(shared)
     layout = Packed(tuple(map(len, pieces)), tuple(after))
-    device = batch.prompt_ids.device
-    start = torch.tensor([0, *layout.lengths], device=device).cumsum(0)
-    prompt_start = start[[piece_of_prompt[size.prompt] for size in sizes]]
-    return torch.cat(pieces)[None], layout.position_ids(device), layout, prompt_start, start[piece_of_row]
+    start = torch.tensor([0, *layout.lengths]).cumsum(0)
+    return torch.cat(pieces)[None], layout.position_ids(), layout, start[prompt_piece], start[response_piece]
 
 
 def _padded(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
     """As `_packed`, one row of the model's input for each of the batch."""
-    sequences = [
-        torch.cat([prompt[: size.prompt_tokens], response[: size.response_tokens]])
-        for prompt, response, size in zip(batch.prompt_ids, batch.response_ids, row_sizes(batch), strict=True)
-    ]
-    device = batch.prompt_ids.device
-    input_ids = pad_sequence(sequences, batch_first=True)
-    position_ids = pad_sequence([torch.arange(len(s), device=device) for s in sequences], batch_first=True)
-    start = torch.arange(len(sequences), device=device) * input_ids.shape[1]
-    return input_ids, position_ids, Padded(), start, start + batch.prompt_length
+    length = sequence_lengths(batch)[:, None]
+    position = torch.arange(int(length.max())).expand(len(batch), -1)
+    # A response begins where the prompt ends, in the batch at the end of the widest prompt.
+    gap = batch.prompt_ids.shape[1] - batch.prompt_length[:, None]
+    column = torch.where(position < batch.prompt_length[:, None], position, position + gap)
+    inside = position < length
+    tokens = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
+    input_ids = tokens.gather(1, column.where(inside, 0)).where(inside, 0)
+    start = torch.arange(len(batch)) * position.shape[1]
+    return input_ids, position.where(inside, 0), Padded(), start, start + batch.prompt_length
