@@ -1,4 +1,4 @@
-"""GAE over many episodes in a row: by hand, against `gae` of each episode, and where the answer is known."""
+"""GAE over many episodes in a row: by hand, against a loop over time, and where the answer is known."""
 
 import pytest
 import torch
@@ -34,37 +34,53 @@ def rollouts(draw):
     return draw(st.integers(0, 2**20)), draw(st.integers(1, 3)), draw(st.integers(1, 17))
 
 
+def by_loop(rewards, values, after, ends, valid, gamma, lam):
+    """Advantages of one row, in floats, from the last step to the first."""
+    advantages, advantage = [0.0] * len(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        if ends[t]:
+            advantage = 0.0
+        if valid[t]:
+            advantage = rewards[t] + gamma * after[t] - values[t] + gamma * lam * advantage
+            advantages[t] = advantage
+    return advantages
+
+
 @given(rollouts(), st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.7, 1.0]))
 @settings(max_examples=60, deadline=None)
-def test_each_episode_is_gae_of_its_own(shape, gamma, lam):
+def test_it_is_the_loop_over_time(shape, gamma, lam):
     seed, count, steps = shape
     generator = torch.Generator().manual_seed(seed)
     rewards, values, after = torch.randn(3, count, steps, dtype=torch.float64, generator=generator)
-    ends = torch.rand(count, steps, generator=generator) < 0.3
-    valid = torch.ones_like(ends)
-    valid[:, 1:] = ~(ends[:, :-1] & (torch.rand(count, steps - 1, generator=generator) < 0.5))
-    ends &= valid
-    # Inside an episode the next value is the value of the next state.
-    inside = ~ends
-    inside[:, -1] = False
-    after = torch.where(inside, values.roll(-1, 1), after)
-    poisoned = torch.where(valid, rewards, torch.nan)
-    result = episodic_gae(poisoned, values, after, ends, valid, gamma=gamma, lam=lam)
+    ends, skipped = torch.rand(2, count, steps, generator=generator) < 0.3
+    poisoned = [torch.where(skipped, torch.nan, x) for x in (rewards, values, after)]
+    result = episodic_gae(*poisoned, ends, ~skipped, gamma=gamma, lam=lam)
     for n in range(count):
-        start = 0
-        for t in range(steps):
-            if not valid[n, t]:
-                assert result.advantages[n, t] == 0
-                start = t + 1
-            elif ends[n, t] or t == steps - 1:
-                piece = slice(start, t + 1)
-                expected = ADVANTAGE_ESTIMATORS["gae"](
-                    rewards[n : n + 1, piece], torch.ones(1, t + 1 - start), values=values[n : n + 1, piece],
-                    gamma=gamma, lam=lam, bootstrap_values=after[n : n + 1, t], normalize_advantages=False,
-                )  # fmt: skip
-                torch.testing.assert_close(result.advantages[n, piece], expected.advantages[0])
-                torch.testing.assert_close(result.returns[n, piece], expected.returns[0])
-                start = t + 1
+        row = by_loop(*(x[n].tolist() for x in (rewards, values, after, ends, ~skipped)), gamma, lam)
+        torch.testing.assert_close(result.advantages[n], torch.tensor(row, dtype=torch.float64))
+    torch.testing.assert_close(result.returns, torch.where(skipped, 0.0, result.advantages + values))
+
+
+@given(rollouts(), st.sampled_from([0.0, 0.9, 1.0]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_text_is_one_episode_a_row(shape, gamma, truncated):
+    """The value after a token is that of the row's next policy token, whatever stands between."""
+    seed, count, steps = shape
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, count, steps, dtype=torch.float64, generator=generator)
+    mask = torch.rand(count, steps, generator=generator) < 0.6
+    lam, bootstrap = torch.rand(2, count, dtype=torch.float64, generator=generator)
+    result = ADVANTAGE_ESTIMATORS["gae"](
+        torch.where(mask, rewards, torch.nan), mask, values=torch.where(mask, values, torch.nan), gamma=gamma, lam=lam,
+        bootstrap_values=bootstrap if truncated else None, normalize_advantages=False,
+    )  # fmt: skip
+    for n in range(count):
+        kept = mask[n].nonzero().flatten().tolist()
+        r, v = rewards[n, kept].tolist(), values[n, kept].tolist()
+        after = [*v[1:], bootstrap[n].item() if truncated else 0.0]
+        row = by_loop(r, v, after, [False] * len(kept), [True] * len(kept), gamma, lam[n].item())
+        torch.testing.assert_close(result.advantages[n, kept], torch.tensor(row, dtype=torch.float64))
+        assert (result.advantages[n, ~mask[n]] == 0).all()
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])

@@ -7,17 +7,24 @@ from torch import Tensor
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.checks import Fraction
 from tether.algorithms.masking import select, widen
-from tether.algorithms.shapes import Mask, Tokens
+from tether.algorithms.shapes import Mask, Rows, Tokens
 
 
 @torch.no_grad()
 def episodic_gae(
-    rewards: Tokens, values: Tokens, next_values: Tokens, ends: Mask, valid: Mask, *, gamma: Fraction, lam: Fraction
+    rewards: Tokens,
+    values: Tokens,
+    next_values: Tokens,
+    ends: Mask,
+    valid: Mask,
+    *,
+    gamma: Fraction,
+    lam: Fraction | Rows,
 ) -> Advantages:
-    """`gae` of every episode of every row (Schulman et al. 2016, arXiv 1506.02438); not whitened.
+    """Estimate every episode of every row (Schulman et al. 2016, arXiv 1506.02438); not whitened.
 
-    d_t = r_t + gamma V'_t - V_t and A_t = d_t + gamma lam A_{t+1} up to the end of the episode; returns are A + V.
-    Cutting the rows into episodes and calling `gae` gives the same.
+    d_t = r_t + gamma V'_t - V_t and A_t = d_t + gamma lam A_{t+1} up to the end of the episode, where t + 1 is the next
+    valid step; returns are A + V. `gae` is the case of one episode per row.
 
     Args:
         rewards: reward of each step.
@@ -25,15 +32,18 @@ def episodic_gae(
         next_values: V'_t, of the state that step t leads to, before any reset: 0 where the episode terminated, the
             critic's value of the final observation where it was truncated.
         ends: the last step of each episode, however it ended. A row's last episode may be unfinished.
-        valid: steps that happened; the others (a reset that counts as a step, steps after an end) stand between
-            episodes only and are never read.
+        valid: steps that happened; the others (a tool's output, a reset that counts as a step, steps after an end) are
+            never read, and cost no discount.
         gamma: discount of a step.
-        lam: between bias (0) and variance (1).
+        lam: between bias (0) and variance (1), also one for each row.
     """
     values = select(values, valid)
     differences = select(rewards, valid) + gamma * select(next_values, valid) - values
-    carry = gamma * lam * (valid.bool() & ~ends.bool()).to(differences.dtype)
-    advantages = linear_recurrence(differences, carry)
+    decay = gamma * lam
+    if isinstance(decay, Tensor):
+        decay = decay[:, None].to(differences.dtype)
+    carry = torch.where(valid.bool(), decay, torch.ones_like(differences)).masked_fill(ends.bool(), 0.0)
+    advantages = linear_recurrence(select(differences, valid), carry)
     return Advantages(select(advantages, valid), select(advantages + values, valid))
 
 

@@ -1,7 +1,10 @@
 """Generalised advantage estimation, and the other estimators that look at rewards token by token."""
 
+from dataclasses import replace
+
 import torch
 
+from tether.algorithms.advantages.episodes import episodic_gae
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.checks import Fraction, Positive
 from tether.algorithms.masking import masked_sum, masked_whiten, select, spread
@@ -43,12 +46,14 @@ def gae(
             ended by itself. None: 0 everywhere, as in verl.
         normalize_advantages: whiten (`masked_whiten`).
     """
-    advantages = _scan(token_level_rewards, values, response_mask, gamma, lam, bootstrap_values)
-    towards_returns = advantages
-    if critic_lam is not None:
-        towards_returns = _scan(token_level_rewards, values, response_mask, gamma, critic_lam, bootstrap_values)
-    returns = towards_returns + select(values, response_mask)
-    return Advantages(masked_whiten(advantages, response_mask) if normalize_advantages else advantages, returns)
+    after, no_ends = _next_values(values, response_mask, bootstrap_values), torch.zeros_like(response_mask)
+    found = episodic_gae(token_level_rewards, values, after, no_ends, response_mask, gamma=gamma, lam=lam)
+    if normalize_advantages:
+        found = replace(found, advantages=masked_whiten(found.advantages, response_mask))
+    if critic_lam is None:
+        return found
+    decoupled = episodic_gae(token_level_rewards, values, after, no_ends, response_mask, gamma=gamma, lam=critic_lam)
+    return replace(found, returns=decoupled.returns)
 
 
 def length_adaptive_lambda(response_mask: Mask, alpha: Positive) -> Rows:
@@ -112,25 +117,19 @@ def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantage
 
 def discounted_returns(token_level_rewards: Tokens, response_mask: Mask, gamma: float) -> Tokens:
     """Sum the rewards from each policy token on, discounted by gamma for each policy token; 0 outside the mask."""
-    no_values = torch.zeros_like(token_level_rewards)
-    return _scan(token_level_rewards, no_values, response_mask, gamma, lam=1.0, bootstrap_values=None)
+    nothing, no_ends = torch.zeros_like(token_level_rewards), torch.zeros_like(response_mask)
+    return episodic_gae(token_level_rewards, nothing, nothing, no_ends, response_mask, gamma=gamma, lam=1.0).advantages
 
 
-def _scan(
-    rewards: Tokens, values: Tokens, response_mask: Mask, gamma: float, lam: float | Rows, bootstrap_values: Rows | None
-) -> Tokens:
-    """Run the recursion of `gae` from the end; a masked position hands on what it was given."""
+def _next_values(values: Tokens, response_mask: Mask, bootstrap_values: Rows | None) -> Tokens:
+    """The value of each token's next policy token; after the last one `bootstrap_values`, or 0."""
     mask = response_mask.bool()
-    rewards, values = select(rewards, mask), select(values, mask)
-    advantage = rewards.new_zeros(len(rewards))
-    next_value = advantage
+    values = select(values, mask)
+    last = values.new_zeros(len(values))
     if bootstrap_values is not None:
-        next_value = select(bootstrap_values, mask.any(dim=-1))
-    advantages = torch.zeros_like(rewards)
-    for t in reversed(range(mask.shape[1])):
-        here = mask[:, t]
-        difference = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(here, difference + gamma * lam * advantage, advantage)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = advantage
-    return select(advantages, mask)
+        last = select(bootstrap_values, mask.any(dim=-1)).to(values.dtype)
+    width = mask.shape[1]
+    place = torch.arange(width, device=mask.device).where(mask, width)
+    following = torch.cat([place[:, 1:], place.new_full((len(place), 1), width)], dim=1)[:, :width]
+    following = following.flip(1).cummin(dim=1).values.flip(1)
+    return torch.cat([values, last[:, None]], dim=1).gather(1, following)
