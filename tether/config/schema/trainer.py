@@ -54,7 +54,7 @@ class TrainerConfig(Section):
     experiment_name: Annotated[Name, EMBODIED_TOO] = "gsm8k"
     """This run, in logs and in the checkpoint path."""
     logger: Annotated[Loggers, Refuses(LATER, "this logger comes later"), EMBODIED_TOO] = ("console",)
-    """Where metrics go, besides a jsonl file (also called file); FILE.py:NAME: a class of yours. (verl: console, wandb.)"""
+    """Where metrics go, besides a jsonl file (file); FILE.py:NAME is a class of yours. (verl: console, wandb.)"""
     default_local_dir: Annotated[str, EMBODIED_TOO] = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of this run: checkpoints, logs, samples."""
     save_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
