@@ -108,7 +108,8 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
             its spaces.
     """
     if options.env_type == "gymnasium" and (function := _own(options)):
-        _check_own(options, function)
+        with _in_time(options):
+            _check_own(options, function)
     try:
         env = _make(options)
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
