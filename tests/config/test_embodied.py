@@ -100,7 +100,6 @@ def test_text_keys_are_said_to_do_nothing():
             "set it to a multiple of 100",
         ),
         (f"{MICRO}=64 policy.lstm_dim=8", MICRO, "set it to a multiple of 128"),
-        (f"{MICRO}=64", MICRO, "leave it out"),
         (f"{MICRO}=512 policy.model_type=cnn_policy", MICRO, "leave it out"),
     ],
 )
