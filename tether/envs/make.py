@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -16,6 +16,7 @@ from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation
 
 from tether.envs.adapters.minigrid import SuccessByReward
+from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
 from tether.envs.protocol import VectorEnv
 from tether.envs.vectorization.episode_starts import PacedEnv
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
@@ -80,7 +81,7 @@ class EnvOptions:
     """Seconds that a step or a reset may take."""
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
-    init_params: Mapping[str, Any] = field(default_factory=dict)
+    init_params: Arguments = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     """``module:Class`` of wrappers around each environment, the first innermost."""
     view: View = field(default_factory=View)
@@ -89,13 +90,13 @@ class EnvOptions:
     """Section of the configuration, for messages."""
 
 
-class SeedsByMethod(gymnasium.Wrapper[Any, Any, Any, Any]):
+class SeedsByMethod(Wrapper):
     """Hands the seed of a reset to ``seed()``, the older way, where environments (MetaWorld's) ignore it otherwise."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Begun:
         """See `gymnasium.Env.reset`."""
         if seed is not None:
-            unwrapped: Any = self.unwrapped
+            unwrapped: Simulator = self.unwrapped
             unwrapped.seed(seed)
         return self.env.reset(seed=seed, options=options)
 
@@ -237,7 +238,7 @@ def _check_own(options: EnvOptions, function: Callable[..., Any]) -> None:
                 raise ValueError(f"{where}: {name} gives {seen!r:.80}, which is not in {env.observation_space}")
 
 
-def make_one(options: EnvOptions) -> gymnasium.Env[Any, Any]:
+def make_one(options: EnvOptions) -> Env:
     """Make one environment as those that `make_vector_env` steps together, which says what it raises."""
     try:
         with _in_time(options):
@@ -275,7 +276,7 @@ def _in_time(options: EnvOptions) -> Iterator[None]:
         calls.close()
 
 
-def scripted(options: EnvOptions) -> Callable[[gymnasium.Env[Any, Any], Any], Any]:
+def scripted(options: EnvOptions) -> Scripted:
     """The policy that a simulator brings along: (environment, observation) -> action.
 
     Raises:
@@ -286,7 +287,7 @@ def scripted(options: EnvOptions) -> Callable[[gymnasium.Env[Any, Any], Any], An
             f"{options.role}.env_type: {options.env_type} brings no scripted policies, which {', '.join(SCRIPTED)} "
             "does. Write file.py:function."
         )
-    function: Callable[[gymnasium.Env[Any, Any], Any], Any] = _adapter(options).scripted
+    function: Scripted = _adapter(options).scripted
     return function
 
 
@@ -294,7 +295,7 @@ def _adapter(options: EnvOptions) -> ModuleType:
     return importlib.import_module(ADAPTERS[options.env_type])
 
 
-def _seen(env: gymnasium.Env[Any, Any], options: EnvOptions) -> gymnasium.Env[Any, Any]:
+def _seen(env: Env, options: EnvOptions) -> Env:
     view, space = options.view, env.observation_space
     if view.drop:
         names = list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else []
@@ -309,7 +310,7 @@ def _seen(env: gymnasium.Env[Any, Any], options: EnvOptions) -> gymnasium.Env[An
     return env if view.frame_stack == 1 else FrameStackObservation(env, view.frame_stack)
 
 
-def _wrapped(env: gymnasium.Env[Any, Any], name: str, role: str) -> gymnasium.Env[Any, Any]:
+def _wrapped(env: Env, name: str, role: str) -> Env:
     """Put the wrapper ``module:Class`` around an environment."""
     module, _, kind = name.partition(":")
     try:
@@ -319,7 +320,7 @@ def _wrapped(env: gymnasium.Env[Any, Any], name: str, role: str) -> gymnasium.En
     if wrapper is None:
         raise ValueError(f"{role}.wrappers: {name} is no module:Class. Correct the name.")
     try:
-        wrapped: gymnasium.Env[Any, Any] = wrapper(env)
+        wrapped: Env = wrapper(env)
     except TypeError as error:
         raise ValueError(
             f"{role}.wrappers: {name} does not wrap an environment by itself ({error}). Give a class that needs "
@@ -328,7 +329,7 @@ def _wrapped(env: gymnasium.Env[Any, Any], name: str, role: str) -> gymnasium.En
     return wrapped
 
 
-def _arguments(options: EnvOptions) -> dict[str, Any]:
+def _arguments(options: EnvOptions) -> Info:
     arguments = dict(options.init_params)
     if options.max_episode_steps is not None:
         arguments["max_episode_steps"] = options.max_episode_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ class ContinuousActions:
 
 
 ActionSpec = DiscreteActions | ContinuousActions
+Saved: TypeAlias = Any
+"""What an environment knows how to take over again, and can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,7 @@ class EnvStep:
 class EnvState:
     """The saved state of environments."""
 
-    data: Any
-    """To be pickled."""
+    data: Saved
     left_out: tuple[str, ...] = ()
     """Parts that could not be saved, each with the reason. If there are any, new episodes begin after a checkpoint."""
 
@@ -94,7 +95,7 @@ class VectorEnv(Protocol):
         """The state from which the episodes continue, in another process, too, once `set_state` was given it."""
         ...
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """Take over the `EnvState.data` of the same environments.
 
         Raises:
@@ -143,7 +144,7 @@ class HeldEnv(Protocol):
         """See `VectorEnv.get_state`."""
         ...
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         ...
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from numpy.typing import NDArray
+
+from tether.observations import Array
 
 MEBIBYTE = 2**20
 LIMIT = 16 * MEBIBYTE
@@ -48,13 +49,13 @@ class _Place:
     def gives_state(self) -> bool:
         return self.is_layer and all(callable(getattr(self.owner, name, None)) for name in ("get_state", "set_state"))
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """Attributes that may be state."""
         if self.is_layer:
             return dict(vars(self.owner))
         return {name: value for name, value in vars(self.owner).items() if name[:2] != "__" and _is_data(value)}
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Set an attribute, past properties and ``__setattr__`` of a layer."""
         if self.is_layer:
             vars(self.owner)[name] = value
@@ -69,7 +70,7 @@ class EnvKeeper:
         envs: as they were made, before their first episode.
     """
 
-    def __init__(self, envs: Sequence[Any]) -> None:
+    def __init__(self, envs: Sequence[object]) -> None:
         self._count = len(envs)
         self._places = list(_places(envs))
         values, refs = self._values()
@@ -78,7 +79,7 @@ class EnvKeeper:
     def get(self) -> tuple[bytes, tuple[str, ...]]:
         """The state of all environments, and what is not in it."""
         values, refs = self._values()
-        given, left_out = dict[int, Any](), dict[int, str]()
+        given, left_out = dict[int, object](), dict[int, str]()
         changed, mentions = set[Key](), dict[Key, set[Key]]()
         for key, value in values.items():
             place = self._places[key[0]]
@@ -127,9 +128,9 @@ class EnvKeeper:
         for number, state in given.items():
             self._places[number].owner.set_state(state)
 
-    def _values(self) -> tuple[dict[Key, Any], dict[int, Key]]:
+    def _values(self) -> tuple[dict[Key, object], dict[int, Key]]:
         """All attributes, and the key of each object that others may share."""
-        values: dict[Key, Any] = {}
+        values: dict[Key, object] = {}
         refs: dict[int, Key] = {id(p.owner): (number, None) for number, p in enumerate(self._places) if p.is_layer}
         for number, place in enumerate(self._places):
             for name, value in place.values().items():
@@ -148,7 +149,7 @@ class _Pickler(pickle.Pickler):
         self._refs, self._top = refs, top
         self._memory: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> Key | str | None:
         """See `pickle.Pickler.persistent_id`."""
         if isinstance(obj, np.ndarray):
             self._check_memory(obj)
@@ -159,7 +160,7 @@ class _Pickler(pickle.Pickler):
         # A fingerprint names functions: code is not state.
         return obj.__qualname__ if self._top is not None and isinstance(obj, FunctionType) else None
 
-    def _check_memory(self, array: NDArray[Any]) -> None:
+    def _check_memory(self, array: Array) -> None:
         """Refuse views, which would become arrays of their own."""
         root = array
         while isinstance(root.base, np.ndarray):
@@ -175,13 +176,13 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._places = places
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Key) -> object:
         """See `pickle.Unpickler.persistent_load`."""
         number, name = pid
         return self._places[number].owner if name is None else vars(self._places[number].owner)[name]
 
 
-def _places(envs: Sequence[Any]) -> Iterator[_Place]:
+def _places(envs: Sequence[object]) -> Iterator[_Place]:
     """Layers of all environments, then the classes and modules that they come from, each once."""
     classes: dict[type, None] = {}
     for env in envs:
@@ -197,11 +198,11 @@ def _places(envs: Sequence[Any]) -> Iterator[_Place]:
     yield from (_Place(module.__name__, module) for module in modules)
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     return not callable(value) and not hasattr(value, "__get__") and not isinstance(value, ModuleType)
 
 
-def _try_fingerprint(key: Key, value: Any, refs: dict[int, Key]) -> tuple[int, set[Key]] | Exception:
+def _try_fingerprint(key: Key, value: object, refs: dict[int, Key]) -> tuple[int, set[Key]] | Exception:
     """A number for the content of a value, and the shared objects in it; or why it cannot be pickled."""
     try:
         if refs.get(id(value), key) != key:  # another name of the same object
@@ -212,7 +213,7 @@ def _try_fingerprint(key: Key, value: Any, refs: dict[int, Key]) -> tuple[int, s
     return hash(data), mentioned
 
 
-def _pickled(value: Any, refs: dict[int, Key], top: int | None = None) -> tuple[bytes, set[Key]]:
+def _pickled(value: object, refs: dict[int, Key], top: int | None = None) -> tuple[bytes, set[Key]]:
     file = io.BytesIO()
     pickler = _Pickler(file, refs, top)
     pickler.dump(value)

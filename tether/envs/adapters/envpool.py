@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import envpool
 
+from tether.envs.gymnasium_types import Simulator
 from tether.envs.make import EnvOptions, View
-from tether.envs.protocol import EnvState, EnvStep
+from tether.envs.protocol import EnvState, EnvStep, Saved
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.observations import Array, Observation
 from tether.spelling import did_you_mean
@@ -43,7 +43,7 @@ class EnvPool:
         """See `VectorEnv.get_state`."""
         return EnvState(None, ("envpool, which keeps its environments in C++",))
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         pass
 
@@ -74,7 +74,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make(seed: int) -> GymnasiumVectorEnv:
-        pool: Any = envpool.make_gymnasium(  # typed as an Env; it is a VectorEnv
+        pool: Simulator = envpool.make_gymnasium(  # typed as an Env; it is a VectorEnv
             options.id,
             num_envs=options.num_envs,
             num_threads=options.num_workers,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -13,7 +12,9 @@ from libero.libero.benchmark import get_benchmark, get_benchmark_dict
 from libero.libero.envs.env_wrapper import ControlEnv
 from numpy.typing import NDArray
 
+from tether.envs.gymnasium_types import Arguments, Env, Info, Raw
 from tether.envs.make import EnvOptions
+from tether.observations import Array
 
 STATE = ("robot0_proprio-state", "object-state")
 """Entries of robosuite's observation that together are the state: arm and gripper, and what lies on the table."""
@@ -23,10 +24,10 @@ SETTLING = 10
 """Steps without motion after a start state was set, in which objects come to rest."""
 STILL = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
 """An action that moves nothing and leaves the gripper open."""
-Obs = NDArray[np.float32] | dict[str, NDArray[Any]]
+Obs = NDArray[np.float32] | dict[str, Array]
 
 
-class LiberoTask(gymnasium.Env[Any, NDArray[np.float32]]):
+class LiberoTask(gymnasium.Env[Raw, NDArray[np.float32]]):
     """One task. Its episodes begin in the benchmark's start states, drawn by the seed, and end with success.
 
     The observation is the state [S], or with cameras a Dict of ``state`` and, under the name of each camera, its
@@ -38,13 +39,13 @@ class LiberoTask(gymnasium.Env[Any, NDArray[np.float32]]):
         cameras: that are seen.
     """
 
-    def __init__(self, env: ControlEnv, start_states: NDArray[Any], cameras: tuple[str, ...] = ()) -> None:
+    def __init__(self, env: ControlEnv, start_states: Array, cameras: tuple[str, ...] = ()) -> None:
         self._env, self._starts, self._cameras = env, start_states, cameras
         self.action_space = spaces.Box(-1.0, 1.0, (len(STILL),), np.float32)
         first = self._seen(env.reset())
         self.observation_space = _space_of(first)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Obs, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Obs, Info]:
         """See `gymnasium.Env.reset`."""
         super().reset(seed=seed)
         if seed is not None:
@@ -55,7 +56,7 @@ class LiberoTask(gymnasium.Env[Any, NDArray[np.float32]]):
             raw = self._env.step(STILL)[0]
         return self._seen(raw), {}
 
-    def step(self, action: NDArray[np.float32]) -> tuple[Obs, float, bool, bool, dict[str, Any]]:
+    def step(self, action: NDArray[np.float32]) -> tuple[Obs, float, bool, bool, Info]:
         """See `gymnasium.Env.step`; LIBERO's ``done`` is success, which ends the episode."""
         raw, reward, done, _ = self._env.step(action)
         return self._seen(raw), float(reward), bool(done), False, {"success": bool(done)}
@@ -64,7 +65,7 @@ class LiberoTask(gymnasium.Env[Any, NDArray[np.float32]]):
         """See `gymnasium.Env.close`."""
         self._env.close()
 
-    def _seen(self, raw: Mapping[str, NDArray[Any]]) -> Obs:
+    def _seen(self, raw: Mapping[str, Array]) -> Obs:
         state = np.concatenate([np.asarray(raw[name], dtype=np.float32).reshape(-1) for name in STATE])
         if not self._cameras:
             return state
@@ -72,7 +73,7 @@ class LiberoTask(gymnasium.Env[Any, NDArray[np.float32]]):
         return {"state": state, **{name: np.ascontiguousarray(raw[f"{name}_image"][::-1]) for name in self._cameras}}
 
 
-def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     """Make one environment of ``suite/number``, such as ``libero_spatial/0``.
 
     Args:
@@ -112,7 +113,7 @@ def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env
     return TimeLimit(task, options.max_episode_steps or LONGEST)
 
 
-def _space_of(seen: Obs) -> spaces.Space[Any]:
+def _space_of(seen: Obs) -> spaces.Space:
     if isinstance(seen, dict):
         return spaces.Dict({name: _space_of(part) for name, part in seen.items()})
     if seen.dtype == np.uint8:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import gymnasium
 import mani_skill.envs  # noqa: F401 (registers its ids)
 import torch
 from mani_skill.utils.registration import REGISTERED_ENVS
 from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
+from tether.envs.gymnasium_types import Arguments, Env, Info
 from tether.envs.make import EnvOptions, Pacing, View
 from tether.envs.vectorization.batched_simulation import BatchedEnv
 from tether.spelling import did_you_mean
@@ -19,7 +17,7 @@ GPU = ("gpu", "cuda", "physx_cuda")
 WITHOUT_PICTURES = ("state", "state_dict")
 
 
-def make_batch(options: EnvOptions, arguments: Mapping[str, Any]) -> BatchedEnv | None:
+def make_batch(options: EnvOptions, arguments: Arguments) -> BatchedEnv | None:
     """Make all environments in one simulation, where that is to run on a GPU; else None.
 
     It does so with ``sim_backend`` gpu, and with auto where there is a GPU.
@@ -47,17 +45,17 @@ def make_batch(options: EnvOptions, arguments: Mapping[str, Any]) -> BatchedEnv 
     return BatchedEnv(options.id, env, options.num_envs, ignore_terminations=options.ignore_terminations)
 
 
-def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     """Make one environment, simulated on a CPU.
 
     Raises:
         ValueError: there is no such id, or no Vulkan driver.
     """
-    env: gymnasium.Env[Any, Any] = CPUGymWrapper(_made(options, _simulation(arguments, "cpu")))
+    env: Env = CPUGymWrapper(_made(options, _simulation(arguments, "cpu")))
     return env
 
 
-def _made(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+def _made(options: EnvOptions, arguments: Arguments) -> Env:
     try:
         return gymnasium.make(_known(options), **arguments)
     except RuntimeError as error:
@@ -69,7 +67,7 @@ def _made(options: EnvOptions, arguments: Mapping[str, Any]) -> gymnasium.Env[An
         ) from error
 
 
-def _simulation(arguments: Mapping[str, Any], backend: str) -> dict[str, Any]:
+def _simulation(arguments: Arguments, backend: str) -> Info:
     """Arguments of the simulation: numbers are observed, and nothing is drawn, unless they say otherwise."""
     chosen = {"obs_mode": "state", "sim_backend": backend, **arguments}
     if chosen["sim_backend"] == "auto":

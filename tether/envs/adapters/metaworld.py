@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import SupportsFloat
 
 import gymnasium
 import metaworld  # registers its ids
@@ -13,8 +12,10 @@ from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 
 from tether.envs.adapters.metaworld_pictures import Seen
+from tether.envs.gymnasium_types import Arguments, Env, Info, Raw, Simulator
 from tether.envs.make import EnvOptions
 from tether.envs.vectorization.action_repeat import Repeated
+from tether.observations import Array
 from tether.spelling import did_you_mean
 
 TASKS = tuple(metaworld.ALL_V3_ENVIRONMENTS)
@@ -22,10 +23,9 @@ SUITES = {"MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT5
 REWARDS = ("dense", "success")
 STATE = 39
 """Numbers of a task's observation; what a suite adds stands behind them."""
-Env = gymnasium.Env[Any, Any]
 
 
-class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
+class MetaWorldTasks(gymnasium.Env[Array, Array]):
     """Some tasks; which one an episode is of, and its goal, follow from the seed.
 
     So environments that begin with the same seed have the same task: a group of estimators that compare episodes is one
@@ -37,7 +37,7 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
         reward: MetaWorld's own is ``dense``; ``success`` pays 1 for a step that solves the task, and nothing else.
     """
 
-    def __init__(self, names: tuple[str, ...], arguments: Mapping[str, Any], reward: str = "dense") -> None:
+    def __init__(self, names: tuple[str, ...], arguments: Arguments, reward: str = "dense") -> None:
         self._names, self._arguments = names, {"seed": 0, **arguments}
         self._pays_success = reward == "success"
         self._made: dict[int, Env] = {}
@@ -48,7 +48,7 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
         self.render_mode = self._env.render_mode
         self.metadata = self._env.metadata
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[NDArray[Any], Any]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         """See `gymnasium.Env.reset`."""
         super().reset(seed=seed)
         self._number = int(self.np_random.integers(len(self._names)))
@@ -57,13 +57,13 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
         self._obs, info = self._env.reset(options=options)
         return self._obs, info
 
-    def step(self, action: NDArray[Any]) -> tuple[NDArray[Any], Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Array) -> tuple[Array, SupportsFloat, bool, bool, Info]:
         """See `gymnasium.Env.step`; ``info["success"]`` says whether the task is solved in this step."""
         self._obs, reward, terminated, truncated, info = self._env.step(action)
         pays = float(info["success"]) if self._pays_success else reward
         return self._obs, pays, bool(terminated), bool(truncated), info
 
-    def render(self) -> Any:
+    def render(self) -> Raw:
         """See `gymnasium.Env.render`."""
         return self._env.render()
 
@@ -73,7 +73,7 @@ class MetaWorldTasks(gymnasium.Env[NDArray[Any], NDArray[Any]]):
             env.close()
 
     @property
-    def simulator(self) -> Any:
+    def simulator(self) -> Simulator:
         """MetaWorld's environment of the task that is played."""
         return self._env.unwrapped
 
@@ -104,14 +104,14 @@ def in_words(name: str) -> str:
     return name.removesuffix("-v3").replace("-", " ")
 
 
-def scripted(env: Env, obs: Any) -> NDArray[np.float32]:
+def scripted(env: Env, obs: Raw) -> NDArray[np.float32]:
     """Play as MetaWorld's scripted policies do."""
-    tasks: Any = env.unwrapped
+    tasks: Simulator = env.unwrapped
     action: NDArray[np.float32] = tasks.scripted_action()
     return action
 
 
-def make_env(options: EnvOptions, arguments: Mapping[str, Any]) -> Env:
+def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     """Make one environment of a task (``reach-v3``) or a suite (``MT10``).
 
     Args:

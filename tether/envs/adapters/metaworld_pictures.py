@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
-from typing import Any, SupportsFloat
 
-import gymnasium
 import mujoco
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+
+from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Raw, Simulator, Stepped, Wrapper
+from tether.observations import Array
 
 HAND = 4
 """Entries at the beginning of MetaWorld's observation that are of the hand: its place, and how far it is open."""
 SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
 """What is not drawn: in software it takes ten times as long as everything else."""
 LETTERS = string.ascii_lowercase + " "
-Env = gymnasium.Env[Any, Any]
 
 
-class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
+class Seen(Wrapper):
     """Shows a picture, the hand's numbers (``state``) and the ``task`` in place of MetaWorld's numbers.
 
     Where object and goal are has to be seen. Pictures are drawn by mujoco, which needs a display, or the environment
@@ -37,11 +36,9 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
         ValueError: there is no such camera.
     """
 
-    def __init__(
-        self, env: Env, longest: int, camera: str | Mapping[str, Any] = "corner2", picture_size: int = 64
-    ) -> None:
+    def __init__(self, env: Env, longest: int, camera: str | Arguments = "corner2", picture_size: int = 64) -> None:
         super().__init__(env)
-        tasks: Any = env.unwrapped
+        tasks: Simulator = env.unwrapped
         self._tasks = tasks
         self._size = picture_size
         self._renderers: dict[int, mujoco.Renderer] = {}
@@ -54,12 +51,12 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
             }
         )
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Begun:
         """See `gymnasium.Env.reset`."""
         obs, info = self.env.reset(seed=seed, options=options)
         return self._seen(obs), info
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+    def step(self, action: Raw) -> Stepped:
         """See `gymnasium.Env.step`."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return self._seen(obs), reward, terminated, truncated, info
@@ -71,7 +68,7 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._renderers.clear()
         super().close()
 
-    def _seen(self, obs: NDArray[Any]) -> dict[str, Any]:
+    def _seen(self, obs: Array) -> dict[str, Raw]:
         return {"image": self._picture(), "state": obs[:HAND].astype(np.float32), "task": self._tasks.task}
 
     def _picture(self) -> NDArray[np.uint8]:
@@ -84,7 +81,7 @@ class Seen(gymnasium.Wrapper[Any, Any, Any, Any]):
         return picture
 
 
-def named_camera(name: str, model: Any) -> str:
+def named_camera(name: str, model: Simulator) -> str:
     """The name of a camera of a model.
 
     Raises:
@@ -96,7 +93,7 @@ def named_camera(name: str, model: Any) -> str:
     return name
 
 
-def free_camera(place: Mapping[str, Any]) -> mujoco.MjvCamera:
+def free_camera(place: Arguments) -> mujoco.MjvCamera:
     """A camera of its own place.
 
     Raises:
@@ -111,7 +108,7 @@ def free_camera(place: Mapping[str, Any]) -> mujoco.MjvCamera:
     return camera
 
 
-def _renderer(model: Any, size: int) -> mujoco.Renderer:
+def _renderer(model: Simulator, size: int) -> mujoco.Renderer:
     model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
     renderer = mujoco.Renderer(model, size, size)
     for flag in SMOOTHING:

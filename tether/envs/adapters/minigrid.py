@@ -7,32 +7,32 @@ which takes most of a step. `view` reads the same cells in place.
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
 
-import gymnasium
 import numpy as np
 from numpy.typing import NDArray
+
+from tether.envs.gymnasium_types import Env, Info, Raw, Simulator, Stepped, Wrapper
 
 EMPTY, OUTSIDE = (1, 0, 0), (2, 5, 0)
 """Encodings of an empty cell, and of the grey wall that MiniGrid shows outside of the grid."""
 
 
-class SuccessByReward(gymnasium.Wrapper[Any, Any, Any, Any]):
+class SuccessByReward(Wrapper):
     """Says in the infos that a task is solved, which MiniGrid and BabyAI say by a reward above 0 only."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+    def __init__(self, env: Env) -> None:
         super().__init__(env)
-        inner: Any = env.unwrapped
+        inner: Simulator = env.unwrapped
         if _has_usual_view(type(inner)):
             inner.gen_obs = partial(_observe, inner)
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Raw) -> Stepped:
         """See `gymnasium.Env.step`."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return obs, reward, terminated, truncated, info | {"is_success": float(reward) > 0}
 
 
-def view(env: Any) -> NDArray[np.uint8]:
+def view(env: Simulator) -> NDArray[np.uint8]:
     """The picture [size, size, 3] that ``MiniGridEnv.gen_obs`` makes: object, colour and state of each cell in sight.
 
     Args:
@@ -41,11 +41,11 @@ def view(env: Any) -> NDArray[np.uint8]:
     size, grid = env.agent_view_size, env.grid
     width, height, cells = grid.width, grid.height, grid.grid
     x, y = (int(at) for at in env.agent_pos)
-    seen: list[Any] = []
+    seen: list[Simulator] = []
     opaque: list[bool] = []
     for dx, dy in _offsets(size, env.agent_dir):
         i, j = x + dx, y + dy
-        cell: Any = cells[j * width + i] if 0 <= i < width and 0 <= j < height else OUTSIDE
+        cell: Simulator = cells[j * width + i] if 0 <= i < width and 0 <= j < height else OUTSIDE
         seen.append(cell)
         opaque.append(cell is OUTSIDE or (cell is not None and not cell.see_behind()))
     visible = [True] * size**2 if env.see_through_walls else _in_sight(size, opaque)
@@ -57,7 +57,7 @@ def view(env: Any) -> NDArray[np.uint8]:
     return np.array(picture, dtype=np.uint8).reshape(size, size, 3)
 
 
-def _observe(env: Any) -> dict[str, Any]:
+def _observe(env: Simulator) -> Info:
     return {"image": view(env), "direction": env.agent_dir, "mission": env.mission}
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import DiscreteActions, EnvState, EnvStep, Floats, VectorEnv
+from tether.envs.protocol import DiscreteActions, EnvState, EnvStep, Floats, Saved, VectorEnv
 from tether.observations import Array, Observation
 
 NUMBERS = 256
@@ -76,7 +75,7 @@ class BinnedEnv:
         """See `VectorEnv.get_state`."""
         return self._env.get_state()
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         self._env.set_state(data)
 

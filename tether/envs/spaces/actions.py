@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
-from numpy.typing import NDArray
+from gymnasium import spaces
 
+from tether.envs.gymnasium_types import Raw, Space
 from tether.envs.protocol import ActionSpec, ContinuousActions, DiscreteActions
+from tether.observations import Array
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class ActionCodec:
     """Turns rows of a policy's action into what a space takes."""
 
     spec: ActionSpec
-    space: Space[Any]
+    space: Space
     env_id: str
 
     @classmethod
-    def of(cls, space: Space[Any], env_id: str) -> ActionCodec:
+    def of(cls, space: Space, env_id: str) -> ActionCodec:
         """The codec of an action space.
 
         Raises:
@@ -43,7 +43,7 @@ class ActionCodec:
             "of floats."
         )
 
-    def decode(self, actions: NDArray[Any]) -> NDArray[Any]:
+    def decode(self, actions: Array) -> Array:
         """[N, width] -> [N, *shape of the space], clipped to the bounds of a Box.
 
         Raises:
@@ -63,7 +63,7 @@ class ActionCodec:
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
-    def encode(self, action: Any) -> NDArray[Any]:
+    def encode(self, action: Raw) -> Array:
         """The row [width] that `decode` makes this action of the space from.
 
         Raises:
@@ -80,7 +80,7 @@ class ActionCodec:
         return given.astype(np.int64).reshape(-1)
 
 
-def check_finite(actions: NDArray[Any], env_id: str) -> None:
+def check_finite(actions: Array, env_id: str) -> None:
     """Refuse actions [N, width] that hold a number that is not finite.
 
     Raises:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import spaces
 
+from tether.envs.gymnasium_types import Raw, Space
 from tether.observations import TASK, Array, Observation, ObsPart, encode_text
 
 
@@ -26,7 +26,7 @@ class ObservationReader:
         ValueError: a part of the space is none that policies read; or there are several texts.
     """
 
-    def __init__(self, space: Space[Any], env_id: str) -> None:
+    def __init__(self, space: Space, env_id: str) -> None:
         self._leaves = tuple(_leaves(space, (), env_id))
         self.layout = tuple(leaf.part for leaf in self._leaves)
         if sum(part.kind == "text" for part in self.layout) > 1:
@@ -34,7 +34,7 @@ class ObservationReader:
         self.is_plain = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
         """An observation is the one part itself, up to its type."""
 
-    def __call__(self, obs: Any, rows: int) -> Observation:
+    def __call__(self, obs: Raw, rows: int) -> Observation:
         """Read `rows` observations of the space.
 
         Raises:
@@ -42,7 +42,7 @@ class ObservationReader:
         """
         return {leaf.part.name: leaf.read(obs, rows) for leaf in self._leaves}
 
-    def write(self, obs: Any, into: Observation, row: int) -> None:
+    def write(self, obs: Raw, into: Observation, row: int) -> None:
         """Read one observation of the space into a row of parts; see `__call__`."""
         for leaf in self._leaves:
             into[leaf.part.name][row] = leaf.read(obs, 1)[0]
@@ -58,10 +58,10 @@ class _Leaf:
 
     keys: tuple[str | int, ...]
     """Where it is in a nested observation."""
-    space: Space[Any]
+    space: Space
     part: ObsPart
 
-    def read(self, obs: Any, rows: int) -> Array:
+    def read(self, obs: Raw, rows: int) -> Array:
         """Its part [rows, *shape] of `rows` observations."""
         for key in self.keys:
             obs = obs[key]
@@ -76,7 +76,7 @@ class _Leaf:
         return np.asarray(obs, dtype=self.part.dtype).reshape(rows, -1)
 
 
-def _leaves(space: Space[Any], keys: tuple[str | int, ...], env_id: str) -> Iterator[_Leaf]:
+def _leaves(space: Space, keys: tuple[str | int, ...], env_id: str) -> Iterator[_Leaf]:
     name = ".".join(map(str, keys))
     match space:
         case spaces.Dict() | spaces.Tuple():
@@ -105,7 +105,7 @@ def _leaves(space: Space[Any], keys: tuple[str | int, ...], env_id: str) -> Iter
     yield _Leaf(keys, space, part)
 
 
-def is_picture(space: Space[Any]) -> bool:
+def is_picture(space: Space) -> bool:
     """Whether a space holds bytes in two to four dimensions."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
 

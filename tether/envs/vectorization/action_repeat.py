@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsFloat
-
-import gymnasium
+from tether.envs.gymnasium_types import Env, Raw, Stepped, Wrapper
 
 
-class Repeated(gymnasium.Wrapper[Any, Any, Any, Any]):
+class Repeated(Wrapper):
     """Carries each action out several times, or until the episode ends; rewards add up.
 
     Args:
@@ -15,11 +13,11 @@ class Repeated(gymnasium.Wrapper[Any, Any, Any, Any]):
         times: at least 1.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], times: int) -> None:
+    def __init__(self, env: Env, times: int) -> None:
         super().__init__(env)
         self._times = times
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+    def step(self, action: Raw) -> Stepped:
         """See `gymnasium.Env.step`; the task is solved where it is in any of the repetitions."""
         total, success = 0.0, 0.0
         for _ in range(self._times):

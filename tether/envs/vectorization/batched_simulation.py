@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from tether.envs.protocol import EnvState, EnvStep, Flags
+from tether.envs.gymnasium_types import Begun, Info, Raw, Simulator
+from tether.envs.protocol import EnvState, EnvStep, Flags, Saved
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.observations import Array, Observation, copied
@@ -17,15 +18,15 @@ class Simulation(Protocol):
     """N environments as ManiSkill steps them: every number is a tensor whose first axis is the environment."""
 
     @property
-    def unwrapped(self) -> Any:
+    def unwrapped(self) -> Simulator:
         """Has ``single_observation_space`` and ``single_action_space``."""
         ...
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Raw = None, options: Info | None = None) -> Begun:
         """Begin new episodes everywhere, or in ``options["env_idx"]``; the observations are those of all."""
         ...
 
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, action: Raw) -> tuple[Raw, Raw, Raw, Raw, Info]:
         """Observations, rewards, terminations, truncations and infos; nothing begins anew by itself."""
         ...
 
@@ -79,7 +80,7 @@ class BatchedEnv:
         """See `VectorEnv.get_state`."""
         return EnvState(None, ("its simulation, which holds all environments in one",))
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         pass
 
@@ -87,14 +88,14 @@ class BatchedEnv:
         """See `VectorEnv.close`."""
         self._env.close()
 
-    def _seen(self, obs: Any) -> Observation:
+    def _seen(self, obs: Raw) -> Observation:
         return copied(self._read(_host(obs), self.num_envs))  # the simulator reuses its memory
 
-    def _flags(self, told: Any) -> Flags:
+    def _flags(self, told: Raw) -> Flags:
         return np.array(np.broadcast_to(np.asarray(_host(told), dtype=np.bool_), self.num_envs))
 
 
-def _host(value: Any) -> Any:
+def _host(value: Raw) -> Raw:
     """Tensors in a nested dictionary as arrays."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep, HeldEnv
+from tether.envs.protocol import EnvState, EnvStep, HeldEnv, Saved
 from tether.keyed_random import seed_of
 from tether.observations import Array, Observation
 
@@ -72,7 +71,7 @@ class PacedEnv:
         inner = self._env.get_state()
         return EnvState((self._seed, self._steps, [*self._begun], self._waiting.copy(), inner.data), inner.left_out)
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         self._seed, self._steps, self._begun, self._waiting, inner = data
         self._env.set_state(inner)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from tether.envs.protocol import EnvState, EnvStep, Flags
+from tether.envs.gymnasium_types import Info
+from tether.envs.protocol import EnvState, EnvStep, Flags, Saved
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
@@ -71,7 +72,7 @@ class GymnasiumVectorEnv:
         data, left_out = self._keeper.get()
         return EnvState((self._resetting, data), left_out)
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         resetting, envs = data
         self._keeper.set(envs)
@@ -81,7 +82,7 @@ class GymnasiumVectorEnv:
         """See `VectorEnv.close`."""
         self._env.close()
 
-    def _final(self, infos: dict[str, Any], ended: Flags) -> Observation:
+    def _final(self, infos: Info, ended: Flags) -> Observation:
         """Rows of `final_obs` for the episodes that ended."""
         final = self._read.zeros(self.num_envs)
         for i in np.flatnonzero(ended).tolist():
@@ -94,7 +95,7 @@ def _where(rows: Flags, chosen: Array, other: Array) -> Array:
     return np.where(rows.reshape(-1, *[1] * (other.ndim - 1)), chosen, other)
 
 
-def _success(infos: dict[str, Any]) -> Flags | None:
+def _success(infos: Info) -> Flags | None:
     """The success of each environment, where the infos tell; that of a finished episode stands in `final_info`."""
     for name in ("is_success", "success"):
         now, last = infos.get(name), infos.get("final_info", {}).get(name)

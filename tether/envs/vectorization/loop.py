@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep
+from tether.envs.gymnasium_types import Env, Raw
+from tether.envs.protocol import EnvState, EnvStep, Saved
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
@@ -33,7 +33,7 @@ class SyncVectorEnv:
     def __init__(
         self,
         id: str,
-        make: Callable[[], gymnasium.Env[Any, Any]],
+        make: Callable[[], Env],
         num_envs: int,
         *,
         ignore_terminations: bool = False,
@@ -41,7 +41,7 @@ class SyncVectorEnv:
     ) -> None:
         self.id = id
         self.num_envs = num_envs
-        self._envs: Sequence[gymnasium.Env[Any, Any]] = [make() for _ in range(num_envs)]
+        self._envs: Sequence[Env] = [make() for _ in range(num_envs)]
         self._keeper = EnvKeeper(self._envs)
         self._read = ObservationReader(self._envs[0].observation_space, id)
         self._codec = ActionCodec.of(self._envs[0].action_space, id)
@@ -122,7 +122,7 @@ class SyncVectorEnv:
         data, left_out = self._keeper.get()
         return EnvState((copied(self._obs), self._waiting.copy(), data), left_out)
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`."""
         obs, waiting, envs = data
         if len(waiting) != self.num_envs:
@@ -137,7 +137,7 @@ class SyncVectorEnv:
         for env in self._envs:
             env.close()
 
-    def _write(self, rows: Observation, i: int, obs: Any) -> None:
+    def _write(self, rows: Observation, i: int, obs: Raw) -> None:
         if self._read.is_plain:  # most are, and their step takes microseconds
             rows[self.layout[0].name][i] = obs
         else:

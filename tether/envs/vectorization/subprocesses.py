@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep
+from tether.envs.protocol import EnvState, EnvStep, Saved
 from tether.envs.spaces.actions import check_finite
 from tether.envs.vectorization.loop import SyncVectorEnv
 from tether.observations import Array, Observation
@@ -135,7 +135,7 @@ class WorkerVectorEnv:
         left_out = dict.fromkeys(reason for _, state in states for reason in state.left_out)
         return EnvState((self._seed, [(rng, state.data) for rng, state in states]), tuple(left_out))
 
-    def set_state(self, data: Any) -> None:
+    def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`.
 
         Raises:
@@ -157,7 +157,7 @@ class WorkerVectorEnv:
         for worker in self._workers:
             worker.process.close(end - time.monotonic())
 
-    def _ask_all(self, command: str, arguments: Sequence[Any]) -> list[Any]:
+    def _ask_all(self, command: str, arguments: Sequence[object]) -> list[Any]:
         """The answers of all workers."""
         for worker, argument in zip(self._workers, arguments, strict=True):
             self._send(worker, (command, argument))
@@ -268,7 +268,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
         raise
 
 
-def _take_over(env: SyncVectorEnv, rng: Mapping[str, Any], data: Any) -> ValueError | None:
+def _take_over(env: SyncVectorEnv, rng: Mapping[str, object], data: Saved) -> ValueError | None:
     """Set the state of a process; returns why it does not fit."""
     try:
         env.set_state(data)

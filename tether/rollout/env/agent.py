@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import Space, spaces
+from gymnasium import spaces
 from numpy.typing import NDArray
 
+from tether.envs.gymnasium_types import Raw, Space
 from tether.envs.protocol import Flags
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.models.control.mlp_policy import Policy
+from tether.observations import Array
 
 
 class Agent:
@@ -31,10 +33,10 @@ class Agent:
     def __init__(
         self,
         policy: Policy,
-        observations: Space[Any],
-        actions: Space[Any],
+        observations: Space,
+        actions: Space,
         env_id: str,
-        decode: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
+        decode: Callable[[Array], Array] | None = None,
         seed: int = 0,
     ) -> None:
         self._policy, self._act = policy, policy.acting()
@@ -52,7 +54,7 @@ class Agent:
         self._carried_out = np.zeros(0, dtype=np.int64)
 
     def predict(
-        self, observation: Any, *, deterministic: bool = True, begins: bool | Sequence[bool] | Flags = False
+        self, observation: Raw, *, deterministic: bool = True, begins: bool | Sequence[bool] | Flags = False
     ) -> Any:
         """The next action, in the environment's action space; of a batch of observations one for each row.
 
@@ -108,7 +110,7 @@ class Agent:
         self._carried_out[begins] = self._chunk
 
 
-def batch_size(space: Space[Any], observation: Any, name: str = "observation") -> int | None:
+def batch_size(space: Space, observation: Raw, name: str = "observation") -> int | None:
     """Rows of a batch of observations of a space; None for a single one.
 
     Raises:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class _Rows:
     """Columns of the buffers, [M, T, ...] each."""
 
     obs: Observation
-    actions: NDArray[Any]
+    actions: Array
     rewards: Floats
     terminated: Flags
     truncated: Flags
@@ -213,7 +212,7 @@ class EnvCollector:
         self._now = copied(obs)
         return finals
 
-    def _step(self, actions: NDArray[Any], t: int) -> EnvStep:
+    def _step(self, actions: Array, t: int) -> EnvStep:
         start = time.perf_counter()
         try:
             step = self.env.step(actions)

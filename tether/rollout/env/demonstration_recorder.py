@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import gymnasium
 import numpy as np
-from numpy.typing import NDArray
 
 from tether.data.demonstrations import Demonstration
+from tether.envs.gymnasium_types import Env, Raw
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.models.control.actors import Act
-from tether.observations import Observation, copied, recorded
+from tether.observations import Array, Observation, copied, recorded
 
-Demonstrator = Callable[[gymnasium.Env[Any, Any], Any, Observation, bool], NDArray[Any]]
+Demonstrator = Callable[[Env, Raw, Observation, bool], Array]
 """(environment, observation as it gave it, its parts [1, ...], whether an episode begins) -> the next actions
 [K, D], as `tether.envs.spaces.actions.ActionCodec` encodes them."""
 
@@ -23,16 +21,16 @@ ATTEMPTS = 20
 """Times as many episodes are played, at most, as successful ones are wanted."""
 
 
-def scripted(function: Callable[[Any, Any], Any], codec: ActionCodec) -> Demonstrator:
+def scripted(function: Callable[[Env, Raw], Raw], codec: ActionCodec) -> Demonstrator:
     """Ask a function (environment, observation) -> action of its space; it may look into the environment."""
 
-    def decide(env: gymnasium.Env[Any, Any], obs: Any, parts: Observation, first: bool) -> NDArray[Any]:
+    def decide(env: Env, obs: Raw, parts: Observation, first: bool) -> Array:
         return codec.encode(function(env, obs))[None]
 
     return decide
 
 
-def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[NDArray[Any]], NDArray[Any]]) -> Demonstrator:
+def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[Array], Array]) -> Demonstrator:
     """Ask a policy for its likeliest actions.
 
     Args:
@@ -43,7 +41,7 @@ def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[NDArray[
     """
     state = np.zeros((1, state_width), dtype=np.float32)
 
-    def decide(env: gymnasium.Env[Any, Any], obs: Any, parts: Observation, first: bool) -> NDArray[Any]:
+    def decide(env: Env, obs: Raw, parts: Observation, first: bool) -> Array:
         nonlocal state
         chosen, state = act(parts, None, np.zeros_like(state) if first else state)
         return decode(chosen.reshape(chunk, -1))
@@ -52,7 +50,7 @@ def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[NDArray[
 
 
 def record(
-    env: gymnasium.Env[Any, Any],
+    env: Env,
     env_id: str,
     decide: Demonstrator,
     episodes: int,
@@ -86,11 +84,9 @@ def record(
     raise ValueError(f"{env_id}: {kept} of {ATTEMPTS * episodes} episodes succeeded, but {episodes} are asked for")
 
 
-def _play(
-    env: gymnasium.Env[Any, Any], env_id: str, codec: ActionCodec, decide: Demonstrator, seed: int
-) -> Demonstration:
+def _play(env: Env, env_id: str, codec: ActionCodec, decide: Demonstrator, seed: int) -> Demonstration:
     read = ObservationReader(env.observation_space, env_id)
-    rows, actions, rewards, success = list[Observation](), list[NDArray[Any]](), list[float](), list[bool | None]()
+    rows, actions, rewards, success = list[Observation](), list[Array](), list[float](), list[bool | None]()
     obs, _ = env.reset(seed=seed)
     ended = False
     while not ended:
