@@ -48,6 +48,19 @@ def test_acting_is_what_the_networks_say(spec):
             assert actor({"state": obs.numpy()}, given, nothing)[0].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_forward_pass_in_numpy_is_that_in_torch(activation):
+    net = Mlp([3, 4, 4, 2], activation, 1.0, torch.Generator().manual_seed(0))
+    normalizer = RunningNormalizer(3, clip=1.0)
+    x = 5 * torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
+    normalizer.update(x[:5])
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(net.in_numpy()(x.numpy())), net(x))
+        by_hand = ACTIVATIONS[activation].of_array(x.numpy())
+        torch.testing.assert_close(torch.from_numpy(by_hand), ACTIVATIONS[activation].apply(x))
+    torch.testing.assert_close(torch.from_numpy(normalizer.in_numpy()(x.numpy())), normalizer(x))
+
+
 def test_samples_follow_the_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     head = CategoricalHead((3,))

@@ -1,44 +1,30 @@
 """How a policy acts.
 
-A simulator gives arrays and takes arrays, a handful of rows at a time, for which a tensor's bookkeeping is most of a
-forward pass. So `Actor` computes what a `ControlPolicy` computes in plain arrays, up to rounding. `NetworkActor` asks a
-`NetworkPolicy`, whose own arithmetic takes longer. Log-probabilities and values are not needed for acting, and come
-from the networks over a whole rollout at once.
+`Actor` computes what a `ControlPolicy` computes in NumPy, up to rounding. `NetworkActor` asks a `NetworkPolicy`, whose
+own arithmetic takes longer than a tensor's bookkeeping. Log-probabilities and values are not needed for acting, and
+come from the networks over a whole rollout at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head
-from tether.observations import Observation
+from tether.models.control.mlp import FloatArray, as_array
+from tether.observations import Array, Observation
 
 if TYPE_CHECKING:
     from tether.models.control.mlp_policy import ControlPolicy
     from tether.models.control.network_policy import NetworkPolicy
 
-Array = NDArray[np.float32]
-
-Act = Callable[[Observation, Array | None, Array], tuple[NDArray[Any], Array]]
-"""(observations of N environments; noise [N, outputs] of the head, or None for the
-likeliest actions; states [N, S] of the memory) -> actions of a chunk [N, K * D], next states."""
-
-
-def _relu(x: Array) -> Array:
-    return np.maximum(x, 0.0)
-
-
-def _elu(x: Array) -> Array:
-    return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"tanh": np.tanh, "relu": _relu, "elu": _elu}
+Act = Callable[[Observation, FloatArray | None, FloatArray], tuple[Array, FloatArray]]
+"""(observations of N environments; noise [N, outputs] of the head, or None for the likeliest actions; states [N, S] of
+the memory) -> actions of a chunk [N, K * D], next states."""
 
 
 class Choice:
@@ -46,9 +32,9 @@ class Choice:
 
     def __init__(self, head: Head) -> None:
         self._choices = head.choices if isinstance(head, CategoricalHead) else None
-        self._std = np.exp(_array(head.logstd)) if isinstance(head, GaussianHead) else None
+        self._std = np.exp(as_array(head.logstd)) if isinstance(head, GaussianHead) else None
 
-    def __call__(self, outputs: Array, noise: Array | None) -> NDArray[Any]:
+    def __call__(self, outputs: FloatArray, noise: FloatArray | None) -> Array:
         """[N, outputs], and noise of the same shape -> [N, K * D]."""
         if self._std is not None:
             return outputs if noise is None else outputs + noise * self._std
@@ -68,32 +54,17 @@ class Actor:
     """
 
     def __init__(self, policy: ControlPolicy) -> None:
-        self._layers = [(_array(weight).T, _array(bias)) for weight, bias in policy.actor.linear]
-        self._activation = ACTIVATIONS[policy.spec.activation]
+        self._row, self._forward = policy.row, policy.actor.in_numpy()
+        self._normalize = None if policy.normalizer is None else policy.normalizer.in_numpy()
         self._choose = Choice(policy.head)
-        self._row = policy.row
-        normalizer = policy.normalizer
-        self._normalize = None
-        if normalizer is not None:
-            self._normalize = (_array(normalizer.shift), _array(normalizer.scale), normalizer.clip)
 
-    def __call__(self, obs: Observation, noise: Array | None, state: Array) -> tuple[NDArray[Any], Array]:
+    def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         """See `Act`."""
         name = self._row.is_part
         row = self._row(as_tensors(obs)).numpy() if name is None else obs[name]
-        return self._choose(self._outputs(row), noise), state
-
-    def _outputs(self, x: Array) -> Array:
         if self._normalize is not None:
-            shift, scale, clip = self._normalize
-            x = np.minimum(np.maximum((x - shift) * scale, -clip), clip)
-        last = len(self._layers) - 1
-        for index, (weight, bias) in enumerate(self._layers):
-            x = x @ weight
-            x += bias
-            if index < last:
-                x = self._activation(x)
-        return x
+            row = self._normalize(row)
+        return self._choose(self._forward(row), noise), state
 
 
 class NetworkActor:
@@ -107,7 +78,7 @@ class NetworkActor:
         self._policy = policy
         self._choose = Choice(policy.head)
 
-    def __call__(self, obs: Observation, noise: Array | None, state: Array) -> tuple[NDArray[Any], Array]:
+    def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         """See `Act`."""
         outputs, after = self._policy.act(self._policy.inputs(as_tensors(obs)), torch.from_numpy(state))
         return self._choose(outputs.numpy(), noise), after.numpy()
@@ -116,7 +87,3 @@ class NetworkActor:
 def as_tensors(obs: Observation) -> dict[str, Tensor]:
     """The same parts, in the same memory."""
     return {name: torch.from_numpy(part) for name, part in obs.items()}
-
-
-def _array(tensor: Tensor) -> Array:
-    return tensor.detach().cpu().numpy()

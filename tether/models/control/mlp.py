@@ -10,9 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+
+FloatArray: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -20,10 +25,20 @@ class Activation:
     """A nonlinearity whose derivative follows from its own output."""
 
     apply: Callable[[Tensor], Tensor]
+    of_array: Callable[[FloatArray], FloatArray]
+    """The same in NumPy."""
     backward: Callable[[Tensor, Tensor], Tensor]
     """(gradient of the output, output) -> gradient of the input."""
     gain: float
     """Scale of an orthogonal weight that keeps the variance of what passes through."""
+
+
+def _relu(x: FloatArray) -> FloatArray:
+    return np.maximum(x, 0.0)
+
+
+def _elu(x: FloatArray) -> FloatArray:
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
 
 
 def _of_tanh(grad: Tensor, out: Tensor) -> Tensor:
@@ -39,10 +54,15 @@ def _of_elu(grad: Tensor, out: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {  # of named functions: a policy can be pickled
-    "tanh": Activation(torch.tanh, _of_tanh, math.sqrt(2)),
-    "relu": Activation(torch.relu, _of_relu, math.sqrt(2)),
-    "elu": Activation(nn.functional.elu, _of_elu, math.sqrt(2)),
+    "tanh": Activation(torch.tanh, np.tanh, _of_tanh, math.sqrt(2)),
+    "relu": Activation(torch.relu, _relu, _of_relu, math.sqrt(2)),
+    "elu": Activation(nn.functional.elu, _elu, _of_elu, math.sqrt(2)),
 }
+
+
+def as_array(tensor: Tensor) -> FloatArray:
+    """The numbers of a tensor, in the same memory where that is the CPU's."""
+    return tensor.detach().cpu().numpy()
 
 
 def orthogonal_linear(sees: int, gives: int, gain: float, generator: torch.Generator) -> nn.Linear:
@@ -75,6 +95,24 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, first size] -> [B, last size]."""
         return self.activations(x)[-1]
+
+    def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
+        """`forward` in NumPy, with the weights of this moment.
+
+        A simulator steps a handful of rows at a time, for which a tensor's bookkeeping is most of a forward pass.
+        """
+        layers = [(as_array(weight).T, as_array(bias)) for weight, bias in self.linear]
+        activation, last = self.activation.of_array, len(layers) - 1
+
+        def forward(x: FloatArray) -> FloatArray:
+            for index, (weight, bias) in enumerate(layers):
+                x = x @ weight
+                x += bias
+                if index < last:
+                    x = activation(x)
+            return x
+
+        return forward
 
     def activations(self, x: Tensor) -> list[Tensor]:
         """The input, the output of each hidden layer after its nonlinearity, and the output."""

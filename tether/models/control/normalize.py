@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tether.models.control.mlp import FloatArray, as_array
 
 EPSILON = 1e-8
 
@@ -40,6 +45,11 @@ class RunningNormalizer(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return ((obs - self.shift) * self.scale).clamp_(-self.clip, self.clip)
+
+    def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
+        """`forward` in NumPy, with the statistics of this moment."""
+        shift, scale, clip = as_array(self.shift), as_array(self.scale), self.clip
+        return lambda obs: np.minimum(np.maximum((obs - shift) * scale, -clip), clip)
 
     def update(self, obs: Tensor) -> None:
         """Take observations [B, size] in (Chan et al. 1979)."""

@@ -79,6 +79,7 @@ class EnvCollector:
         whole = isinstance(env.actions, DiscreteActions)
         buffers = {part.name: torch.from_numpy(part.zeros(columns, steps + 1)) for part in env.layout}
         self._obs = TensorDict(buffers, batch_size=[columns, steps + 1])
+        self._shown = self._obs[:, ::chunk]
         self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
@@ -153,7 +154,7 @@ class EnvCollector:
             finals += found
             episodes += ended
         return EnvBatch(
-            self._obs[:, :: self.chunk],
+            self._shown,
             self._actions,
             self._rewards,
             self._terminated,
