@@ -399,7 +399,7 @@ def test_ctrl_c_before_training(cli: Cli, inputs: Path, tmp_path: Path, monkeypa
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tether.commands.train.build_run", interrupted)
+    monkeypatch.setattr("tether.commands.train.build", interrupted)
     said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE)
     assert said.code == 130
     assert said.err == "interrupted; the same command starts again, or resumes from the last checkpoint\n"

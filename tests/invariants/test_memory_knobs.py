@@ -234,10 +234,10 @@ def test_a_selection_in_each_micro_batch_breaks_the_promise(
 
 
 def test_rows_come_back_in_order_however_they_were_cut(actor: Setup, batches: dict[str, TrainBatch]) -> None:
-    engine, forward = make_engine(actor.plain), PolicyForward(with_entropy=True)
-    whole = engine.infer(batches["gae"], forward)
+    forward = PolicyForward(with_entropy=True)
+    whole = make_engine(actor.plain).infer(batches["gae"], forward)
     for micro in SPLITS:
-        split = engine.infer(batches["gae"], forward, micro)
+        split = make_engine(actor.plain, infer_micro=micro).infer(batches["gae"], forward)
         torch.testing.assert_close(split.log_probs, whole.log_probs, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(split.entropy, whole.entropy, rtol=1e-12, atol=1e-12)
     actor.plain.train()

@@ -25,7 +25,7 @@ from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
-EOS = frozenset(range(0, 260, 12))
+EOS = frozenset(range(0, 260, 6))
 LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.1}
 """Largest |rollout - old| of a token. Measured: 2e-15, 2.4e-6 and 0.042."""
 RATIO_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.1}

@@ -165,7 +165,7 @@ def grpo_by_hand(batch: TrainBatch, scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_above_the_set_rate_the_run_stops_and_shows_why(inputs: Path, tmp_path: Path, mark: Marked) -> None:
-    run = build_run(load_config(None, overrides(inputs, tmp_path / "run", DOES[-4:], max_error_rate=0.1)))
+    run = build_run(load_config(None, overrides(inputs, tmp_path / "run", 2 * DOES[-4:], max_error_rate=0.1)))
     try:
         with pytest.raises(RewardFailure) as caught:
             run.trainer.fit()

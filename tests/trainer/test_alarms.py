@@ -146,7 +146,7 @@ def test_a_learning_rate_that_kills_the_policy_is_said(
     rate: str, decay: str, base: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     optim = "actor_rollout_ref.actor.optim"
-    settings = ["trainer.total_training_steps=5", "actor_rollout_ref.actor.use_kl_loss=False"]
+    settings = ["trainer.total_training_steps=5", "trainer.seed=3", "actor_rollout_ref.actor.use_kl_loss=False"]
     train([*base, *GRPO, *settings, f"{optim}.lr={rate}", f"{optim}.weight_decay={decay}"])
     assert caplog.text.count("the policy has collapsed: actor/entropy is") == 1
 

@@ -300,10 +300,10 @@ def test_a_failing_environment_costs_no_step(base: list[str], tmp_path: Path, ca
     run = build_control_run(load_config(None, settings))
     original = run.trainer.step
 
-    def step() -> dict[str, float]:
+    def step(tasks: Any) -> dict[str, float]:
         if run.trainer.step_number == 2:
             flag.write_text("")
-        return original()
+        return original(tasks)
 
     run.trainer.step = step
     fit_and_fail(run, Exception, "the simulator is gone")

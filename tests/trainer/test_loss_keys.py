@@ -69,7 +69,7 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
     ],
 )
 def test_options_of_the_policy_loss(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
-    loss = actor_of(config_of(inputs, f"{MODE}={name}", override)).loss
+    loss = actor_of(config_of(inputs, f"{MODE}={name}", override)).loss.function
     aggregation = by_width("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
     assert loss == PolicyLoss(name, DEFAULTS | option, aggregation)
 
@@ -85,11 +85,11 @@ def test_options_of_the_policy_loss(inputs: Path, override: str, name: str, opti
 )
 def test_options_of_the_selection(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
     actor = actor_of(config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}"))
-    assert actor.prepare == TokenSelection(name, SELECTION_DEFAULTS | option)
+    assert actor.loss.prepare == TokenSelection(name, SELECTION_DEFAULTS | option)
 
 
 def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:
-    assert actor_of(config_of(inputs)).prepare is None
+    assert actor_of(config_of(inputs)).loss.prepare is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:
     ],
 )
 def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) -> None:
-    loss = actor_of(config_of(inputs, *overrides)).loss
+    loss = actor_of(config_of(inputs, *overrides)).loss.function
     assert isinstance(loss, PolicyLoss)
     assert loss.aggregation == expected
 
@@ -123,9 +123,10 @@ def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) 
 )
 def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
     config = config_of(inputs, *GAE, *overrides)
-    critic = build_critic(config, build_inputs(config).critic_path, CPU, 3, tmp_path)
+    read = build_inputs(config)
+    critic = build_critic(config, read.critic_path, CPU, read.tokenizer, 3, tmp_path)
     assert critic is not None
-    assert critic.loss == expected
+    assert critic.loss.function == expected
 
 
 @pytest.mark.parametrize(
@@ -167,10 +168,14 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_loss_trains(run: Run, inputs: Path, name: str) -> None:
-    config = config_of(inputs, *GRPO, *TRAINED[name])
+def test_every_loss_trains(run: Run, inputs: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     trainer = run.trainer
-    trainer.actor = actor_of(config, None if "lora" in name else trainer.actor.engine.model)
+    if "lora" in name:  # adapters change the model
+        built = build_run(load_config(None, [*base_overrides(inputs, tmp_path), *GRPO, *TRAINED[name]]))
+        request.addfinalizer(built.close)
+        trainer = built.trainer
+    else:
+        trainer.actor = actor_of(config_of(inputs, *GRPO, *TRAINED[name]), trainer.actor.engine.model)
     before = [p.detach().clone() for p in trainer.actor.engine.trained]
     metrics = trainer.step([trainer.source.dataset[row] for row in range(4)])
     assert not [key for key in metrics if describe(key) is None]

@@ -48,7 +48,9 @@ def run(overrides: list[str], source: OldLogProbs | None = None) -> Path:
     if source is not None:
         built.trainer.old_log_probs = source
         actor = built.trainer.actor
-        built.trainer.actor = replace(actor, forward=replace(actor.forward, with_entropy=True))
+        built.trainer.actor = replace(
+            actor, loss=replace(actor.loss, forward=replace(actor.loss.forward, with_entropy=True))
+        )
     try:
         built.trainer.fit()
     finally:

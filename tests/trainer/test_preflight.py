@@ -13,7 +13,7 @@ from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tests.trainer.tiny_run import GAE, held_out, set_eos
 from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.text.preflight import Preflight, preflight
+from tether.trainer.text.preflight import Preflight
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def unseen(base: list[str], tmp_path: Path) -> list[str]:
 def look(overrides: list[str]) -> Preflight:
     run = build_run(load_config(None, overrides))
     try:
-        plan = run.trainer.actor.plan
-        return preflight(run.trainer, plan.mini_batch_rows, plan.epochs)
+        assert run.preflight
+        return run.preflight()
     finally:
         run.close()
 
@@ -157,7 +157,8 @@ def test_looking_changes_nothing_in_the_run(base: list[str]):
     run = build_run(load_config(None, [*base, *GAE]))
     try:
         before = run.trainer.state()
-        preflight(run.trainer, 4, 1)
+        assert run.preflight
+        run.preflight()
         assert run.trainer.state() == before
     finally:
         run.close()

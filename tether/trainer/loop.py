@@ -213,6 +213,7 @@ class Trainer:
         """Log the metrics of the current step; returns all that was logged."""
         logged = metrics | self.rollouts.metrics_to_log()
         self.loggers.log(self.step_number, logged)
+        self.rollouts.logged()  # after the log, which may fail: a checkpoint is saved then
         return logged
 
     def save(self) -> None:

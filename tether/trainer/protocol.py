@@ -109,7 +109,11 @@ class Rollouts(Stateful, Protocol[Taken, Batch, Details]):
         ...
 
     def metrics_to_log(self) -> dict[str, float]:
-        """Metrics of what happened since the last call."""
+        """Metrics of what happened since the last log."""
+        ...
+
+    def logged(self) -> None:
+        """Called after `metrics_to_log` was logged."""
         ...
 
     def load_weights(self, weights: WeightUpdate) -> None:

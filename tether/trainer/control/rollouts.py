@@ -165,10 +165,12 @@ class EnvRollouts:
         return speed | score | time.metrics()
 
     def metrics_to_log(self) -> dict[str, float]:
-        """Metrics of the episodes that ended since the last call."""
-        found = episode_metrics(self.finished, "env")
+        """Metrics of the episodes that ended since the last log."""
+        return episode_metrics(self.finished, "env")
+
+    def logged(self) -> None:
+        """See `Rollouts`."""
         self.finished.clear()
-        return found
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `Rollouts`."""

@@ -117,6 +117,9 @@ class TextRollouts:
         """See `Rollouts`: a step's metrics are all there is."""
         return {}
 
+    def logged(self) -> None:
+        """See `Rollouts`."""
+
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `Rollouts`."""
         self.collector.engine.load_weights(weights)
