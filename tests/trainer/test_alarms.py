@@ -141,12 +141,12 @@ def test_both_kinds_of_runs_save_what_their_alarms_have_seen(kind: str, inputs: 
     assert resumed.trainer.alarms.state_dict() == whole.trainer.alarms.state_dict()
 
 
-@pytest.mark.parametrize(("rate", "decay"), [("1e3", "0"), ("1e3", "1e-4"), ("10", "0.01")])
+@pytest.mark.parametrize(("rate", "decay"), [("1e3", "0"), ("1e3", "1e-4"), ("100", "0.01")])
 def test_a_learning_rate_that_kills_the_policy_is_said(
     rate: str, decay: str, base: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     optim = "actor_rollout_ref.actor.optim"
-    settings = ["trainer.total_training_steps=5", "trainer.seed=3", "actor_rollout_ref.actor.use_kl_loss=False"]
+    settings = ["trainer.total_training_steps=5", "actor_rollout_ref.actor.use_kl_loss=False"]
     train([*base, *GRPO, *settings, f"{optim}.lr={rate}", f"{optim}.weight_decay={decay}"])
     assert caplog.text.count("the policy has collapsed: actor/entropy is") == 1
 
