@@ -55,9 +55,7 @@ class TrainEnvConfig(Section):
     num_workers: Positive | None = None
     """Threads of envpool, or processes of vectorization=subprocess; null: one a core."""
     timeout: PositiveFloat = 300.0
-    """Seconds a step, a reset or a constructor may take; then its process is replaced, or, where there is none
-    (vectorization=sync), the run ends. There C code that keeps Python's interpreter lock cannot be ended by a deadline
-    or a signal other than kill -9: use vectorization=subprocess for it. (tether's own key.)"""
+    """Seconds a step, a reset or a constructor may take; C code that keeps the GIL ignores it. (tether's own key.)"""
     group_size: Positive = 1
     """Environments in a row whose episodes begin in the same states: one group of the estimators that compare."""
     use_fixed_reset_state_ids: bool = False
