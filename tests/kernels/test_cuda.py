@@ -6,6 +6,7 @@ documentation says. That the real ones compute the same is not shown here.
 
 import math
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -56,6 +57,13 @@ def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
     return nn.functional.silu(a) * b
+
+
+@pytest.fixture(autouse=True)
+def no_maker_stays() -> Iterator[None]:
+    """A maker that was made with the fakes is no other test's."""
+    yield
+    maker.cache_clear()
 
 
 @pytest.fixture

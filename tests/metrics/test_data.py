@@ -24,7 +24,7 @@ def rollout(lengths: list[int], width: int = 3) -> RolloutBatch:
     rows = len(lengths)
     length = torch.tensor(lengths)
     return RolloutBatch(
-        uid=torch.zeros(rows, dtype=torch.long),
+        uid=torch.arange(rows),
         prompt_ids=torch.ones(rows, 4, dtype=torch.long),
         prompt_length=torch.tensor([2, 4, 3, 4][:rows]),
         response_ids=torch.ones(rows, width, dtype=torch.long),

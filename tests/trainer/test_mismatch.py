@@ -27,7 +27,7 @@ def test_it_speaks_once_and_is_measured_at_every_step() -> None:
     rung = [alarm.check({MISMATCH: value}, said.append)[ALARM] for value in values]
     assert rung == [0, 0, 1, 1, 1, 0]
     assert len(said) == 1
-    assert "rollout_corr/k3_kl is 0.3 nats per token, and rounding explains at most 0.1" in said[0]
+    assert "rollout_corr/k3_kl is 0.3 nats per token; rounding explains at most 0.1" in said[0]
     assert alarm.check({}, said.append) == {}
 
 

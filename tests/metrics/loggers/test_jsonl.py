@@ -146,7 +146,7 @@ def test_what_is_deleted_while_the_run_goes_on_is_written_again(
     log_steps(logger, 4, 5, score=1.0)
     assert [record["score"] for record in read_metrics(folder).values()] == [0.5, 0.5, 0.5, 1.0, 1.0]
     assert list(read_samples(folder)) == [1, 2, 3, 4, 5]
-    assert f"{folder / 'metrics.jsonl'} was deleted while the run goes on" in caplog.text
+    assert f"{folder / 'metrics.jsonl'} was deleted during the run" in caplog.text
     assert len(caplog.records) == (1 if gone == "file" else 2)
 
 

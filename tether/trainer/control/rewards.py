@@ -26,8 +26,9 @@ class RelativeRewards:
         return {"last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self._last = state["last"]
+        """Take over what `state_dict` gave; in other environments all episodes begin."""
+        if state["last"].shape == self._last.shape:
+            self._last = state["last"]
 
     def __call__(self, rewards: Tensor, starts: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
         """The changes of the next rewards [N, T]; for the arguments see `RewardScaler`."""
@@ -72,9 +73,10 @@ class RewardScaler:
         return {"statistics": self._statistics.state_dict(), "before": self._before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over what `state_dict` gave; in other environments all episodes begin."""
         self._statistics.load_state_dict(state["statistics"])
-        self._before = state["before"]
+        if state["before"].shape == self._before.shape:
+            self._before = state["before"]
 
 
 class EnvRewards:
