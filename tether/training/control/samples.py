@@ -51,6 +51,10 @@ class Samples:
         """Some of the rows, or sequences."""
         return self.each(lambda column: column[rows])
 
+    def to(self, device: torch.device) -> Samples:
+        """The same rows on a device."""
+        return self.each(lambda column: column.to(device))
+
     @property
     def response_mask(self) -> Tensor:
         """[S, K]: actions that were carried out."""

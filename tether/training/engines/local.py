@@ -111,7 +111,9 @@ class LocalEngine(Generic[Outputs]):
         self._save = save
         self._incidents = Incidents(incident_dir)
         self._reduced: dict[MicroBatching, MicroBatching] = {}
-        self.masters = MasterWeights(model, compute_dtype) if compute_dtype not in (None, model.dtype) else None
+        self.masters = None
+        if compute_dtype is not None and compute_dtype != model.dtype:
+            self.masters = MasterWeights(model, compute_dtype)
         self.trained = self.masters.parameters() if self.masters else [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_adamw(self.trained, optimizer) if optimizer else None
 
@@ -225,7 +227,7 @@ class LocalEngine(Generic[Outputs]):
         for rows in places:
             micro = mini[rows]
             found = self._run(loss.forward, micro)
-            term = loss.function(found, micro.to(self.model.device), sizes)
+            term = loss.function(found, micro.to(self.trained[0].device), sizes)
             term.loss.backward()
             outputs.append(found.detach())  # type: ignore[attr-defined]  # tensordict's classes
             measured.append(term.metrics)
