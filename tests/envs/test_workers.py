@@ -95,7 +95,7 @@ def test_an_environment_that_hangs_is_replaced(countdown, where, tmp_path):
 
 
 def test_an_environment_that_is_frozen_is_replaced(countdown):
-    env = countdown(timeout=1.0)
+    env = countdown(timeout=3.0)
     worker_of(env, 0).send_signal(signal.SIGSTOP)
     with pytest.warns(RuntimeWarning, match=r"environments 0 to 0 gave no answer"):
         assert env.step(NOTHING).valid.tolist() == [False, True, True]

@@ -126,7 +126,7 @@ def test_a_step_goes_on_without_the_rows_that_failed(inputs: Path, tmp_path: Pat
     assert mark.processes()
     begun = time.monotonic()
     metrics = trainer.step(prompts)
-    assert time.monotonic() - begun < 60 * DEADLINE
+    assert time.monotonic() - begun < 240 * DEADLINE  # a call that hangs would take for ever
     run.close()
     assert mark.processes() == []
 
