@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from tensordict import TensorClass, TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 TokenIds = NDArray[np.int32]
 Record = TypeVar("Record", bound=Any)
@@ -77,8 +77,15 @@ class WeightUpdate:
     version: int
     """Updates so far; rows that are sampled with these weights carry it as `policy_version`."""
     tensors: Iterable[tuple[str, Tensor]]
-    """Name and value of each, as in the model's ``state_dict``. A receiver whose tensors share their memory copies
-    nothing."""
+    """Name and value of each, as in the model's ``state_dict``."""
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Give a model these weights; tensors that share their memory with it are not copied."""
+        mine = model.state_dict(keep_vars=True)
+        for name, theirs in self.tensors:
+            if mine[name].data_ptr() != theirs.data_ptr():
+                mine[name].copy_(theirs)
 
 
 INFERRED = {"log_probs": "old_log_probs"} | {

@@ -99,7 +99,7 @@ WRONG = {
 }
 """A typo, a wrong type, a refused value, then contradictions; the key that a message begins with, if it is another."""
 MISSING = {"data.train_files", "data.val_files", "actor_rollout_ref.model.path"}
-"""What `BASE` names and nobody has: told in the same round."""
+"""Files of `BASE` that are missing: reported in the same round."""
 NAMED = (
     WRONG.keys() - {"trainer.resume_mode", "data.custom_cls.name"}
     | MISSING

@@ -77,11 +77,7 @@ class NativeEngine:
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`."""
-        mine = self._model.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, theirs in weights.tensors:
-                if mine[name].data_ptr() != theirs.data_ptr():
-                    mine[name].copy_(theirs)
+        weights.copy_to(self._model)
         self._version = weights.version
         if isinstance(self._forward, Decoder):
             self._forward.refresh()

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from tether.batch import EnvBatch, Episode, WeightUpdate
 from tether.envs.protocol import EnvState, VectorEnv
 from tether.keyed_random import generator, seed_of
@@ -174,11 +172,7 @@ class EnvRollouts:
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `Rollouts`."""
-        mine = self.policy.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, theirs in weights.tensors:
-                if mine[name].data_ptr() != theirs.data_ptr():
-                    mine[name].copy_(theirs)
+        weights.copy_to(self.policy)
         self.version = weights.version
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
