@@ -7,12 +7,12 @@ from transformers import PreTrainedModel
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch, WeightUpdate
 from tether.kernels.dispatch import REFERENCE, kernels_for
+from tether.kernels.reference import Reference
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 
 BF16 = torch.bfloat16
-maker = kernels_for(torch.zeros(1, dtype=BF16))
-pytestmark = pytest.mark.skipif(maker is REFERENCE, reason="no GNU OpenMP here")
+pytestmark = pytest.mark.skipif(kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE, reason="no GNU OpenMP here")
 MADE_OF_KERNELS = ("llama", "qwen2", "qwen3", "mistral")
 WIDE = {"intermediate_size": 64, "head_dim": 64}
 """For AMX."""
@@ -29,7 +29,12 @@ def same(left: RolloutBatch, right: RolloutBatch) -> bool:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def maker() -> Reference:
+    return kernels_for(torch.zeros(1, dtype=BF16))
+
+
+@pytest.fixture
+def runs(maker: Reference, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The events: a recording is made, or replayed."""
     happened: list[str] = []
     record = maker.record
@@ -53,7 +58,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", MADE_OF_KERNELS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_the_same_samples(name: str, rows: int, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_samples(
+    name: str, rows: int, runs: list[str], maker: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(name, dtype=BF16)
     prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(rows)]
     found = sample(model, prompts)
@@ -89,7 +96,7 @@ def test_layers_that_are_not_made_of_kernels_alone_run_as_ever(name: str, runs: 
 
 @pytest.mark.parametrize("name", MADE_OF_KERNELS)
 def test_many_rows_are_replayed_where_products_are_kernels(
-    name: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, runs: list[str], maker: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(name, dtype=BF16, **WIDE)
     prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(40)]
