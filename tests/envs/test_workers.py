@@ -1,5 +1,7 @@
 """Worker processes: what becomes of the episodes of one that dies."""
 
+import gc
+import os
 import signal
 import subprocess
 import sys
@@ -229,6 +231,31 @@ def test_closing_lets_environments_close_themselves(countdown, tmp_path):
     (tmp_path / "closed").unlink()  # by the probe
     env.close()
     assert (tmp_path / "closed").exists()
+
+
+class Garbage:
+    """In a cycle, which only the collector frees; ends any process in which that happens but its own."""
+
+    def __init__(self):
+        self.itself, self.owner = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            os._exit(3)
+
+
+def test_processes_leave_the_garbage_of_their_owner_alone(countdown, monkeypatch):
+    """A renderer, for example, can be freed in the process only that made it."""
+    step = toys.Countdown.step
+    monkeypatch.setattr(toys.Countdown, "step", lambda self, action: (gc.collect(), step(self, action))[1])
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage()
+        env = countdown()
+        assert env.step(NOTHING).valid is None
+    finally:
+        gc.enable()
 
 
 def test_a_waiting_environment_comes_back_at_its_next_beginning(countdown):

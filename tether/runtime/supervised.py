@@ -6,6 +6,7 @@ Rewards and environments run in these; so can anything else that runs a user's c
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import secrets
@@ -79,6 +80,7 @@ class SupervisedProcess:
         sys.stderr.flush()
         guard = os.fork()
         if not guard:
+            gc.freeze()  # what the owner no longer uses is not freed here: of a simulator, that can crash a copy
             channel.close()
             control.close()
             exit_after(lambda: supervise(lambda: serve(Channel(its_channel, tag)), its_control, owner))
