@@ -85,7 +85,7 @@ def test_policy(loaded):
     assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high, policy.actor.clip_ratio_c) == (0.2, 0.2, 3.0)
     assert not policy.actor.use_kl_loss
     assert policy.actor.optim.clip_grad == 1.0
-    assert policy.actor.fsdp_config.dtype == "bfloat16"
+    assert policy.actor.fsdp_config.dtype == "auto"
     assert policy.rollout.log_prob_micro_batch_size_per_gpu == 4
     assert policy.ref.log_prob_micro_batch_size_per_gpu == 2
     assert (policy.rollout.prompt_length, policy.rollout.response_length) == (1024, 512)

@@ -91,7 +91,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             trainer.resume(checkpoint)
         about = f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"
-        return Run(trainer, directory, checkpoint, resources.pop_all(), (about,))
+        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), (about,))
 
 
 def _tests(config: RunConfig, *, resumes: bool) -> bool:

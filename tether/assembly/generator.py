@@ -42,4 +42,4 @@ def build_generator(
         row = Row(tuple(dict(message) for message in messages), "", None, file="prompts", number=0)
         return tokenize([render(row, tokenizer, chat_template, template_kwargs or {})], tokenizer)[0].tolist()
 
-    return load_engine(path, resolve_device("auto"), "bfloat16"), tokenizer, encode
+    return load_engine(path, resolve_device("auto"), "auto"), tokenizer, encode

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.assembly.advantages import asks_for
 from tether.assembly.inputs import Inputs
-from tether.assembly.loading import DTYPES, on_device
+from tether.assembly.loading import on_device
+from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.batch import TrainBatch
 from tether.config import RunConfig

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tether.assembly.number_formats import DTYPES, number_format
 from tether.models.language.load import load_causal_lm
 from tether.rollout.native.engine import NativeEngine, eos_token_ids
-
-DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -22,5 +21,5 @@ def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 def load_engine(model: Path | str, device: torch.device, dtype: str) -> NativeEngine:
     """An engine that samples from a model as it lies on the disk."""
-    loaded = on_device(load_causal_lm(model, dtype=DTYPES[dtype]), device)
+    loaded = on_device(load_causal_lm(model, dtype=DTYPES[number_format(dtype, device)]), device)
     return NativeEngine(loaded, eos_token_ids=eos_token_ids(loaded))

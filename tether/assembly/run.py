@@ -27,7 +27,7 @@ from tether.assembly.learners import (
     load_policy,
     load_reference,
 )
-from tether.assembly.loading import DTYPES
+from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_critic_warmup,
     build_dynamic_sampling,
@@ -62,6 +62,8 @@ from tether.trainer.text.rollouts import PromptSource, TextRollouts
 class Run:
     """A trainer, and what must be closed after it."""
 
+    loaded: LoadedConfig
+    """As it runs: what was left to the machine is decided."""
     trainer: Trainer
     directory: Path
     """Checkpoints, logs and samples."""
@@ -93,6 +95,9 @@ def build_run(loaded: LoadedConfig) -> Run:
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(config)
+        formats = decided_formats(config, device, checkpoint)
+        loaded = loaded.with_values(formats, "what this device computes in")
+        config = loaded.config
         inputs = build_inputs(config)
         identity = _identity(inputs)
         if checkpoint:
@@ -150,7 +155,9 @@ def build_run(loaded: LoadedConfig) -> Run:
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
         check = partial(preflight, source, rollouts, actor.plan)
-        return Run(trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+        if formats:
+            about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
+        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 
 def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:

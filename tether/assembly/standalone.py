@@ -11,8 +11,9 @@ from pathlib import Path
 from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer
 from tether.assembly.learners import build_critic, update_plan
 from tether.assembly.loading import load_engine
+from tether.assembly.number_formats import decided_formats
 from tether.assembly.run import validation_sampling
-from tether.config import LoadedConfig, RunConfig
+from tether.config import LoadedConfig, RunConfig, with_values
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards.router import check_sources
@@ -70,6 +71,7 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
     device, gamma = resolve_device(config.trainer.device), config.algorithm.gamma
+    config = with_values(config, decided_formats(config, device))
     plan = replace(update_plan(config.critic, config.actor_rollout_ref.rollout.n, config.trainer.seed), epochs=epochs)
     steps = epochs * math.ceil(len(learned) / plan.mini_batch_rows)
     path = resolve_model_path(config.critic.model.path, cache_dir())

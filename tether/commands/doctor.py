@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tether.kernels import maker
 from tether.runtime.cache import cache_dir
-from tether.runtime.machine import resolve_device, usable_cores
+from tether.runtime.machine import computes_in_bfloat16, resolve_device, usable_cores
 from tether.runtime.terminal import Screen
 
 CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
@@ -72,16 +72,10 @@ def _describe(device: torch.device) -> str:
 
 
 def _dtype_advice(device: torch.device) -> str:
-    """Measure a matrix product in both dtypes: on CPUs without bf16 units the default is the slower one."""
+    """What auto is here, and a matrix product measured in both formats: how much depends on it."""
     single, half = (_matmul_gflops(device, dtype) for dtype in (torch.float32, torch.bfloat16))
-    speeds = f"matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32"
-    if half >= single:
-        return f"bfloat16 over float32 master weights ({speeds})"
-    return (
-        f"bfloat16 over float32 master weights, but float32 is faster here ({speeds}); set "
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32 critic.model.fsdp_config.dtype=float32 "
-        "actor_rollout_ref.rollout.dtype=float32"
-    )
+    chosen = "bfloat16 over float32 master weights" if computes_in_bfloat16(device) else "float32"
+    return f"{chosen} (matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32)"
 
 
 def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:

@@ -32,7 +32,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
         for line in run.about:
             screen.print(line, soft_wrap=True)
         if run.resumed_from:
-            _show_resumed(screen, run.resumed_from, loaded, trainer.step_number, trainer.schedule.total_steps)
+            _show_resumed(screen, run.resumed_from, run.loaded, trainer.step_number, trainer.schedule.total_steps)
         elif loaded.config.trainer.preflight:
             _check_first(run, screen)
         with graceful_interrupt() as interrupted:

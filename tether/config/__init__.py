@@ -7,8 +7,9 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
-from tether.config.changes import changes_since
+from tether.config.changes import changes_since, saved_values
 from tether.config.explain import explain, format_inheritance, format_tree
+from tether.config.keys import values_of, with_values
 from tether.config.loading.load import LoadedConfig, load_config
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
@@ -27,4 +28,7 @@ __all__ = [
     "format_tree",
     "live_keys",
     "load_config",
+    "saved_values",
+    "values_of",
+    "with_values",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tether.config.keys import show, values_of
 from tether.config.loading.load import LoadedConfig, load_config
@@ -12,6 +13,14 @@ RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
 """Say how a run is resumed, not what it does."""
 
 
+def saved_values(saved: Path) -> dict[str, Any] | None:
+    """The flat table of a ``run.yaml``; None where a version with other keys wrote it."""
+    try:
+        return values_of(load_config(saved, []).config)
+    except ConfigError:
+        return None
+
+
 def changes_since(saved: Path, now: LoadedConfig) -> list[str]:
     """List ``key: value then -> value now`` for every setting that is not what the file says.
 
@@ -19,9 +28,8 @@ def changes_since(saved: Path, now: LoadedConfig) -> list[str]:
         saved: the ``run.yaml`` of a checkpoint.
         now: the configuration of the run that resumes.
     """
-    try:
-        then = values_of(load_config(saved, []).config)
-    except ConfigError:
+    then = saved_values(saved)
+    if then is None:
         return [f"{saved} was written by a version with other keys, so its settings cannot be compared"]
     values = values_of(now.config)
     different = [key for key in values if values[key] != then.get(key) and key not in RESUMING]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from operator import getitem
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -82,6 +83,15 @@ def sections() -> dict[str, str]:
 def values_of(config: RunConfig) -> dict[str, Any]:
     """The config as a flat table: dotted key -> value."""
     return {path: reduce(getattr, path.split("."), config) for path in keys()}
+
+
+def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
+    """The config with other values: dotted key -> value."""
+    tree = config.model_dump()
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        reduce(getitem, sections, tree)[name] = value
+    return RunConfig.model_validate(tree)
 
 
 def show(value: Any) -> str:

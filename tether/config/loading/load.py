@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tether.config.control_defaults import with_defaults
-from tether.config.keys import keys, values_of
+from tether.config.keys import keys, values_of, with_values
 from tether.config.loading.given import COMMAND_LINE, STAND_IN, Given, Setting, read_given
 from tether.config.loading.interpolation import nest
 from tether.config.loading.overrides import Override
@@ -45,6 +45,12 @@ class LoadedConfig:
     def shown(self) -> dict[str, Any]:
         """The resolved config as plain nested data, to be shown or given to a tracker: without its secrets."""
         return masked(self.tree())
+
+    def with_values(self, values: Mapping[str, object], source: str) -> LoadedConfig:
+        """With values for dotted keys that come from elsewhere; keys that inherit say so still."""
+        kept = {path: self.sources[path] for path in values if self.sources[path].startswith("inherits ")}
+        sources = self.sources | dict.fromkeys(values, source) | kept
+        return replace(self, config=with_values(self.config, values), sources=sources)
 
     @property
     def has_secrets(self) -> bool:

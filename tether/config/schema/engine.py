@@ -16,14 +16,14 @@ def _spelled_out(value: Any) -> Any:
     return SHORT.get(value.removeprefix("torch."), value.removeprefix("torch.")) if isinstance(value, str) else value
 
 
-Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_spelled_out)]
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(_spelled_out)]
 
 
 class FsdpConfig(Section):
     """`*.fsdp_config`: the number format."""
 
-    dtype: Dtype = "bfloat16"
-    """Number format of the forward and backward pass; weights and optimizer stay float32."""
+    dtype: Dtype = "auto"
+    """Number format of the forward and backward pass; auto: bfloat16 where the device computes in it, else float32."""
 
 
 class RefFsdpConfig(FsdpConfig):

@@ -55,8 +55,8 @@ class RolloutConfig(Section):
     """Most new tokens."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
-    dtype: Dtype = "bfloat16"
-    """Number format while sampling."""
+    dtype: Dtype = "auto"
+    """Number format while sampling; auto: bfloat16 where the device computes in it, else float32."""
     max_num_seqs: Positive = 256
     """Responses that are sampled at a time."""
     val_kwargs: ValKwargsConfig
