@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import tether
 from tests.trainer.loops import Control, Text
@@ -15,7 +16,10 @@ from tests.trainer.tiny_run import write_inputs
 from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.rollout.native.engine import NativeEngine
 from tether.runtime.interrupt import graceful_interrupt
+from tether.trainer.control.rollouts import EnvRollouts
+from tether.trainer.text.rollouts import TextRollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.preflight": False}
@@ -210,3 +214,33 @@ def test_predict_takes_batches_and_draws(control_run: tether.TrainingResult):
 def test_observations_that_do_not_fit_are_refused(control_run: tether.TrainingResult, observation, message: str):
     with pytest.raises(ValueError, match=message):
         tether.load(control_run.folder).predict(observation)
+
+
+@pytest.mark.parametrize("kind", ["text", "control"])
+def test_a_lack_of_memory_while_sampling_is_one_error(
+    kind: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on the command line; what was trained until then is saved."""
+    steps: list[int] = []
+
+    def allocate(self: object, tasks: object, step: int, *more: object) -> object:
+        steps.append(step)
+        return torch.empty(2**60) if step == 2 else kept(self, tasks, step, *more)
+
+    loop = Text(inputs) if kind == "text" else Control()
+    rollouts = TextRollouts if kind == "text" else EnvRollouts
+    kept = rollouts.collect
+    monkeypatch.setattr(rollouts, "collect", allocate)
+    with pytest.raises(ValueError, match=r"^out of memory in .*line \d+ \(.*allocate.*\)\. .*rollout\.max_num_seqs"):
+        tether.train(overrides=loop.overrides(tmp_path, "trainer.save_freq=-1"))
+    assert steps == [1, 2]
+    assert (tmp_path / "global_step_1").is_dir()
+
+
+def test_a_lack_of_memory_while_answering_is_one_error(
+    text_run: tether.TrainingResult, monkeypatch: pytest.MonkeyPatch
+):
+    policy = tether.load(text_run.folder)
+    monkeypatch.setattr(NativeEngine, "generate", lambda *arguments: torch.empty(2**60))
+    with pytest.raises(ValueError, match=r"^out of memory in "):
+        policy.generate("2+2?")

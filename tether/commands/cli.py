@@ -458,31 +458,17 @@ def _for_the_user(error: Exception) -> str | None:
     of memory. A ValueError of a library or of the user's code says little without its traceback, and any other error is
     a bug: None.
     """
-    if (lack := _lack_of_memory(error)) is not None:
-        return lack
+    if "torch" in sys.modules:
+        from tether.training.out_of_memory import out_of_memory_message
+
+        if (message := out_of_memory_message(error)) is not None:
+            return message
     if isinstance(error, OSError) and error.errno in OF_THE_DISK and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     if type(error).__module__.startswith("tether.") or (type(error) is ValueError and _is_of_tether(last)):
         return (isinstance(error, OSError) and error.strerror) or str(error)
     return None
-
-
-def _lack_of_memory(error: Exception) -> str | None:
-    if "torch" not in sys.modules:
-        return None
-    from tether.training.out_of_memory import is_out_of_memory
-
-    if not is_out_of_memory(error):
-        return None
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_tether(frame.filename)]
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}"
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        f"out of memory in {where} ({reason}). Take a smaller model or a larger machine; or lower, for text, "
-        "actor_rollout_ref.rollout.max_num_seqs, data.max_response_length or data.max_prompt_length, and in simulators "
-        "env.train.total_num_envs, env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
-    )
 
 
 def _is_of_tether(file: str) -> bool:

@@ -19,6 +19,7 @@ from tether.data.chat import decode
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.runtime.objects import holding, is_object
+from tether.training.out_of_memory import named_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Policy:
     ) -> None:
         self._text, self._control = text, control
 
+    @named_out_of_memory()
     def generate(
         self,
         prompts: str | Sequence[Any],
@@ -77,7 +79,8 @@ class Policy:
             seed: of the draws; equal seeds give equal responses.
 
         Raises:
-            ValueError: this is a control policy; no prompt, one that is neither, or one too long for the model.
+            ValueError: this is a control policy; no prompt, one that is neither, or one too long for the model; or
+                memory ran out.
         """
         if self._text is None:
             raise ValueError("generate: this is a control policy; ask it with predict(observation)")
@@ -130,6 +133,7 @@ class Policy:
         return self._control
 
 
+@named_out_of_memory()
 def load(folder: Path | str, *, env: Callable[..., Any] | None = None, policy: Any = None, seed: int = 0) -> Policy:
     """The policy of a checkpoint, to be asked.
 
@@ -141,7 +145,7 @@ def load(folder: Path | str, *, env: Callable[..., Any] | None = None, policy: A
         seed: of the actions that a control policy draws with ``deterministic=False``.
 
     Raises:
-        ValueError: there is none, or its environment needs what is not installed.
+        ValueError: there is none, its environment needs what is not installed, or memory ran out.
         CheckpointDamaged: a file of it is not what was saved.
     """
     folder = Path(folder).expanduser()

@@ -13,13 +13,15 @@ from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.terminal import Screen
 from tether.trainer.callbacks import Callbacks
+from tether.training.out_of_memory import named_out_of_memory
 
 
+@named_out_of_memory()
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
     """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder goes on.
 
     Raises:
-        ValueError: unusable inputs, a checkpoint of another run, or a preflight that refuses.
+        ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
     """
     disable_progress_bar()  # transformers' own, which would appear at every checkpoint
     screen = Screen()

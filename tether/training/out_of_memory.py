@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,6 +17,11 @@ Limit = TypeVar("Limit")
 Result = TypeVar("Result")
 CPU_ALLOCATOR = "can't allocate memory"
 """In the text of the RuntimeError that torch raises where an allocation on a CPU fails."""
+LOWER = (
+    "Take a smaller model or a larger machine; or lower, for text, actor_rollout_ref.rollout.max_num_seqs, "
+    "data.max_response_length or data.max_prompt_length, and in simulators env.train.total_num_envs, "
+    "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -23,19 +30,38 @@ def is_out_of_memory(error: BaseException) -> bool:
     return failed or (isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error))
 
 
+def out_of_memory_message(error: BaseException, where: str | None = None, advice: str = LOWER) -> str | None:
+    """What to tell the user of an allocation that failed; None: `error` is another one.
+
+    Args:
+        error: with its traceback.
+        where: memory ran out; None: the last line of tether's that the error passed.
+        advice: what to change.
+    """
+    if not is_out_of_memory(error):
+        return None
+    if where is None:
+        package = Path(__file__).parents[1]
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(package))
+        where = f"{frame.filename}, line {frame.lineno}"
+    return f"out of memory in {where} ({_reason(error)}). {advice}"
+
+
 @contextmanager
-def named_out_of_memory(where: str, advice: str) -> Iterator[None]:
-    """Around what cannot be repeated in smaller parts: says where memory ran out, and what to change.
+def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterator[None]:
+    """Around what cannot be repeated in smaller parts; for the arguments see `out_of_memory_message`.
 
     Raises:
-        ValueError: an allocation failed inside.
+        ValueError: an allocation failed inside: says where, and what to change.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        message = out_of_memory_message(error, where, advice)
+        if message is None:
             raise
-        raise ValueError(f"out of memory in {where} ({_reason(error)}). {advice}") from None
+        raise ValueError(message) from None
 
 
 def within_memory(
