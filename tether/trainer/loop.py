@@ -25,7 +25,6 @@ from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.mismatch import MismatchAlarm
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
-from tether.trainer.text.step_metrics import sampler_metrics
 from tether.training.learner import Learner
 
 OldLogProbs = Literal["recomputed", "sampler", "update"]
@@ -147,10 +146,7 @@ class Trainer:
         return metrics | self.rollouts.metrics(experience, policy, time) | {"training/global_step": float(number)}
 
     def _compare_with_sampler(self, batch: Any) -> dict[str, float]:
-        if self.mismatch is None:
-            return {}
-        metrics = sampler_metrics(batch)
-        return metrics | self.mismatch.check(metrics, self.loggers.warn)
+        return self.mismatch.measure(batch, self.loggers.warn) if self.mismatch else {}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
@@ -285,7 +281,7 @@ class Trainer:
             "unlogged": dict(self.unlogged),
             "critic_warmup": self.critic_warmup.state_dict(),
             "alarms": self.alarms.state_dict(),
-            "mismatch_has_spoken": self.mismatch is not None and self.mismatch.has_spoken,
+            "mismatch": self.mismatch.state_dict() if self.mismatch else {},
             "source": self.source.state_dict(),
             "rollouts": self.rollouts.state_dict(),
             "reward_transforms": {type(part).__name__: part.state_dict() for part in self.reward_transforms},
@@ -299,7 +295,7 @@ class Trainer:
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self.alarms.load_state_dict(state["alarms"])
         if self.mismatch:
-            self.mismatch.has_spoken = state["mismatch_has_spoken"]
+            self.mismatch.load_state_dict(state["mismatch"])
         self.source.load_state_dict(state["source"])
         self.rollouts.load_state_dict(state["rollouts"])
         for part in self.reward_transforms:  # one that is new in the configuration begins without a state

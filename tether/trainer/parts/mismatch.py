@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from tether.algorithms import off_policy_metrics
+from tether.batch import TrainBatch, filled
+from tether.metrics.data import mismatch_metrics
 
 MISMATCH = "rollout_corr/k3_kl"
 ALARM = "training/rollout_mismatch_alarm"
@@ -23,12 +28,25 @@ def mismatch_tolerance(*dtypes: torch.dtype) -> float:
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
+def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
+    """How far the recomputed log-probabilities are from the sampler's, over all that was sampled and scored."""
+    old, sampler, mask = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
+    if not mask.any():
+        return {}
+    return off_policy_metrics(old, sampler, mask) | mismatch_metrics(sampler, old, mask)
+
+
 @dataclass
 class MismatchAlarm:
     """Watches every step; speaks once."""
 
     tolerance: float
     has_spoken: bool = False
+
+    def measure(self, batch: TrainBatch, warn: Callable[[str], None]) -> dict[str, float]:
+        """Metrics of a batch with `old_log_probs`, the alarm among them; for `warn` see `check`."""
+        metrics = sampler_metrics(batch)
+        return metrics | self.check(metrics, warn)
 
     def check(self, metrics: Mapping[str, float], warn: Callable[[str], None]) -> dict[str, float]:
         """Compare a step's mismatch with the tolerance.
@@ -54,3 +72,11 @@ class MismatchAlarm:
                 "actor_rollout_ref.actor.fsdp_config.dtype cures it. Said once; watch " + ALARM
             )
         return {ALARM: float(rings)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether it has spoken."""
+        return {"has_spoken": self.has_spoken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; an alarm that is new has not spoken."""
+        self.has_spoken = state.get("has_spoken", False)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from tether.algorithms import Mean, explained_variance, masked_sum, off_policy_metrics
-from tether.batch import TrainBatch, filled
-from tether.metrics.data import data_metrics, group_metrics, mismatch_metrics
+from tether.algorithms import Mean, explained_variance, masked_sum
+from tether.batch import TrainBatch
+from tether.metrics.data import data_metrics, group_metrics
 from tether.metrics.estimators import estimator_metrics
 from tether.metrics.perf import memory_metrics, throughput_metrics
 from tether.metrics.timing import Timer, timing_per_token_ms
 from tether.rewards.summary import RewardReport
 from tether.training.text.forward import PolicyOutputs
 from tether.training.text.packing import sequence_lengths
-
-
-def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How far the recomputed log-probabilities are from the sampler's, over all that was sampled and scored."""
-    old, sampler, mask = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
-    if not mask.any():
-        return {}
-    return off_policy_metrics(old, sampler, mask) | mismatch_metrics(sampler, old, mask)
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
