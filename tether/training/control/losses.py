@@ -81,16 +81,13 @@ class ControlLoss:
         entropy = at_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
         total = total - self.entropy_coeff * entropy.sum() / self._elements(self.entropy_level, sizes, width, chunk)
         if outputs.values is not None:
-            counted = _of_values(samples.mask, outputs.values)
+            counted, weights = self._value_weights(outputs.values, samples, sizes)
             mask = torch.ones_like(outputs.values, dtype=torch.bool) if counted is None else counted
             critic = value_loss(
                 outputs.values, filled(samples.values), filled(samples.returns), mask,
                 cliprange_value=self.cliprange_value, huber_delta=self.huber_delta,
             )  # fmt: skip
-            mode = EPISODES_ALIKE if self.aggregation == EPISODES_ALIKE else "token-mean"
-            whole = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)
-            weights = loss_weights(mode, outputs.values, counted, samples.weights, None, whole)
-            total = total + self.value_coeff * (critic.loss * weights).sum()
+            total = total + (critic.loss * weights).sum()
             metrics |= critic.metrics
         return LossTerm(total, metrics, {"actor/pg_loss": policy})
 
@@ -116,15 +113,13 @@ class ControlLoss:
         """Gradient of the loss by the values, [B, V]."""
         assert rows.values is not None
         assert rows.returns is not None
-        counted = _of_values(rows.mask, values)
-        mode = EPISODES_ALIKE if self.aggregation == EPISODES_ALIKE else "token-mean"
-        weights = loss_weights(mode, values, counted, rows.weights, None)
+        counted, weights = self._value_weights(values, rows)
         grad = value_gradient(
             values, rows.values, rows.returns, cliprange_value=self.cliprange_value, huber_delta=self.huber_delta
         )
         if counted is not None:
             grad = torch.where(counted, grad, 0.0)
-        return grad * weights * self.value_coeff
+        return grad * weights
 
     def entropy_gradient(self, entropy: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Gradient of the loss by the entropy of each column [B, K * D], or [1, 1] where it is the same for all."""
@@ -156,7 +151,7 @@ class ControlLoss:
         if rows.values is None or rows.returns is None:
             return found
         values = torch.cat([output.values for output in outputs if output.values is not None])
-        counted = _of_values(rows.mask, values)
+        counted = None if values.shape[1] == 1 else rows.mask
         critic = value_loss(
             values,
             rows.values,
@@ -192,11 +187,23 @@ class ControlLoss:
             return sizes.num_sequences
         return sizes.num_tokens * (width // chunk if level == "token_level" else 1)
 
+    def _value_weights(
+        self, values: Tensor, rows: Samples, sizes: LossSizes | None = None
+    ) -> tuple[Tensor | None, Tensor | float]:
+        """Values [B, V] that count (None: all), and the weight of each in the loss.
+
+        Args:
+            values: whose shape is asked for.
+            rows: of the micro-batch.
+            sizes: of the mini-batch; None: the rows are all of it.
+        """
+        counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one of the chunk
+        mode = EPISODES_ALIKE if self.aggregation == EPISODES_ALIKE else "token-mean"
+        whole = None
+        if sizes is not None:
+            whole = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)
+        return counted, loss_weights(mode, values, counted, rows.weights, None, whole) * self.value_coeff
+
     def _weights(self, log_probs: Tensor, rows: Samples, width: int) -> Tensor | float:
         counted = mask_at(self.logprob_level, rows.mask, width)
         return loss_weights(self.aggregation, log_probs, counted, rows.weights, self.max_length)
-
-
-def _of_values(mask: Tensor | None, values: Tensor) -> Tensor | None:
-    """The mask of values [B, V]: one before each action of a chunk, or one of the chunk, which always counts."""
-    return None if mask is None or values.shape[1] == 1 else mask
