@@ -1,5 +1,7 @@
 """From a loss for each token to one number, the same number however the batch was cut into pieces."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -55,19 +57,46 @@ def aggregate_loss(
     Raises:
         ValueError: an unknown mode, or ``seq-mean-token-sum-norm`` without max_length.
     """
-    row_sum = masked_sum(loss, response_mask, dim=-1)
+    row_tokens = response_mask.bool().sum(dim=-1)
+    of_row, of_all = loss_divisors(
+        mode, row_tokens, num_tokens=num_tokens, num_sequences=num_sequences, max_length=max_length
+    )
+    return (masked_sum(loss, response_mask, dim=-1) / of_row).sum() / of_all
+
+
+def loss_divisors(
+    mode: str,
+    row_tokens: Shaped[Tensor, "..."] | float,
+    *,
+    num_tokens: Count,
+    num_sequences: Count,
+    max_length: Positive | Shaped[Tensor, ""] | None,
+) -> tuple[Shaped[Tensor, "..."] | float, Positive | Shaped[Tensor, ""]]:
+    """Return what a row's sum of losses is divided by, and what the sum over the rows is; see `aggregate_loss`.
+
+    The weight of a token in the loss is 1 over the product of the two.
+
+    Args:
+        mode: one of `AGGREGATIONS`.
+        row_tokens: tokens n_i of each row; one number if they are as many in all.
+        num_tokens: see `aggregate_loss`.
+        num_sequences: see there.
+        max_length: see there.
+
+    Raises:
+        ValueError: see there.
+    """
     match mode:
         case "token-mean":
-            return row_sum.sum() / _at_least_one(num_tokens)
+            return 1, _at_least_one(num_tokens)
         case "seq-mean-token-sum":
-            return row_sum.sum() / _at_least_one(num_sequences)
+            return 1, _at_least_one(num_sequences)
         case "seq-mean-token-mean":
-            row_mean = row_sum / response_mask.bool().sum(dim=-1).clamp(min=1)
-            return row_mean.sum() / _at_least_one(num_sequences)
+            return _at_least_one(row_tokens), _at_least_one(num_sequences)
         case "seq-mean-token-sum-norm":
             if max_length is None:
                 raise ValueError("seq-mean-token-sum-norm needs max_length: the response width, or loss_scale_factor")
-            return row_sum.sum() / max_length
+            return 1, max_length
     raise ValueError(f"unknown aggregation {mode!r}. Use one of: {', '.join(AGGREGATIONS)}")
 
 
@@ -95,10 +124,21 @@ def masked_mean_ratio(
 
     The shares add up to 1 / num_elements times the sum of w * loss over live steps, with w = L / n.
     """
-    # Dead rows have length 0; their loss is selected away, and must not become 0 / 0.
-    weight = max_episode_length / episode_length.clamp(min=1).to(torch.promote_types(loss.dtype, torch.float32))
+    weight = episode_weights(episode_length.to(torch.promote_types(loss.dtype, torch.float32)), max_episode_length)
     return (select(loss, response_mask) * weight).sum() / _at_least_one(num_elements)
 
 
-def _at_least_one(count: Count) -> Count:
+def episode_weights(
+    episode_length: Shaped[Tensor, "..."], max_episode_length: Positive | Shaped[Tensor, ""]
+) -> Shaped[Tensor, "..."]:
+    """Return the weight L / n of the steps of each episode; see `masked_mean_ratio`.
+
+    Args:
+        episode_length: live steps n; an episode without one has the weight of one with a step, and no loss.
+        max_episode_length: L.
+    """
+    return max_episode_length / episode_length.clamp(min=1)
+
+
+def _at_least_one(count: Shaped[Tensor, "..."] | float) -> Any:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

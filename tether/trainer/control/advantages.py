@@ -21,6 +21,7 @@ from tether.algorithms import (
     masked_sum,
     masked_whiten,
 )
+from tether.algorithms.aggregation import episode_weights
 from tether.batch import EnvBatch, filled
 from tether.metrics.data import group_metrics
 from tether.models.control.spec import Memory, numbers_of, with_numbers
@@ -185,7 +186,7 @@ class LearnedDecisions:
         has their share in it.
         """
         assert self.episode_length is not None
-        weights = (self.episode_length / valid.sum(dim=1).clamp(min=1)) * learned.float().mean()
+        weights = episode_weights(valid.sum(dim=1), self.episode_length) * learned.float().mean()
         return weights[:, None, None].expand(*learned.shape, 1)
 
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from tether.algorithms.aggregation import loss_divisors
 from tether.models.control.spec import Memory, Observations
 
 EPISODES_ALIKE = "masked_mean_ratio"
@@ -94,7 +95,7 @@ def loss_weights(
 ) -> Tensor | float:
     """What each element of a loss [B, L] counts in its mean over a mini-batch; the rows are its sequences.
 
-    The derivatives of `tether.algorithms.aggregate_loss` and `masked_mean_ratio` by the loss of each element.
+    That is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, by its loss.
 
     Args:
         mode: of the aggregation.
@@ -108,18 +109,15 @@ def loss_weights(
     elements = loss.numel() if mask is None else mask.sum()
     if whole is not None:
         rows, elements = whole
-    mask = None if mask is None else mask.to(loss.dtype)
-    match mode:
-        case "masked_mean_ratio":
-            assert episode_weights is not None
-            alike = episode_weights / (rows * columns)
-            return alike if mask is None else alike * mask
-        case "token-mean":
-            return 1 / elements if mask is None else mask / elements
-        case "seq-mean-token-mean":
-            return 1 / (rows * columns) if mask is None else mask / (rows * mask.sum(dim=1, keepdim=True))
-        case "seq-mean-token-sum":
-            return 1 / rows if mask is None else mask / rows
-    assert mode == "seq-mean-token-sum-norm", mode
-    divisor = columns if max_length is None else max_length
-    return 1 / divisor if mask is None else mask / divisor
+    if mode == EPISODES_ALIKE:
+        assert episode_weights is not None
+        alike = episode_weights / (rows * columns)
+        return alike if mask is None else alike * mask
+    of_row, of_all = loss_divisors(
+        mode,
+        columns if mask is None else mask.sum(dim=1, keepdim=True),
+        num_tokens=elements,
+        num_sequences=rows,
+        max_length=columns if max_length is None else max_length,
+    )
+    return 1 / (of_row * of_all) if mask is None else mask.to(loss.dtype) / (of_row * of_all)
