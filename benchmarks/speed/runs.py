@@ -10,6 +10,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.speed.setting import Setting
+from tether.assembly.number_formats import DTYPE_KEYS
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.trainer.loop import Trainer
@@ -31,6 +32,7 @@ COMMON = [
     f"actor_rollout_ref.rollout.n={SAMPLES}",
     "actor_rollout_ref.rollout.ignore_eos=True",
     "trainer.total_training_steps=1000",
+    *(f"{key}=bfloat16" for key in DTYPE_KEYS),  # as the peers, whatever is faster here
     "trainer.logger=file",
     "trainer.save_freq=-1",
     "trainer.test_freq=-1",
