@@ -1,0 +1,32 @@
+"""The number formats that a configuration leaves to the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tether.config import RunConfig, saved_values, values_of
+from tether.runtime.machine import computes_in_bfloat16
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPE_KEYS = (
+    "actor_rollout_ref.actor.fsdp_config.dtype",
+    "actor_rollout_ref.ref.fsdp_config.dtype",
+    "actor_rollout_ref.rollout.dtype",
+    "critic.model.fsdp_config.dtype",
+)
+
+
+def number_format(name: str, device: torch.device) -> str:
+    """The name itself; for ``auto`` that of the fastest format which is exact enough to train in."""
+    if name != "auto":
+        return name
+    return "bfloat16" if computes_in_bfloat16(device) else "float32"
+
+
+def decided_formats(config: RunConfig, device: torch.device, checkpoint: Path | None = None) -> dict[str, str]:
+    """The keys that say ``auto``, with what that is: as in the checkpoint, else as is fast here."""
+    values = values_of(config)
+    saved = (saved_values(checkpoint / "run.yaml") if checkpoint else None) or {}
+    return {key: saved.get(key) or number_format("auto", device) for key in DTYPE_KEYS if values[key] == "auto"}
