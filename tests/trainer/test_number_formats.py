@@ -1,0 +1,54 @@
+"""`dtype: auto` is decided by the device at the start of a run, and by the checkpoint when it resumes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tether.assembly.number_formats import DTYPE_KEYS
+from tether.assembly.run import build_run
+from tether.commands.train import train
+from tether.config import changes_since, load_config, saved_values
+
+AUTO = [f"{key}=auto" for key in DTYPE_KEYS]
+
+
+@pytest.fixture
+def device_has_bfloat16(monkeypatch: pytest.MonkeyPatch):
+    """Sets what this machine seems to compute in."""
+    return lambda has: monkeypatch.setattr("tether.assembly.number_formats.computes_in_bfloat16", lambda device: has)
+
+
+def formats_in(run_yaml: Path) -> set[str]:
+    return {saved_values(run_yaml)[key] for key in DTYPE_KEYS}
+
+
+@pytest.mark.parametrize(("has", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_device_decides(base: list[str], device_has_bfloat16, has: bool, expected: torch.dtype) -> None:
+    device_has_bfloat16(has)
+    run = build_run(load_config(None, [*base, *AUTO]))
+    run.close()
+    assert {learner.engine.model.dtype for learner in (run.trainer.actor, run.trainer.critic)} == {expected}
+    assert f"computes in {str(expected).removeprefix('torch.')}, as dtype is auto" in run.about
+
+
+def test_what_is_set_stays(base: list[str], device_has_bfloat16) -> None:
+    device_has_bfloat16(True)
+    run = build_run(load_config(None, [*base, *(f"{key}=float32" for key in DTYPE_KEYS)]))
+    run.close()
+    assert run.trainer.actor.engine.model.dtype == torch.float32
+    assert not any("computes in" in line for line in run.about)
+
+
+def test_a_run_that_resumes_keeps_its_own(base: list[str], device_has_bfloat16, capsys: pytest.CaptureFixture) -> None:
+    device_has_bfloat16(False)
+    first = train(load_config(None, [*base, *AUTO, "trainer.total_training_steps=1", "trainer.save_freq=1"]))
+    saved = first.folder / "global_step_1" / "run.yaml"
+    assert formats_in(saved) == {"float32"}
+    device_has_bfloat16(True)
+    loaded = load_config(None, [*base, *AUTO, "trainer.total_training_steps=2", "trainer.save_freq=1"])
+    assert any("dtype: float32 -> auto" in change for change in changes_since(saved, loaded))
+    capsys.readouterr()
+    train(loaded)
+    assert "dtype" not in capsys.readouterr().out.replace("as dtype is auto", "")
+    assert formats_in(first.folder / "global_step_2" / "run.yaml") == {"float32"}
