@@ -1,5 +1,7 @@
 """Control policies: their distributions, how they act, what they see, and that a file gives them back unchanged."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -131,6 +133,21 @@ def test_saved_and_loaded(spec, tmp_path):
     assert torch.equal(loaded.values(obs), policy.values(obs))
     actions = [each.acting()({"state": obs.numpy()}, None, np.zeros((9, 0)))[0] for each in (loaded, policy)]
     assert np.array_equal(*actions)
+
+
+def test_a_policy_that_was_saved_before_observations_had_parts(tmp_path):
+    """Perceptrons read one row of numbers as they did then; which part was a picture is not known."""
+    policy, spec = make(SPECS[0]), SPECS[0]
+    save_policy(policy, tmp_path / "policy")
+    file = tmp_path / "policy/policy.json"
+    fields = json.loads(file.read_text())
+    del fields["layout"]
+    file.write_text(json.dumps(fields))
+    obs = torch.randn(9, spec.obs_dim)
+    assert torch.equal(load_policy(tmp_path / "policy").values(obs), policy.values(obs))
+    file.write_text(json.dumps({**fields, "pictures": [[0, 7, 7, 3]]}))
+    with pytest.raises(ValueError, match=r"policy\.json: does not name the parts of its obs.*train the policy again"):
+        load_policy(tmp_path / "policy")
 
 
 def test_no_policy_there(tmp_path):

@@ -198,7 +198,9 @@ def _empty_policy(file: Path) -> Policy:
     """The policy of a spec, before its weights."""
     fields = {name: _as_tuple(value) for name, value in json.loads(file.read_text()).items()}
     try:
-        fields["layout"] = tuple(ObsPart(**part) for part in fields["layout"])
+        if "layout" not in fields and (fields.get("pictures") or "model_type" in fields):
+            raise ValueError(f"{file}: does not name the parts of its observations. {OTHER_VERSION}")
+        fields["layout"] = tuple(ObsPart(**part) for part in fields.get("layout", ()))  # none: one row of numbers
         if "model_type" not in fields:
             return make_policy(PolicySpec(**fields), seed=0)
         vla = importlib.import_module("tether.models.vla.policy")  # transformers takes seconds to load
