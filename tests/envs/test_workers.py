@@ -171,7 +171,6 @@ def test_an_environment_that_hangs_in_this_process_is_an_error(where):
 
 @pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
 def test_an_environment_that_hangs_while_it_is_made_is_an_error(vectorization):
-    """In the probe, too, which looks at the spaces before there are processes."""
     toys.register()
     options = EnvOptions(
         "tether/Hangs-v0", 2, vectorization=vectorization, num_workers=1, timeout=0.5, init_params={"where": "init"}
@@ -228,7 +227,7 @@ for how in ("sync", "subprocess"):
 
 def test_closing_lets_environments_close_themselves(countdown, tmp_path):
     env = countdown("tether/Hangs-v0", init_params={"where": "nowhere", "closed": str(tmp_path / "closed")})
-    (tmp_path / "closed").unlink()  # by the probe
+    assert not (tmp_path / "closed").exists()
     env.close()
     assert (tmp_path / "closed").exists()
 
@@ -280,3 +279,53 @@ def test_lost_episodes_are_not_counted():
 def test_what_cannot_be_made_is_said_here():
     with pytest.raises(ValueError, match=r"CartPole-v1 does not take its arguments"):
         make_vector_env(EnvOptions("CartPole-v1", 1, vectorization="subprocess", init_params={"gravity": 3}))
+
+
+OWN = """
+import os
+from tests.envs.toys import Countdown, Crashes
+
+def crashing():
+    return Crashes()
+
+def broken():
+    raise LookupError("no level 3")
+
+def makes():
+    open("made", "a").write(f"{os.getpid()}\\n")
+    return Countdown()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    return lambda name: make_vector_env(EnvOptions(f"own.py:{name}", 2, vectorization="subprocess", num_workers=2))
+
+
+def test_a_simulator_that_crashes_when_it_is_made_ends_its_process_only(own):
+    toys.register()
+    options = EnvOptions("tether/Crashes-v0", 2, vectorization="subprocess", num_workers=2)
+    with pytest.raises(ValueError, match=r"Crashes-v0: the process of environments 0 to 0.*was killed by SIGSEGV"):
+        make_vector_env(options)
+    with pytest.raises(ValueError, match=r"own\.py:crashing: the process of environments 0 to 0.*SIGSEGV"):
+        own("crashing")
+    assert not psutil.Process().children()
+
+
+def test_processes_are_what_makes_environments(own):
+    """Those of a function, too, which is tried in the first of them."""
+    own("makes").close()
+    made = Path("made").read_text().split()
+    assert str(os.getpid()) not in made
+    assert sorted(map(made.count, set(made))) == [1, 2]
+
+
+def test_a_function_that_makes_none_is_said_as_in_this_process(own):
+    said = []
+    for vectorization in ("sync", "subprocess"):
+        with pytest.raises(ValueError, match=r"broken: a call with no arguments.*LookupError: no level 3") as caught:
+            make_vector_env(EnvOptions("own.py:broken", 2, vectorization=vectorization, num_workers=2))
+        said.append(str(caught.value))
+    assert said[0] == said[1]

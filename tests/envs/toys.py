@@ -1,5 +1,8 @@
 """Small environments whose right answers are known."""
 
+import faulthandler
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -88,6 +91,14 @@ class Hangs(Countdown):
         if self._helper:
             self._helper.kill()
             self._helper.wait()
+
+
+class Crashes(Countdown):
+    """Its simulator ends the process that makes it."""
+
+    def __init__(self):
+        faulthandler.disable()  # else its report is in the output of the tests
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 class Identity(gymnasium.Env):
@@ -205,6 +216,7 @@ def register():
         return
     gymnasium.register("tether/Countdown-v0", entry_point=Countdown, max_episode_steps=5)
     gymnasium.register("tether/Hangs-v0", entry_point=Hangs)
+    gymnasium.register("tether/Crashes-v0", entry_point=Crashes)
     gymnasium.register("tether/Sleeps-v0", entry_point=Sleeps)
     gymnasium.register("tether/Recite-v0", entry_point=Recite)
     gymnasium.register("tether/Spot-v0", entry_point=Spot)

@@ -18,6 +18,7 @@ import typer
 
 from tether import __version__
 from tether.runtime.terminal import Screen, printable, replace_what_the_terminal_cannot_write
+from tether.runtime.user_files import raised_by_tether
 
 if TYPE_CHECKING:
     from tether.config import LoadedConfig
@@ -465,11 +466,6 @@ def _for_the_user(error: Exception) -> str | None:
             return message
     if isinstance(error, OSError) and error.errno in OF_THE_DISK and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    if type(error).__module__.startswith("tether.") or (type(error) is ValueError and _is_of_tether(last)):
+    if type(error).__module__.startswith("tether.") or (type(error) is ValueError and raised_by_tether(error)):
         return (isinstance(error, OSError) and error.strerror) or str(error)
     return None
-
-
-def _is_of_tether(file: str) -> bool:
-    return Path(file).is_relative_to(Path(__file__).parents[1])

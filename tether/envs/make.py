@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, cast
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation
 
@@ -108,15 +108,13 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         ValueError: the id is unknown, what it needs is not installed, it does not take the arguments, or no policy fits
             its spaces.
     """
-    if options.env_type == "gymnasium" and (function := _own(options)):
-        with _in_time(options):
-            _check_own(options, function)
-    try:
+    in_processes = options.vectorization == "subprocess" and options.env_type != "envpool"
+    with _needs_named(options):
+        if not in_processes:
+            _check_own(options)
         env = _make(options)
-    except (DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise ValueError(_missing(options, error)) from error
-    if options.vectorization == "subprocess" and options.env_type != "envpool":
-        return env  # its processes have the deadline
+    if in_processes:
+        return env  # they have the deadline
     timed: Any = TimedEnv(env, options.timeout, options.role)
     return timed
 
@@ -168,11 +166,13 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
     env: SyncVectorEnv | WorkerVectorEnv
     loop = partial(_loop, options, paced)
     if options.vectorization == "subprocess":
+        _import_simulator(options)
         env = WorkerVectorEnv(
             options.id,
             loop,
             options.num_envs,
             options.num_workers,
+            make_first=partial(_first_loop, options, paced),
             timeout=options.timeout,
             holds=paced,
         )
@@ -186,6 +186,22 @@ def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     make = partial(make_one, options)
     ignore = options.ignore_terminations
     return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds)
+
+
+def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
+    """The same in the first process, which says what is wrong with the environments."""
+    with _needs_named(options):
+        _check_own(options)
+        return _loop(options, holds, count)
+
+
+def _import_simulator(options: EnvOptions) -> None:
+    """Import what makes the environments: once, before there are processes, which then share it."""
+    if options.env_type != "gymnasium":
+        _adapter(options)
+    elif isinstance(entry := _find(options).entry_point, str):
+        with suppress(Exception):  # the first process says so
+            load_env_creator(entry)
 
 
 @cache
@@ -208,12 +224,18 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     return found if callable(found) and name not in gymnasium.registry else None
 
 
-def _check_own(options: EnvOptions, function: Callable[..., Any]) -> None:
-    """Make one environment by the user's function, and take one step.
+def _check_own(options: EnvOptions) -> None:
+    """Where the id names a function of the user's, make one environment by it and take one step.
 
     Raises:
         ValueError: it is none of Gymnasium's interface.
     """
+    if options.env_type == "gymnasium" and (function := _own(options)):
+        with _in_time(options):
+            _check_function(options, function)
+
+
+def _check_function(options: EnvOptions, function: Callable[..., Any]) -> None:
     where, given = f"{options.role}.id={options.id}", dict(options.init_params)
     try:
         env = function(**given)
@@ -354,8 +376,15 @@ def _find(options: EnvOptions) -> EnvSpec:
     raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
 
 
-def _missing(options: EnvOptions, error: Exception) -> str:
-    text = f"{error} {error.__cause__ or ''}"
-    extra = next((extra for module, extra in EXTRAS.items() if module in text), None)
-    fix = f"Run: pip install 'tether[{extra}]'" if extra else "Install it."
-    return f"{options.role}.id: {options.id} needs a package that is not installed ({error}). {fix}"
+@contextmanager
+def _needs_named(options: EnvOptions) -> Iterator[None]:
+    """A package that is missing is one ValueError that says what to install."""
+    try:
+        yield
+    except (DependencyNotInstalled, ModuleNotFoundError) as error:
+        text = f"{error} {error.__cause__ or ''}"
+        extra = next((extra for module, extra in EXTRAS.items() if module in text), None)
+        fix = f"Run: pip install 'tether[{extra}]'" if extra else "Install it."
+        raise ValueError(
+            f"{options.role}.id: {options.id} needs a package that is not installed ({error}). {fix}"
+        ) from error

@@ -12,6 +12,11 @@ from typing import Any
 from tether.spelling import ask, closest, did_you_mean
 
 
+def raised_by_tether(error: BaseException) -> bool:
+    """Whether tether's own code raised an error, not a library or the user's: what it says is then for the user."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1])
+
+
 def missing_file(path: Path) -> str:
     """Say that `path` does not exist, and which existing path is nearest to it."""
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import EnvState, EnvStep, Saved
+from tether.envs.protocol import ActionSpec, EnvState, EnvStep, Saved
 from tether.envs.spaces.actions import check_finite
 from tether.envs.vectorization.loop import SyncVectorEnv
-from tether.observations import Array, Observation
+from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.channel import Channel
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
+from tether.runtime.user_files import raised_by_tether
 
 MakeVector = Callable[[int], SyncVectorEnv]
 """Number of environments -> a loop over so many."""
@@ -49,10 +50,15 @@ class WorkerVectorEnv:
     Args:
         id: what error messages call the environment.
         make: makes a loop over some environments, in the worker.
+        make_first: the same in the first worker, which says what is wrong with them; nothing is made in this process.
         num_envs: how many in all.
         num_workers: processes, at most one for each environment.
         timeout: seconds that a process may take to make, reset or step its environments.
         holds: the loops wait for `begin` (`HeldEnv`).
+
+    Raises:
+        ValueError: the environments cannot be made.
+        RuntimeError: they are not made in time.
     """
 
     def __init__(
@@ -62,17 +68,22 @@ class WorkerVectorEnv:
         num_envs: int,
         num_workers: int,
         *,
+        make_first: MakeVector | None = None,
         timeout: float = 300.0,
         holds: bool = False,
     ) -> None:
-        probe = make(1)  # here, so that what is wrong with the environment is raised here
-        probe.close()
-        self.id, self.num_envs, self.actions = id, num_envs, probe.actions
-        self.layout = probe.layout
+        self.id, self.num_envs = id, num_envs
         self._make, self._timeout, self._holds = make, timeout, holds
         self._seed = 0
         bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
-        self._workers = [self._start(slice(first, stop)) for first, stop in pairwise(bounds)]
+        first, *others = (slice(begin, end) for begin, end in pairwise(bounds))
+        self._workers = [self._start(first, make_first or make, announces=True)]
+        try:
+            self._workers += map(self._start, others)
+            self.actions, self.layout = self._announced()
+        except BaseException:
+            self.close()
+            raise
 
     def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
@@ -168,10 +179,28 @@ class WorkerVectorEnv:
                 raise RuntimeError(f"{self.id}: {command} of environments {rows}: their process {answer}")
         return answers
 
-    def _start(self, rows: slice) -> _Worker:
+    def _announced(self) -> tuple[ActionSpec, ObsLayout]:
+        """What the first worker says of its environments."""
+        first = self._workers[0]
+        with contextlib.suppress(ProcessEnded):
+            first.process.send(b"", self._timeout + PATIENCE)  # its own deadline, which says more, comes before
+        answer = self._receive(first)
+        if isinstance(answer, str):
+            raise ValueError(
+                f"{self.id}: the process of environments 0 to {first.rows.stop - 1}, making them, {answer}"
+            )
+        if isinstance(answer, Exception):
+            raise answer
+        announced: tuple[ActionSpec, ObsLayout] = answer
+        return announced
+
+    def _start(self, rows: slice, make: MakeVector | None = None, *, announces: bool = False) -> _Worker:
         # Each process begins with global generators of its own, which follow from those of the run.
         seed = random.getrandbits(32)
-        serve = partial(_serve, make=self._make, count=rows.stop - rows.start, timeout=self._timeout, seed=seed)
+        count = rows.stop - rows.start
+        serve = partial(
+            _serve, make=make or self._make, count=count, timeout=self._timeout, seed=seed, announces=announces
+        )
         return _Worker(SupervisedProcess.fork(serve), rows)
 
     def _send(self, worker: _Worker, request: object) -> None:
@@ -238,8 +267,11 @@ def _stacked(parts: list[Observation]) -> Observation:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed: int) -> None:
-    """Answer the requests of the owner until it is gone."""
+def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed: int, announces: bool) -> None:
+    """Answer the requests of the owner until it is gone.
+
+    A worker that announces its environments answers first what they are, or the error by which tether refuses them.
+    """
 
     def answer(what: object) -> None:
         channel.send(pickle.dumps(what))
@@ -247,6 +279,16 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
     seed_rng(seed)
     try:
         env = make(count)
+    except Exception as error:
+        if announces and type(error) in (ValueError, RuntimeError) and raised_by_tether(error):
+            answer(error)
+            return
+        answer(f"raised {type(error).__name__}: {error}")
+        raise
+    if announces:
+        channel.receive()
+        answer((env.actions, env.layout))
+    try:
         channel.beat(timeout)
         while (request := channel.receive()) is not None:
             command, argument = pickle.loads(request)
