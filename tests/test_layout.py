@@ -1,9 +1,12 @@
 """The layout of design: imports point downwards only, light packages stay light, files and functions stay small."""
 
 import ast
+import importlib
+import re
 import statistics
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,67 @@ def functions(path: Path) -> list[tuple[str, int]]:
     nodes = ast.walk(ast.parse(path.read_text()))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return [(f"{path.name}:{n.name}", n.end_lineno - n.lineno + 1) for n in nodes if isinstance(n, kinds)]
+
+
+FACES = {".".join(p.parent.relative_to(ROOT).parts): p for p in FILES if p.name == "__init__.py"}
+
+
+def exported(face: Path) -> set[str]:
+    """The names in its `__all__`; empty without one."""
+    for node in ast.parse(face.read_text()).body:
+        if isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]:
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def steps_of(package: str, name: str) -> list[tuple[str, str]]:
+    """The faces that an import goes through, with the name that it asks each for: (tether.a, b), (tether.a.b, c)."""
+    parts = [*package.split("."), name]
+    prefixes = [(".".join(parts[:i]), parts[i]) for i in range(1, len(parts))]
+    return [(face, wanted) for face, wanted in prefixes if face in FACES and face != "tether"]
+
+
+def imports_past_a_face(path: Path) -> set[str]:
+    """Imports of another room, of what the faces on the way do not have in `__all__`."""
+    return {
+        f"{path.relative_to(ROOT)}: {name}"
+        for name in imports(path)
+        if name.startswith("tether.") and name.split(".")[1] != area(path) and path.parent != PACKAGE
+        for face, wanted in steps_of(*name.rsplit(".", 1))
+        if wanted not in exported(FACES[face])
+    }
+
+
+@pytest.mark.parametrize("package", FACES)
+def test_every_package_has_a_face(package: str) -> None:
+    face = FACES[package]
+    assert len((ast.get_docstring(ast.parse(face.read_text())) or "").split()) >= 8, f"{package}: what is it for?"
+    assert exported(face), f"{package} has no __all__"
+    module = importlib.import_module(package)
+    missing = {name for name in exported(face) if not hasattr(module, name) and not find_spec(f"{package}.{name}")}
+    assert not missing, f"{package} exports what it does not have"
+
+
+def test_other_rooms_import_through_the_face() -> None:
+    assert not {found for path in FILES for found in imports_past_a_face(path)}
+
+
+def test_an_import_past_a_face_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "tether" / "trainer"
+    room.mkdir(parents=True)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "tether")
+    (room / "new.py").write_text("from tether.rewards.pool import Slot\nfrom tether.rewards import Score\n")
+    assert imports_past_a_face(room / "new.py") == {"tether/trainer/new.py: tether.rewards.pool.Slot"}
+
+
+def test_no_face_exports_what_nobody_imports() -> None:
+    users = [*FILES, *(p for folder in ("tests", "benchmarks", "docs") for p in (ROOT / folder).rglob("*.py"))]
+    asked = {"tether." + name for path in users for name in re.findall(r"\btether\.([\w.]+)", path.read_text())}
+    asked |= {name for path in users for name in imports(path)}
+    for package in set(FACES) - {"tether", "tether.algorithms"}:  # these two are for other people's code, too
+        for name in exported(FACES[package]):
+            assert any(f"{a}.".startswith(f"{package}.{name}.") for a in asked), f"{package}.{name} is imported nowhere"
 
 
 def test_size_budgets() -> None:

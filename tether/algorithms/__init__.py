@@ -12,7 +12,13 @@ from tether.algorithms.advantages.episodes import discounted_sums, episodic_gae
 from tether.algorithms.advantages.gae import length_adaptive_lambda
 from tether.algorithms.advantages.groups import informative_rows
 from tether.algorithms.advantages.result import Advantages
-from tether.algorithms.aggregation import AGGREGATIONS, aggregate_loss, masked_mean_ratio
+from tether.algorithms.aggregation import (
+    AGGREGATIONS,
+    aggregate_loss,
+    episode_weights,
+    loss_divisors,
+    masked_mean_ratio,
+)
 from tether.algorithms.checks import checked
 from tether.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_penalty
 from tether.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
@@ -25,7 +31,8 @@ from tether.algorithms.policy_losses import (
     TOKEN_SELECTIONS,
     interpolate_proximal,
 )
-from tether.algorithms.registry import needs
+from tether.algorithms.ratio import MAX_LOG_RATIO
+from tether.algorithms.registry import needs, uniform
 from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
 from tether.algorithms.rollout_correction import (
     importance_metrics,
@@ -43,6 +50,7 @@ __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AGGREGATIONS",
     "KL_ESTIMATORS",
+    "MAX_LOG_RATIO",
     "POLICY_LOSSES",
     "REQUIRED_AGGREGATION",
     "TOKEN_SELECTIONS",
@@ -56,11 +64,13 @@ __all__ = [
     "Min",
     "RunningRewardNormalizer",
     "TokenLoss",
+    "advantages",
     "aggregate_loss",
     "apply_kl_penalty",
     "count_valid",
     "discounted_sums",
     "entropy_from_logits",
+    "episode_weights",
     "episodic_gae",
     "explained_variance",
     "full_kl",
@@ -70,6 +80,7 @@ __all__ = [
     "interpolate_proximal",
     "kl_penalty",
     "length_adaptive_lambda",
+    "loss_divisors",
     "masked_mean",
     "masked_mean_ratio",
     "masked_sum",
@@ -86,6 +97,7 @@ __all__ = [
     "rejection_metrics",
     "select",
     "sum_pi_squared",
+    "uniform",
     "value_loss",
     "veto_mask",
 ]

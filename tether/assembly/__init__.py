@@ -1,1 +1,7 @@
-"""Turns a checked configuration into the objects of a run: the only package that reads configuration."""
+"""Turns a checked configuration into the objects of a run: the only package that reads configuration.
+
+`run` makes a whole run, `build` its parts from the object of a user's own code; the other modules make what one command
+needs. They load torch and transformers, so that a command imports the one that it needs, when it needs it.
+"""
+
+__all__ = ["agent", "build", "cloning", "control", "generator", "named_inputs", "run", "standalone"]

@@ -15,13 +15,11 @@ from tether.algorithms import (
 )
 from tether.batch import TrainBatch
 from tether.config import RunConfig
-from tether.config.schema.algorithm import AlgorithmConfig
-from tether.rollout.protocol import SamplingParams
-from tether.trainer.parts.greedy_baseline import GreedyBaseline
-from tether.trainer.parts.reward_components import RewardComponents
-from tether.trainer.parts.reward_shaping import LengthPenalty, RewardShaping
-from tether.trainer.text.step_metrics import value_metrics
-from tether.training.own_functions import advantage_estimator, policy_loss
+from tether.config.schema import AlgorithmConfig
+from tether.rollout import SamplingParams
+from tether.trainer.parts import GreedyBaseline, LengthPenalty, RewardComponents, RewardShaping
+from tether.trainer.text import value_metrics
+from tether.training import advantage_estimator, policy_loss
 
 OWN_DEFAULT = ("raw",)
 """Estimators that can whiten, but have a default of their own."""

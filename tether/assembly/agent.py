@@ -12,9 +12,9 @@ from typing import Any
 from tether.assembly.control import env_options, view_of
 from tether.assembly.policies import bounds_of
 from tether.config import RunConfig
-from tether.models.control.mlp_policy import load_policy
+from tether.models.control import load_policy
 from tether.runtime.machine import set_threads
-from tether.trainer.control.rollouts import POLICY
+from tether.trainer.control import POLICY
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Any, Callable[[], Any]]:

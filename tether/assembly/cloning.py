@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from tether.assembly.control import env_options, make_env, view_of
 from tether.assembly.policies import Bounds, bounds_of, new_policy, saved_policy
 from tether.config import LoadedConfig, RunConfig
-from tether.config.schema.env import VLA_TYPES
-from tether.data.demonstrations import Demonstration
+from tether.config.schema import VLA_TYPES
+from tether.data import Demonstration
 from tether.data.lerobot import read_dataset
-from tether.envs.protocol import DiscreteActions, VectorEnv
-from tether.models.control.mlp_policy import Policy
+from tether.envs import DiscreteActions, VectorEnv
+from tether.models.control import Policy
 from tether.observations import Observation, played
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
 from tether.runtime.user_files import import_python_file
-from tether.training.control.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
+from tether.training.control import Cloning, CloningData, CloningOptions, split_episodes, windows
 
 SOURCE = "--from"
 SCRIPTED = "scripted"

@@ -16,28 +16,30 @@ from tether.assembly.off_policy import build_critic_warmup
 from tether.assembly.policies import acted_in, start_policy
 from tether.assembly.run import Run, begin_run, find_start
 from tether.config import LoadedConfig, RunConfig
-from tether.config.schema.actor import ActorConfig
-from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
-from tether.envs.protocol import DiscreteActions, VectorEnv
-from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy
-from tether.models.control.spec import PolicySpec
-from tether.models.vla.spec import VlaSpec
+from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
+from tether.envs import DiscreteActions, VectorEnv
+from tether.models.control import ControlPolicy, Policy, PolicySpec, load_policy
+from tether.models.vla import VlaSpec
 from tether.observations import describe
-from tether.rollout.env.collector import EnvCollector
+from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads, usable_cores
 from tether.runtime.run_lock import RunLock
-from tether.trainer.checkpoint import Persistence, check_identity
-from tether.trainer.control.advantages import ControlAdvantages, LearnedDecisions
-from tether.trainer.control.rewards import EnvRewards, RewardScaler
-from tether.trainer.control.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
-from tether.trainer.loop import Schedule, Trainer
-from tether.training.control.forward import RolloutForward, RolloutOutputs
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import EPISODES_ALIKE
-from tether.training.engines.flat import FlatEngine
-from tether.training.learner import Learner
-from tether.training.protocol import LossSpec, UpdatePlan
+from tether.trainer import Persistence, Schedule, Trainer, check_identity
+from tether.trainer.control import (
+    POLICY,
+    ControlAdvantages,
+    ControlEvaluation,
+    EnvRewards,
+    EnvRollouts,
+    LearnedDecisions,
+    OpenVideo,
+    RewardScaler,
+    StartStates,
+)
+from tether.training import Learner, LossSpec, UpdatePlan
+from tether.training.control import EPISODES_ALIKE, ControlLoss, RolloutForward, RolloutOutputs
+from tether.training.engines import FlatEngine
 
 
 def build_control_run(loaded: LoadedConfig) -> Run:

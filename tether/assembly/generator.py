@@ -9,11 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.loading import load_engine
-from tether.data.chat import render, tokenize
-from tether.data.rows import Row
+from tether.data import Row, render, tokenize
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rollout.native.engine import NativeEngine
+from tether.rollout.native import NativeEngine
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import resolve_device, set_threads
 

@@ -9,15 +9,12 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.config import RunConfig
-from tether.data.custom import load_custom_dataset, rows_of_object
-from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.sources import load_rows
+from tether.data import PromptDataset, PromptOptions, load_custom_dataset, load_rows, rows_of_object
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
+from tether.rewards import check_sources
 from tether.rewards.custom import CustomReward, load_reward_function
-from tether.rewards.router import check_sources
-from tether.rewards.service.local import LocalRewards, Rewards
-from tether.rewards.service.pool import RewardPool
+from tether.rewards.service import LocalRewards, RewardPool, Rewards
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object

@@ -20,23 +20,26 @@ from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.batch import TrainBatch
 from tether.config import RunConfig
-from tether.config.schema.actor import ActorConfig
-from tether.config.schema.algorithm import RolloutCorrectionConfig
-from tether.config.schema.critic import CriticConfig
-from tether.config.schema.model import ModelConfig
-from tether.config.schema.optim import OptimConfig
+from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
 from tether.runtime.objects import held, is_object
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.learner import Learner
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward, ValueOutputs
-from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.training.text.micro_batches import MicroBatching
+from tether.training import Learner, LossSpec, UpdatePlan
+from tether.training.engines import LocalEngine, OptimizerOptions
+from tether.training.text import (
+    Aggregation,
+    CriticLoss,
+    MicroBatching,
+    PolicyForward,
+    PolicyLoss,
+    PolicyOutputs,
+    ReferenceModel,
+    TokenSelection,
+    ValueForward,
+    ValueOutputs,
+)
 
 Reference = Callable[[TrainBatch], PolicyOutputs]
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tether.assembly.number_formats import DTYPES, number_format
 from tether.models.language.load import load_causal_lm
-from tether.rollout.native.engine import NativeEngine, eos_token_ids
+from tether.rollout.native import NativeEngine, eos_token_ids
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -11,17 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
 from tether.assembly.advantages import asks_for
 from tether.config import RunConfig
-from tether.config.schema.algorithm import RolloutCorrectionConfig
-from tether.config.schema.trainer import TrainerConfig
-from tether.data.prompts import PromptDataset
-from tether.data.sampler import PromptSampler
-from tether.trainer.loop import OldLogProbs
-from tether.trainer.parts.collector import Collector
-from tether.trainer.parts.critic_warmup import CriticWarmup
-from tether.trainer.parts.dynamic_sampling import DynamicSampling
-from tether.trainer.parts.pf_ppo import PolicyFiltration
-from tether.trainer.parts.rollout_correction import RolloutCorrection
-from tether.trainer.text.rollout_files import RolloutFiles
+from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
+from tether.data import PromptDataset, PromptSampler
+from tether.trainer import OldLogProbs
+from tether.trainer.parts import Collector, CriticWarmup, DynamicSampling, PolicyFiltration, RolloutCorrection
+from tether.trainer.text import RolloutFiles
 
 
 def build_dynamic_sampling(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tether.envs.protocol import VectorEnv
-from tether.models.control.cnn import SMALLEST
+from tether.envs import VectorEnv
+from tether.models.control import SMALLEST
 from tether.observations import describe
 
 

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
-from tether.checkpoints.store import find_checkpoint
+from tether.checkpoints import find_checkpoint
 from tether.config import RunConfig
-from tether.config.schema.env import VLA_TYPES
+from tether.config.schema import VLA_TYPES
 from tether.config.support.live_keys import is_own_function
-from tether.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
-from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
-from tether.models.control.network_policy import NetworkPolicy
-from tether.models.control.spec import PolicySpec
+from tether.envs import ContinuousActions, DiscreteActions, VectorEnv
+from tether.models.control import ControlPolicy, NetworkPolicy, Policy, PolicySpec, load_policy, make_policy
 from tether.observations import row_width
-from tether.trainer.control.advantages import CRITIC
-from tether.trainer.control.rollouts import POLICY
+from tether.trainer.control import CRITIC, POLICY
 
 START = "actor_rollout_ref.model.path"
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]

@@ -36,26 +36,21 @@ from tether.assembly.off_policy import (
     build_rollout_files,
     old_log_probs_from,
 )
-from tether.checkpoints.store import CheckpointStore, step_of
+from tether.checkpoints import CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
-from tether.config.schema.algorithm import AlgorithmConfig
-from tether.data.sampler import PromptSampler
-from tether.metrics.loggers import Loggers, build_loggers
-from tether.metrics.loggers.protocol import RunInfo
-from tether.rollout.native.engine import NativeEngine, eos_token_ids
-from tether.rollout.protocol import SamplingParams
+from tether.config.schema import AlgorithmConfig
+from tether.data import PromptSampler
+from tether.metrics.loggers import Loggers, RunInfo, build_loggers
+from tether.rollout import SamplingParams
+from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
-from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
-from tether.trainer.loop import Schedule, Trainer
-from tether.trainer.parts.collector import Collector
-from tether.trainer.parts.kl_reward import KLReward
-from tether.trainer.parts.mismatch import MismatchAlarm, mismatch_tolerance
-from tether.trainer.text.evaluation import Evaluation
+from tether.trainer import Persistence, Schedule, Trainer, check_identity, model_fingerprint, object_fingerprint
+from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_tolerance
+from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import Preflight, preflight
-from tether.trainer.text.rollouts import PromptSource, TextRollouts
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,13 @@ from tether.assembly.run import validation_sampling
 from tether.config import LoadedConfig, RunConfig, with_values
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards.router import check_sources
+from tether.rewards import check_sources
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
-from tether.trainer.parts.collector import Collector
-from tether.trainer.text.critic_pretraining import CriticPretraining, split_by_prompt, value_batch
-from tether.trainer.text.evaluation import Evaluation
-from tether.trainer.text.rollout_files import read_rollouts
-from tether.training.text.losses import CriticLoss
+from tether.trainer.parts import Collector
+from tether.trainer.text import CriticPretraining, Evaluation, read_rollouts, split_by_prompt, value_batch
+from tether.training.text import CriticLoss
 
 
 @contextmanager

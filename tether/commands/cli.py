@@ -141,7 +141,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
     loaded = _load(arguments, config_path, config_name, files=True)
-    from tether.config.secrets import masked_command
+    from tether.config import masked_command
     from tether.runtime.huge_pages import restart_with_huge_pages
 
     restart_with_huge_pages()
@@ -257,7 +257,7 @@ def bc(
     loaded = _load_embodied(arguments)
     with _importing():
         from tether.commands.cloning import clone
-        from tether.training.control.behaviour_cloning import CloningOptions
+        from tether.training.control import CloningOptions
 
     options = CloningOptions(lr, batch_size, epochs, patience, weight_decay)
     clone(loaded, data, out, options, held_out=held_out, bounds=bounds)
@@ -460,7 +460,7 @@ def _for_the_user(error: Exception) -> str | None:
     a bug: None.
     """
     if "torch" in sys.modules:
-        from tether.training.out_of_memory import out_of_memory_message
+        from tether.training import out_of_memory_message
 
         if (message := out_of_memory_message(error)) is not None:
             return message

@@ -9,17 +9,16 @@ from rich.progress import track
 
 from tether.assembly.cloning import build_cloning, build_recording
 from tether.assembly.control import identity_of
-from tether.checkpoints.store import CheckpointStore
+from tether.checkpoints import CheckpointStore
 from tether.config import LoadedConfig
 from tether.data.lerobot import write_dataset
-from tether.metrics.loggers import build_loggers
-from tether.metrics.loggers.protocol import RunInfo
-from tether.models.control.mlp_policy import save_policy
+from tether.metrics.loggers import RunInfo, build_loggers
+from tether.models.control import save_policy
 from tether.runtime.run_lock import RunLock
 from tether.runtime.terminal import Screen
-from tether.trainer.checkpoint import write_run_yaml
-from tether.trainer.control.rollouts import POLICY
-from tether.training.control.behaviour_cloning import CloningOptions
+from tether.trainer import write_run_yaml
+from tether.trainer.control import POLICY
+from tether.training.control import CloningOptions
 
 
 def collect(

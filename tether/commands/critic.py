@@ -8,11 +8,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from tether.assembly.standalone import build_critic_pretraining
 from tether.config import LoadedConfig
-from tether.metrics.loggers import build_loggers
-from tether.metrics.loggers.protocol import RunInfo
+from tether.metrics.loggers import RunInfo, build_loggers
 from tether.runtime.run_lock import RunLock
 from tether.runtime.terminal import Screen
-from tether.trainer.text.critic_pretraining import EXPLAINED
+from tether.trainer.text import EXPLAINED
 
 
 def pretrain_critic(

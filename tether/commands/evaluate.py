@@ -11,18 +11,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from tether.assembly.control import build_evaluation, video_folder
 from tether.assembly.standalone import build_evaluator
-from tether.checkpoints.store import step_of
+from tether.checkpoints import step_of
 from tether.commands.policy import checkpoint_at
 from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
-from tether.models.control.mlp_policy import load_policy
+from tether.models.control import load_policy
 from tether.models.language.model_path import resolve_model_path
-from tether.rollout.protocol import NoiseKey
+from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import set_threads
 from tether.runtime.terminal import Screen
-from tether.trainer.control.rollouts import POLICY
-from tether.trainer.protocol import EvaluationResult
+from tether.trainer import EvaluationResult
+from tether.trainer.control import POLICY
 
 
 def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:

@@ -13,13 +13,13 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.generator import Encode, build_generator
-from tether.checkpoints.store import find_checkpoint
+from tether.checkpoints import find_checkpoint
 from tether.config import load_config
-from tether.data.chat import decode
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.data import decode
+from tether.rollout import NoiseKey, SamplingParams
+from tether.rollout.native import NativeEngine
 from tether.runtime.objects import holding, is_object
-from tether.training.out_of_memory import named_out_of_memory
+from tether.training import named_out_of_memory
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
 from tether.runtime.objects import PREFIX, holding
-from tether.trainer.callbacks import Callbacks
+from tether.trainer import Callbacks
 
 Settings = Mapping[str, Any]
 """Keys of the configuration, dotted or nested -> values."""

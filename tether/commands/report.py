@@ -10,10 +10,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tether.checkpoints.store import CheckpointStore
+from tether.checkpoints import CheckpointStore
 from tether.config import LoadedConfig
-from tether.metrics.loggers.headline import VALIDATION, validation_means
-from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
+from tether.metrics.loggers import METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
 
 EPISODES = (

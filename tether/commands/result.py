@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tether.checkpoints.store import CheckpointStore
-from tether.metrics.loggers.headline import validation_means
-from tether.metrics.loggers.jsonl import read_metrics
+from tether.checkpoints import CheckpointStore
+from tether.metrics.loggers import read_metrics, validation_means
 
 HELD_OUT = "val-core"
 """Name of the score of several data sources: the mean of their held-out scores."""

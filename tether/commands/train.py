@@ -12,8 +12,8 @@ from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.terminal import Screen
-from tether.trainer.callbacks import Callbacks
-from tether.training.out_of_memory import named_out_of_memory
+from tether.trainer import Callbacks
+from tether.training import named_out_of_memory
 
 
 @named_out_of_memory()

@@ -14,6 +14,7 @@ from tether.config.loading.load import LoadedConfig, load_config
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
 from tether.config.schema.root import RunConfig
+from tether.config.secrets import masked_command
 from tether.config.support.live_keys import live_keys
 
 __all__ = [
@@ -26,9 +27,13 @@ __all__ = [
     "explain",
     "format_inheritance",
     "format_tree",
+    "importers",
     "live_keys",
     "load_config",
+    "masked_command",
     "saved_values",
+    "schema",
+    "support",
     "values_of",
     "with_values",
 ]

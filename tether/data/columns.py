@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tether.rewards.rules.extract import last_boxed
+from tether.rewards.rules import last_boxed
 
 _MARKED = re.compile(r"####\s*(-?\$?[0-9.,]*[0-9])\.?\s*\Z")
 _UNBRACED = re.compile(r"\\boxed\s+([^\s${][^${]*)")

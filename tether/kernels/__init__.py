@@ -1,6 +1,29 @@
-"""Fused operations for the model code: one interface, made by PyTorch (reference), compiled for a CPU, or for CUDA."""
+"""Fused operations for the models: one interface, made by PyTorch (reference), compiled for a CPU, or for CUDA.
+
+`kernels_for` chooses a maker for a tensor's device and dtype; the reference defines what each operation returns.
+"""
 
 from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
 from tether.kernels.dispatch import kernels_for, maker
+from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
+from tether.kernels.padded_batches import select_rows
+from tether.kernels.reference import Recording
+from tether.kernels.sampling import inverse_sample
+from tether.kernels.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 
-__all__ = ["AttentionLayout", "AttentionSpec", "kernels_for", "maker"]
+__all__ = [
+    "FEW_ROWS",
+    "AttentionLayout",
+    "AttentionSpec",
+    "Epilogue",
+    "LogitTransform",
+    "PackedLinears",
+    "Recording",
+    "VocabularyChunks",
+    "default_chunk_size",
+    "inverse_sample",
+    "kernels_for",
+    "maker",
+    "matmul_dtype",
+    "select_rows",
+]

@@ -1,1 +1,24 @@
-"""Rewards: rules, user functions, and the processes that run them. Imports no torch."""
+"""Rewards: rules, user functions, and the processes that run them. Imports no torch.
+
+A reward is a score, an abstention or an error (`RewardOutcome`); `RewardReport` counts errors and stops a run above a
+set rate. `rules` has the built-in functions, `service` the processes.
+"""
+
+from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
+from tether.rewards.router import check_sources
+from tether.rewards.summary import RewardReport, check_error_rate, summarize
+
+__all__ = [
+    "RewardError",
+    "RewardOutcome",
+    "RewardReport",
+    "RewardRequest",
+    "Score",
+    "check_error_rate",
+    "check_sources",
+    "custom",
+    "is_float32",
+    "rules",
+    "service",
+    "summarize",
+]

@@ -1,1 +1,21 @@
-"""Signals, supervised processes, devices, threads, huge pages and files that users name."""
+"""Processes, signals, devices, threads, random state, the terminal and files that users name.
+
+A toolbox without a common subject: import the module that you need. None of them knows anything of training.
+"""
+
+__all__ = [
+    "cache",
+    "channel",
+    "deadline",
+    "global_rng",
+    "guard",
+    "huge_pages",
+    "interrupt",
+    "late_calls",
+    "machine",
+    "objects",
+    "run_lock",
+    "supervised",
+    "terminal",
+    "user_files",
+]

@@ -1,1 +1,25 @@
-""""""
+"""The training loop (`loop`), what it knows of its parts (`protocol`), checkpoints and callbacks.
+
+`text` and `control` hold the parts of one kind of policy, `parts` the steps that a configuration switches on.
+"""
+
+from tether.trainer.callbacks import Callbacks
+from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint, write_run_yaml
+from tether.trainer.loop import OldLogProbs, Schedule, Trainer
+from tether.trainer.protocol import EvaluationResult
+
+__all__ = [
+    "Callbacks",
+    "EvaluationResult",
+    "OldLogProbs",
+    "Persistence",
+    "Schedule",
+    "Trainer",
+    "check_identity",
+    "control",
+    "model_fingerprint",
+    "object_fingerprint",
+    "parts",
+    "text",
+    "write_run_yaml",
+]

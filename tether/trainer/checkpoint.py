@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tether.checkpoints.manifest import sha256_of
-from tether.checkpoints.store import CheckpointStore, load_state, save_state
+from tether.checkpoints import CheckpointStore, load_state, save_state, sha256_of
 from tether.runtime.global_rng import rng_state, set_rng_state
 
 

@@ -25,7 +25,7 @@ from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.mismatch import MismatchAlarm
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
-from tether.training.learner import Learner
+from tether.training import Learner
 
 OldLogProbs = Literal["recomputed", "sampler", "update"]
 """Where the log-probs under the old policy come from: a forward pass of their own; the sampler's, as they are (bypass

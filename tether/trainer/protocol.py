@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from tether.batch import WeightUpdate
-from tether.metrics.loggers.protocol import Sample
+from tether.metrics.loggers import Sample
 from tether.metrics.timing import Timer
 
 Progress = Callable[[int, int], None]

@@ -1,1 +1,23 @@
-""""""
+"""Gradient computation: engines that own models and optimizers, and the losses that they are given.
+
+`protocol` has the interface of an engine and `engines` the implementations; `text` and `control` have the forward
+passes and losses of the two kinds of policy.
+"""
+
+from tether.training.learner import Learner
+from tether.training.out_of_memory import named_out_of_memory, out_of_memory_message
+from tether.training.own_functions import advantage_estimator, policy_loss
+from tether.training.protocol import LossSpec, UpdatePlan
+
+__all__ = [
+    "Learner",
+    "LossSpec",
+    "UpdatePlan",
+    "advantage_estimator",
+    "control",
+    "engines",
+    "named_out_of_memory",
+    "out_of_memory_message",
+    "policy_loss",
+    "text",
+]

@@ -5,7 +5,7 @@ Every estimator can be called with the keywords of all of them (`tether.algorith
 
 from collections.abc import Callable
 
-from tether.algorithms.advantages.gae import gae, raw, reinforce_plus_plus, remax
+from tether.algorithms.advantages.gae import discounted_returns, gae, raw, reinforce_plus_plus, remax
 from tether.algorithms.advantages.group_relative import (
     gdpo,
     gpg,
@@ -20,6 +20,8 @@ from tether.algorithms.advantages.group_relative import (
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.advantages.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from tether.algorithms.registry import uniform
+
+__all__ = ["ADVANTAGE_ESTIMATORS", "discounted_returns"]
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Advantages]] = uniform(
     {

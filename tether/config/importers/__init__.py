@@ -1,1 +1,6 @@
-"""Other frameworks' configuration files, rewritten in the keys of tether."""
+"""Configuration files of other frameworks, rewritten in the keys of tether, one package per framework.
+
+`rlinf` reads RLinf's YAML. verl's files need no importer: their keys are tether's.
+"""
+
+__all__ = ["rlinf"]

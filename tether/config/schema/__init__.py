@@ -1,1 +1,26 @@
-"""The schema: one class a section, one field a key, the doc of a key once, under its field."""
+"""The schema: one class per section, one field per key, and under each field its documentation.
+
+Marks in a field's annotation (`section`) say when a key acts, what it inherits and which values are refused.
+"""
+
+from tether.config.schema.actor import ActorConfig
+from tether.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from tether.config.schema.critic import CriticConfig
+from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
+from tether.config.schema.model import ModelConfig
+from tether.config.schema.optim import OptimConfig
+from tether.config.schema.trainer import TrainerConfig
+
+__all__ = [
+    "VLA_TYPES",
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CriticConfig",
+    "EvalEnvConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RolloutCorrectionConfig",
+    "TrainEnvConfig",
+    "TrainerConfig",
+    "section",
+]

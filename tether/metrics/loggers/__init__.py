@@ -7,9 +7,24 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from tether.metrics.loggers.headline import VALIDATION, validation_means
+from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
 from tether.metrics.loggers.own import own_logger
-from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
+from tether.metrics.loggers.protocol import LogFailed, Logger, RunInfo, Sample
 from tether.spelling import did_you_mean
+
+__all__ = [
+    "METRICS_FILE",
+    "VALIDATION",
+    "LogFailed",
+    "Loggers",
+    "RunInfo",
+    "Sample",
+    "build_loggers",
+    "read_metrics",
+    "read_samples",
+    "validation_means",
+]
 
 _without_display = logging.getLogger(__name__)
 

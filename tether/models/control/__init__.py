@@ -1,1 +1,26 @@
-"""Control policies: what acts in simulators."""
+"""Control policies: networks that map observations to distributions over actions, and the actors that sample them.
+
+A `PolicySpec` describes one; `make_policy`, `save_policy` and `load_policy` build, write and read it.
+"""
+
+from tether.models.control.actors import Act
+from tether.models.control.cnn import SMALLEST
+from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy, save_policy
+from tether.models.control.network_policy import NetworkPolicy
+from tether.models.control.spec import Memory, Observations, PolicySpec, numbers_of, with_numbers
+
+__all__ = [
+    "SMALLEST",
+    "Act",
+    "ControlPolicy",
+    "Memory",
+    "NetworkPolicy",
+    "Observations",
+    "Policy",
+    "PolicySpec",
+    "load_policy",
+    "make_policy",
+    "numbers_of",
+    "save_policy",
+    "with_numbers",
+]

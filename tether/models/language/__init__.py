@@ -1,1 +1,6 @@
-"""Causal language models and critics of transformers: loading, LoRA, gradient checkpointing, the packing check."""
+"""Causal language models and critics of transformers: loading, LoRA, gradient checkpointing, the packing check.
+
+`model_path` and `registry_download` find and fetch weights without loading torch: import the module that you need.
+"""
+
+__all__ = ["critic", "gradient_checkpointing", "load", "lora", "model_path", "packing_check", "registry_download"]

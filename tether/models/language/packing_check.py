@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels.attention_spec import AttentionLayout
+from tether.kernels import AttentionLayout
 from tether.models.layers.attention import Packed, use_tether_attention
 from tether.models.output.log_probs import lm_head_of, logits_of
 

@@ -1,1 +1,10 @@
-"""Modules that replace those of transformers: packed attention, RMS norm, rotary embedding, gated MLP."""
+"""Modules that replace those of transformers: packed attention, RMS norm, rotary embedding, gated MLP.
+
+They call `tether.kernels` and compute what the module that they replace computes.
+"""
+
+from tether.models.layers.attention import Packed, Padded, use_tether_attention
+from tether.models.layers.rms_norm import RMSNorm
+from tether.models.layers.rotary_attention import rotated, spec_of
+
+__all__ = ["Packed", "Padded", "RMSNorm", "rotated", "spec_of", "use_tether_attention"]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
-from tether.kernels.dispatch import kernels_for
+from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 from tether.models.layers.gated_mlp import replace_gated_mlps
 from tether.models.layers.rms_norm import replace_norms
 from tether.models.layers.rotary_attention import replace_attentions

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from tether.kernels.dispatch import kernels_for
+from tether.kernels import kernels_for
 from tether.models.layers.module_swap import replace_modules
 
 REPLACED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels.dispatch import kernels_for
+from tether.kernels import kernels_for
 from tether.models.layers.module_swap import replace_modules
 
 OFFSETS = {

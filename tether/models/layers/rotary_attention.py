@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
-from tether.kernels.dispatch import kernels_for
+from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 from tether.models.layers.module_swap import replace_modules
 
 REPLACED = (

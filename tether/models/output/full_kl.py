@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tether.kernels.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
+from tether.kernels import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 from tether.models.output.log_probs import LmHead
 
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from tether.kernels.dispatch import kernels_for
-from tether.kernels.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
+from tether.kernels import LogitTransform, VocabularyChunks, default_chunk_size, kernels_for, matmul_dtype
 from tether.models.output.truncation_record import KeptSets
 
 

@@ -1,1 +1,10 @@
-"""Collects experience from environments, evaluates policies, records demonstrations and videos."""
+"""Collects experience from environments, evaluates policies, records demonstrations and videos.
+
+`EnvCollector` plays the steps of a rollout, `evaluate` whole episodes.
+"""
+
+from tether.rollout.env.collector import EnvCollector
+from tether.rollout.env.episodes import episode_metrics
+from tether.rollout.env.evaluation import evaluate
+
+__all__ = ["EnvCollector", "agent", "demonstration_recorder", "episode_metrics", "evaluate", "video"]

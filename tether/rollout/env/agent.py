@@ -10,11 +10,11 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from tether.envs import Flags
 from tether.envs.gymnasium_types import Raw, Space
-from tether.envs.protocol import Flags
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
-from tether.models.control.mlp_policy import Policy
+from tether.models.control import Policy
 from tether.observations import Array
 
 

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.batch import EnvBatch, Episode
-from tether.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
-from tether.models.control.actors import Act
+from tether.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.models.control import Act
 from tether.observations import Array, Observation, copied
 from tether.rollout.env.episodes import EpisodeTracker
 

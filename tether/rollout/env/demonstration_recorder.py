@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tether.data.demonstrations import Demonstration
+from tether.data import Demonstration
 from tether.envs.gymnasium_types import Env, Raw
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
-from tether.models.control.actors import Act
+from tether.models.control import Act
 from tether.observations import Array, Observation, copied, recorded
 
 Demonstrator = Callable[[Env, Raw, Observation, bool], Array]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tether.batch import Episode
-from tether.envs.protocol import VectorEnv
-from tether.models.control.actors import Act
+from tether.envs import VectorEnv
+from tether.models.control import Act
 from tether.rollout.env.episodes import EpisodeTracker
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import imageio.v2 as imageio
 import numpy as np
 
-from tether.envs.protocol import Renders
+from tether.envs import Renders
 
 BLOCK = 16
 """Sides of a picture are multiples of it: what every player of H.264 shows."""

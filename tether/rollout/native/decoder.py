@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels.attention_spec import AttentionLayout
+from tether.kernels import AttentionLayout
 from tether.models.language.packing_check import SELF_TEST_TOLERANCE
-from tether.models.layers.attention import Packed
-from tether.models.layers.rms_norm import RMSNorm
-from tether.models.layers.rotary_attention import rotated, spec_of
-from tether.models.output.log_probs import lm_head_of
+from tether.models.layers import Packed, RMSNorm, rotated, spec_of
+from tether.models.output import lm_head_of
 from tether.rollout.native.packed_linear import Product
 
 FAMILIES = (

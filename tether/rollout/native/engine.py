@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
-from tether.kernels.attention_spec import AttentionLayout
-from tether.models.layers.attention import use_tether_attention
+from tether.kernels import AttentionLayout
+from tether.models.layers import use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.generation import Forward, Generation
 from tether.rollout.native.recorded_decoder import ReplayedDecoder

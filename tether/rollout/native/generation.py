@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TokenIds
-from tether.kernels.attention_spec import AttentionLayout
+from tether.kernels import AttentionLayout
 from tether.keyed_random import uniform
-from tether.models.output.truncation_record import KeptRecorder
+from tether.models.output import KeptRecorder
 from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
 from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams

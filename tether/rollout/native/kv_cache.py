@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.dispatch import kernels_for
-from tether.models.layers.attention import Packed
+from tether.kernels import AttentionSpec, kernels_for
+from tether.models.layers import Packed
 
 _MORE = 64  # tokens that there is room for at least, after which a cache is made anew
 _MULTIPLE = 32  # of tokens: what kernels take at a time

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from tether.kernels.dispatch import kernels_for
-from tether.kernels.linear_layers import Epilogue, PackedLinears
+from tether.kernels import Epilogue, PackedLinears, kernels_for
 
 
 class Product:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tether.kernels.attention_spec import AttentionLayout
-from tether.kernels.dispatch import kernels_for
-from tether.kernels.linear_layers import FEW_ROWS
-from tether.kernels.reference import Recording
+from tether.kernels import FEW_ROWS, AttentionLayout, Recording, kernels_for
 from tether.rollout.native.decoder import Decoder
 from tether.rollout.native.kv_cache import Decode
 

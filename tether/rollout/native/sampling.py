@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tether.kernels.dispatch import kernels_for
-from tether.kernels.sampling import inverse_sample
+from tether.kernels import inverse_sample, kernels_for
 from tether.rollout.protocol import SamplingParams
 
 _SCRATCH = 1 << 21  # elements of the fp32 weights held at once: 8 MiB, about what a cache holds

@@ -16,17 +16,16 @@ from torch import Tensor
 from tether.algorithms import (
     ADVANTAGE_ESTIMATORS,
     Advantages,
+    episode_weights,
     episodic_gae,
     explained_variance,
     masked_sum,
     masked_whiten,
 )
-from tether.algorithms.aggregation import episode_weights
 from tether.batch import EnvBatch, filled
 from tether.metrics.data import group_metrics
-from tether.models.control.spec import Memory, numbers_of, with_numbers
-from tether.training.control.chunk_levels import per_column
-from tether.training.control.samples import Samples
+from tether.models.control import Memory, numbers_of, with_numbers
+from tether.training.control import Samples, per_column
 
 CRITIC = "gae"
 """The estimator that has a critic."""

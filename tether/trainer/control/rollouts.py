@@ -11,15 +11,13 @@ from statistics import fmean
 from typing import Any
 
 from tether.batch import EnvBatch, Episode, WeightUpdate
-from tether.envs.protocol import EnvState, VectorEnv
+from tether.envs import EnvState, VectorEnv
 from tether.keyed_random import generator, seed_of
 from tether.metrics.timing import Timer
-from tether.models.control.mlp_policy import Policy
-from tether.rollout.env.collector import EnvCollector
-from tether.rollout.env.episodes import episode_metrics
-from tether.rollout.env.evaluation import evaluate
+from tether.models.control import Policy
+from tether.rollout.env import EnvCollector, episode_metrics, evaluate
 from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progress
-from tether.training.control.forward import RolloutOutputs
+from tether.training.control import RolloutOutputs
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
 """In a checkpoint."""

@@ -1,1 +1,30 @@
-"""Steps of the training loop that a configuration switches on."""
+"""Steps of the training loop that a configuration switches on, one module each.
+
+The loop calls each by the methods of a small protocol; assembly decides which ones a run has.
+"""
+
+from tether.trainer.parts.collector import Collector
+from tether.trainer.parts.critic_warmup import CriticWarmup
+from tether.trainer.parts.dynamic_sampling import DynamicSampling
+from tether.trainer.parts.greedy_baseline import GreedyBaseline
+from tether.trainer.parts.kl_reward import KLReward
+from tether.trainer.parts.mismatch import MismatchAlarm, mismatch_tolerance
+from tether.trainer.parts.pf_ppo import PolicyFiltration
+from tether.trainer.parts.reward_components import RewardComponents
+from tether.trainer.parts.reward_shaping import LengthPenalty, RewardShaping
+from tether.trainer.parts.rollout_correction import RolloutCorrection
+
+__all__ = [
+    "Collector",
+    "CriticWarmup",
+    "DynamicSampling",
+    "GreedyBaseline",
+    "KLReward",
+    "LengthPenalty",
+    "MismatchAlarm",
+    "PolicyFiltration",
+    "RewardComponents",
+    "RewardShaping",
+    "RolloutCorrection",
+    "mismatch_tolerance",
+]

@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, RolloutBatch
-from tether.data.chat import decode
-from tether.rewards.outcome import RewardOutcome, RewardRequest
-from tether.rewards.service.local import Rewards
-from tether.rewards.summary import RewardReport, check_error_rate, summarize
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
+from tether.data import decode
+from tether.rewards import RewardOutcome, RewardReport, RewardRequest, check_error_rate, summarize
+from tether.rewards.service import Rewards
+from tether.rollout import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,9 @@ from torch import Tensor
 
 from tether.algorithms import informative_rows
 from tether.batch import Prompt
-from tether.data.prompts import PromptDataset
-from tether.data.sampler import PromptSampler
-from tether.rewards.outcome import RewardOutcome, Score
-from tether.rewards.summary import RewardReport
-from tether.rollout.concat import join_rollouts
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.data import PromptDataset, PromptSampler
+from tether.rewards import RewardOutcome, RewardReport, Score
+from tether.rollout import NoiseKey, SamplingParams, join_rollouts
 from tether.trainer.parts.collector import Collector, ScoredResponses
 
 OWN_SCORE = ("score", "seq_reward")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tether.batch import Prompt, TrainBatch
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.rollout import NoiseKey, SamplingParams
 from tether.trainer.parts.collector import Collector
 from tether.trainer.parts.reward_shaping import LengthPenalty
 

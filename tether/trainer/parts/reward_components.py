@@ -9,7 +9,7 @@ import torch
 
 from tether.batch import TrainBatch
 from tether.metrics.data import group_metrics
-from tether.rewards.outcome import RewardOutcome, Score, is_float32
+from tether.rewards import RewardOutcome, Score, is_float32
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.algorithms import explained_variance
-from tether.algorithms.advantages.gae import discounted_returns
+from tether.algorithms.advantages import discounted_returns
 from tether.batch import TrainBatch, filled
 from tether.keyed_random import permutation
 from tether.trainer.text.rollout_files import StoredResponse
-from tether.training.learner import Learner
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import ValueOutputs
+from tether.training import Learner, UpdatePlan
+from tether.training.text import ValueOutputs
 
 EXPLAINED = "critic/vf_explained_var"
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tether.batch import Prompt
-from tether.data.chat import decode
-from tether.data.prompts import PromptDataset
-from tether.metrics.loggers.protocol import Sample
+from tether.data import PromptDataset, decode
+from tether.metrics.loggers import Sample
 from tether.metrics.validation import ValidationRow, validation_metrics
-from tether.rewards.outcome import RewardError, Score
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.rewards import RewardError, Score
+from tether.rollout import NoiseKey, SamplingParams
 from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.protocol import EvaluationResult
 

@@ -15,15 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.batch import Prompt, TokenIds
-from tether.data.chat import decode
-from tether.data.checks import bos_problem, control_token_problem, cut_problem, repeated_problem, template_problem
-from tether.metrics.loggers.protocol import Sample
-from tether.rollout.protocol import NoiseKey
+from tether.data import bos_problem, control_token_problem, cut_problem, decode, repeated_problem, template_problem
+from tether.metrics.loggers import Sample
+from tether.rollout import NoiseKey
 from tether.runtime.terminal import shortened
 from tether.trainer.parts.collector import ScoredResponses
 from tether.trainer.text.evaluation import samples_of
 from tether.trainer.text.rollouts import PromptSource, TextRollouts
-from tether.training.protocol import UpdatePlan
+from tether.training import UpdatePlan
 
 PROMPTS_SHOWN = 2
 RESPONSES = 16

@@ -24,9 +24,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch, filled
-from tether.data.chat import decode
-from tether.metrics.loggers.protocol import LogFailed
-from tether.rewards.outcome import Score
+from tether.data import decode
+from tether.metrics.loggers import LogFailed
+from tether.rewards import Score
 from tether.trainer.parts.collector import ScoredResponses
 
 

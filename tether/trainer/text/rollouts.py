@@ -10,10 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, TrainBatch, WeightUpdate
-from tether.data.prompts import PromptDataset
-from tether.data.sampler import PromptSampler
+from tether.data import PromptDataset, PromptSampler
 from tether.metrics.timing import Timer
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.rollout import NoiseKey, SamplingParams
 from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
 from tether.trainer.parts.greedy_baseline import GreedyBaseline
@@ -22,7 +21,7 @@ from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progre
 from tether.trainer.text.evaluation import Evaluation
 from tether.trainer.text.rollout_files import RolloutFiles
 from tether.trainer.text.step_metrics import step_metrics
-from tether.training.text.forward import PolicyOutputs
+from tether.training.text import PolicyOutputs
 
 TextExperience = Experience[TrainBatch, ScoredResponses]
 

@@ -8,9 +8,8 @@ from tether.metrics.data import data_metrics, group_metrics
 from tether.metrics.estimators import estimator_metrics
 from tether.metrics.perf import memory_metrics, throughput_metrics
 from tether.metrics.timing import Timer, timing_per_token_ms
-from tether.rewards.summary import RewardReport
-from tether.training.text.forward import PolicyOutputs
-from tether.training.text.packing import sequence_lengths
+from tether.rewards import RewardReport
+from tether.training.text import PolicyOutputs, sequence_lengths
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.algorithms import TOKEN_SELECTIONS
-from tether.algorithms.ratio import MAX_LOG_RATIO
-from tether.algorithms.token_loss import TokenLoss
+from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss
 from tether.training.own_functions import policy_loss
 
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")

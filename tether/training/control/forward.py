@@ -9,9 +9,7 @@ from tensordict import TensorClass
 from torch import Tensor
 
 from tether.batch import EnvBatch
-from tether.models.control.mlp_policy import ControlPolicy, Policy
-from tether.models.control.network_policy import NetworkPolicy
-from tether.models.control.spec import Observations
+from tether.models.control import ControlPolicy, NetworkPolicy, Observations, Policy
 from tether.training.control.chunk_levels import Level, at_level
 from tether.training.control.samples import Samples
 

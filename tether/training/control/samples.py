@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from tether.algorithms.aggregation import loss_divisors
-from tether.models.control.spec import Memory, Observations
+from tether.algorithms import loss_divisors
+from tether.models.control import Memory, Observations
 
 EPISODES_ALIKE = "masked_mean_ratio"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
-from tether.models.control.mlp_policy import Policy, save_policy
+from tether.models.control import Policy, save_policy
 from tether.training.control.chunk_levels import mask_at, to_columns
 from tether.training.control.closed_form_gradients import Draws
 from tether.training.control.forward import RolloutOutputs

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tether.checkpoints.manifest import PARTIAL
+from tether.checkpoints import PARTIAL
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, on_device
-from tether.kernels.padded_batches import select_rows
+from tether.kernels import select_rows
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
-from tether.models.output.full_kl import full_kl_of_hidden
-from tether.models.output.log_probs import lm_head_of, token_log_probs
-from tether.models.output.truncation_record import KeptSets
+from tether.models.output import KeptSets, full_kl_of_hidden, lm_head_of, token_log_probs
 from tether.training.text.packing import TokenRows, token_rows
 
 

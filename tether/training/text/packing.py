@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tether.batch import RolloutBatch, TrainBatch
-from tether.kernels.attention_spec import AttentionLayout
-from tether.models.layers.attention import Packed, Padded
+from tether.kernels import AttentionLayout
+from tether.models.layers import Packed, Padded
 from tether.training.text.micro_batches import RowSize
 
 

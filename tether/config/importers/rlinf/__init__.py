@@ -10,3 +10,5 @@
 `importer` applies the tables (`shared`, `text`, `embodied`: one row a key) to what `loading.compose` and `values` read;
 `placement` is the grammar of `cluster.component_placement`.
 """
+
+__all__ = ["command", "importer"]
