@@ -26,7 +26,7 @@ from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model")
+COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model", "reward")
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,26 @@ def test_config_explain_of_a_run(cli: Cli, tmp_path: Path):
     assert "\n  in this run: 7 (command line)\n  does nothing in this run: env.train.id is set" in said
     said = cli("config", "explain", "algorithm.pf_ppo", str(file)).out
     assert "\nalgorithm.pf_ppo.weight_pow\n  in this run: 2.0 (default)\n" in said
+
+
+def test_a_reward_is_tried_before_a_run(cli: Cli, run_arguments: tuple[list[str], Path], tmp_path: Path):
+    arguments = [*run_arguments[0][1:], "actor_rollout_ref.rollout.n=2"]
+    exact, substring = tmp_path / "exact.py", tmp_path / "substring.py"
+    function = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
+    exact.write_text(function.format("solution_str == str(ground_truth)"))
+    substring.write_text(function.format("str(ground_truth) in solution_str"))
+    picture = tmp_path / "reward.png"
+    options = ["--samples", "4", "--out", str(picture)]
+    said = cli("reward", "check", *arguments, f"custom_reward_function.path={exact}", *options)
+    assert said.code == 0, said.out
+    assert re.search(r"^ground truth +high +1 +0 +1 +1 ", said.out, re.MULTILINE)
+    assert re.search(r"^sampled ", said.out, re.MULTILINE)
+    assert picture.stat().st_size > 5000
+    said = cli("reward", "check", *arguments, f"custom_reward_function.path={substring}", "--samples", "0")
+    assert said.code == 1
+    assert "fault: a list of answers: scores 1 on average, the ground truth 1" in said.out
+    assert "sampled" not in said.out
+    assert "its simulator's" in refused(cli("reward", "check", "env.train.id=CartPole-v1"))
 
 
 def test_doctor(cli: Cli):

@@ -119,7 +119,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         source = PromptSource(inputs.train, sampler)
         rollouts = TextRollouts(
             collector=collector,
-            sampling=_sampling(config),
+            sampling=sampling_params(config),
             dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
             greedy_baseline=build_greedy_baseline(config),
             reward_components=build_reward_components(config),
@@ -205,7 +205,8 @@ def _rollout_engine(config: RunConfig, policy: PreTrainedModel) -> NativeEngine:
     )
 
 
-def _sampling(config: RunConfig) -> SamplingParams:
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """How responses are drawn that are trained on."""
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=rollout.response_length,

@@ -1,22 +1,26 @@
-"""Parts of a run on their own: to score a checkpoint, to train a critic."""
+"""Parts of a run on their own: to score a checkpoint, to try a reward, to train a critic."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer
 from tether.assembly.learners import build_critic, update_plan
 from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
-from tether.assembly.run import validation_sampling
+from tether.assembly.run import sampling_params, validation_sampling
+from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
+from tether.data.chat import decode
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_sources
+from tether.rewards.service.local import Rewards
+from tether.rollout.protocol import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
@@ -46,6 +50,50 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
     evaluation = Evaluation(dataset, validation_sampling(config), config.data.val_batch_size)
     with build_rewards(config) as rewards:
         yield evaluation, Collector(engine, rewards, tokenizer, config.reward_model.max_error_rate)
+
+
+@dataclass(frozen=True)
+class RewardTrial:
+    """What a reward is tried with."""
+
+    prompts: list[Prompt]
+    rewards: Rewards
+    sampled: list[str]
+    """Replies of the policy: `group_size` to each of the first prompts."""
+    group_size: int
+
+
+@contextmanager
+def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterator[RewardTrial]:
+    """The reward of a configuration, and what to try it with.
+
+    Args:
+        config: its data, reward, and policy.
+        rows: of the training data, spread over it.
+        samples: replies to draw from the policy before it is trained; 0 loads no weights.
+
+    Raises:
+        ValueError: unusable inputs.
+    """
+    set_threads(config.trainer.num_threads)
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
+    dataset = build_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples, shuffle=False)
+    if config.custom_reward_function.path is None:
+        check_sources(dataset.data_sources())
+    count = min(rows, len(dataset))
+    prompts = [dataset[i * len(dataset) // count] for i in range(count)]
+    sampled: list[str] = []
+    if samples:
+        engine = load_engine(
+            resolve_model_path(model.path, cache_dir()), resolve_device(config.trainer.device), rollout.dtype
+        )
+        asked = [prompt.token_ids for prompt in prompts[: max(1, samples // rollout.n)]]
+        drawn = engine.generate(asked, sampling_params(config), NoiseKey(config.trainer.seed, step=0))
+        rows_of_ids = zip(drawn.response_ids, drawn.response_length.tolist(), strict=True)
+        sampled = [decode(tokenizer, ids[:length].tolist(), skip_special_tokens=True) for ids, length in rows_of_ids]
+    with build_rewards(config) as rewards:
+        yield RewardTrial(prompts, rewards, sampled, rollout.n)
 
 
 def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> CriticPretraining:

@@ -31,9 +31,11 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
 model_app = typer.Typer(help="Models that a package registry carries.", no_args_is_help=True)
 critic_app = typer.Typer(help="The critic on its own.", no_args_is_help=True)
+reward_app = typer.Typer(help="The reward on its own.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(critic_app, name="critic")
 app.add_typer(model_app, name="model")
+app.add_typer(reward_app, name="reward")
 
 
 def _print_version(asked: bool) -> None:
@@ -402,6 +404,27 @@ def pretrain(
         from tether.commands.critic import pretrain_critic
 
     pretrain_critic(loaded, rollouts, out, epochs=epochs, held_out=held_out)
+
+
+@reward_app.command(name="check")
+def check_reward(
+    arguments: ConfigArguments = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the training data to try it on.")] = 64,
+    samples: Annotated[int, typer.Option(min=0, help="Replies of the untrained policy; 0 loads no model.")] = 32,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="PNG of the scores; default: none.", show_default=False)
+    ] = None,
+) -> None:
+    """Try the reward before training: on ground truths, on replies that deserve nothing, on sampled ones.
+
+    Exits with 1 where it pays for what is wrong, or fails. For example: tether reward check run.yaml --samples 0
+    """
+    loaded = _load(arguments, files=True)
+    with _importing():
+        from tether.commands.reward import check_reward as run
+
+    if not run(loaded, rows=rows, samples=samples, out=out):
+        raise typer.Exit(1)
 
 
 @model_app.command()

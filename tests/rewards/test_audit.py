@@ -1,0 +1,114 @@
+"""A reward tried on replies whose worth is known: each way of being wrong is found, a right one has no verdict."""
+
+import math
+import re
+
+import pytest
+
+from tether.batch import Prompt
+from tether.rewards.audit import Audit, audit, share_of_differing_groups, verdicts, wrong_replies
+from tether.rewards.outcome import Abstention, RewardError, RewardRequest, outcome_of
+from tether.rewards.router import find_reward
+
+ANSWERS = ("72", "10", "5", "42", "624", "35", "48", "16")
+PROMPTS = [
+    Prompt([1], "test", answer, ({"role": "user", "content": f"Question {i}?"},), {}, i)
+    for i, answer in enumerate(ANSWERS)
+]
+
+
+def tried(reward, prompts=PROMPTS, sampled=(), group_size=1) -> Audit:
+    def score(requests: list[RewardRequest]):
+        outcomes = [reward(r) for r in requests]
+        known = (Abstention, RewardError)
+        return [o if isinstance(o, known) else outcome_of(o) for o in outcomes], [0.001] * len(requests)
+
+    return audit(prompts, score, sampled, group_size)
+
+
+def faults(audited: Audit) -> list[str]:
+    return [v.message for v in verdicts(audited) if v.is_fault]
+
+
+def exact(request: RewardRequest) -> float:
+    return float(request.solution_str == request.ground_truth)
+
+
+def boxed(request: RewardRequest) -> float:
+    found = re.findall(r"\\boxed\{(.*?)\}", request.solution_str)
+    return float(bool(found) and found[-1] == request.ground_truth)
+
+
+@pytest.mark.parametrize("reward", [exact, boxed])
+def test_a_right_reward_has_no_verdict(reward) -> None:
+    audited = tried(reward)
+    assert audited.truth.mean == 1
+    assert [probe.mean for probe in audited.wrong if probe.kind != "a list of answers"] == [0] * 6
+    assert verdicts(audited) == []
+
+
+def test_the_format_of_the_answer_is_found() -> None:
+    assert {r.solution_str for r in tried(boxed).truth.requests} == {f"\\boxed{{{a}}}" for a in ANSWERS}
+
+
+def test_a_worked_solution_counts_as_the_truth() -> None:
+    prompts = [Prompt([1], "test", "tests", (), {"solution": f"def f(): return {i}"}, i) for i in range(4)]
+    audited = tried(lambda r: float(r.solution_str == r.extra_info["solution"]), prompts)
+    assert audited.truth.mean == 1
+    assert verdicts(audited) == []
+
+
+def test_all_formats_of_gsm8k_are_one_of_those_tried() -> None:
+    rule = find_reward("openai/gsm8k")
+    audited = tried(lambda r: rule("openai/gsm8k", r.solution_str, r.ground_truth, {}))
+    assert audited.truth.mean == 1
+    assert faults(audited) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (lambda r: 1.0, "the ground truth scores 1, and no wrong reply less"),
+        (lambda r: min(1.0, len(r.solution_str) / 100), "repeated word: scores 1 on average"),
+        (lambda r: float(r.ground_truth in r.solution_str), "a list of answers: scores 1 on average"),
+        (lambda r: float("correct" in r.solution_str or exact(r)), "praise of itself: scores 1 on average"),
+        (lambda r: float(not r.solution_str or exact(r)), "empty: scores 1 on average"),
+        (lambda r: float("Question" in r.solution_str or exact(r)), "the prompt: scores 1 on average"),
+        (lambda r: float(r.solution_str in ANSWERS), "another row's answer: scores 1 on average"),
+        (lambda r: RewardError("boom") if r.solution_str == "" else exact(r), "calls failed; the first: boom"),
+        (lambda r: Abstention(), "no ground truth has a score"),
+    ],
+)
+def test_each_way_of_paying_for_what_is_wrong(reward, expected: str) -> None:
+    assert any(expected in message for message in faults(tried(reward)))
+
+
+def test_a_ground_truth_that_is_not_accepted_is_named() -> None:
+    audited = tried(lambda r: float(exact(r) and r.ground_truth != "42"))
+    (found,) = verdicts(audited)
+    assert not found.is_fault
+    assert found.message == "1 of 8 ground truths do not score 1; the first: '42'"
+
+
+def test_sampled_replies() -> None:
+    same = tried(exact, sampled=["72", "72", "no", "no"], group_size=2)
+    assert share_of_differing_groups(same) == 0
+    assert any("in 2 groups of 2 sampled replies" in verdict.message for verdict in verdicts(same))
+    different = tried(exact, sampled=["72", "no", "no", "no"], group_size=2)
+    assert share_of_differing_groups(different) == 0.5
+    assert verdicts(different) == []
+    hack = tried(lambda r: 2.0 if r.solution_str == "hack" else exact(r), sampled=["hack", "72"], group_size=2)
+    assert faults(hack) == ["sampled replies score 1.5, more than the ground truth (1); for example 'hack'"]
+
+
+def test_the_replies_that_deserve_nothing_are_never_the_answer() -> None:
+    for kind, replies in wrong_replies(PROMPTS, "{}").items():
+        assert len(replies) == len(PROMPTS)
+        assert not any(reply == answer for reply, answer in zip(replies, ANSWERS, strict=True)), kind
+
+
+def test_abstentions_are_no_scores() -> None:
+    audited = tried(lambda r: Abstention() if r.solution_str == "" else exact(r))
+    empty = next(probe for probe in audited.wrong if probe.kind == "empty")
+    assert math.isnan(empty.mean)
+    assert verdicts(audited) == []

@@ -1,0 +1,98 @@
+"""A reward tried before a run: a table, a picture and a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
+
+from tether.assembly.standalone import RewardTrial, build_reward_trial
+from tether.config import LoadedConfig
+from tether.rewards.audit import TRUTH, Audit, audit, verdicts
+from tether.rewards.outcome import RewardOutcome, RewardRequest
+from tether.runtime.terminal import Screen
+
+
+def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | None) -> bool:
+    """Show what a reward gives to replies whose worth is known; returns whether no fault was found.
+
+    Args:
+        loaded: a configuration of a text run.
+        rows: of the training data.
+        samples: replies of the untrained policy; 0: none.
+        out: where the picture goes; None: there is none.
+
+    Raises:
+        ValueError: unusable inputs, or a control run, whose rewards are the simulator's.
+    """
+    if loaded.config.env.train.id is not None:
+        raise ValueError("env.train.id: the rewards of a control run are its simulator's; there is nothing to check")
+    disable_progress_bar()
+    screen = Screen()
+    with build_reward_trial(loaded.config, rows=rows, samples=samples) as trial:
+        audited = _audit(trial, screen)
+    screen.print(_table(audited))
+    found = verdicts(audited)
+    for verdict in found:
+        name, color = ("fault", "red") if verdict.is_fault else ("look", "yellow")
+        screen.print(Text(f"{name}: {verdict.message}", color), soft_wrap=True)
+    if not found:
+        screen.print("the reward tells right from wrong on these replies", style="green")
+    if out:
+        _draw(audited, out)
+        screen.print(f"written to {out}", soft_wrap=True)
+    return not any(verdict.is_fault for verdict in found)
+
+
+def _audit(trial: RewardTrial, screen: Screen) -> Audit:
+    with Progress(console=screen, transient=True) as progress:
+        calls = progress.add_task("scoring", total=None)
+
+        def score(requests: Sequence[RewardRequest]) -> tuple[Sequence[RewardOutcome], Sequence[float]]:
+            outcomes = trial.rewards.score(requests)
+            progress.advance(calls, len(requests))
+            return outcomes, list(trial.rewards.durations)
+
+        return audit(trial.prompts, score, trial.sampled, trial.group_size)
+
+
+def _table(audited: Audit) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("reply", "should score", "mean", "std", "min", "max", "none", "failed", "ms a call"):
+        table.add_column(column, justify="left" if column in ("reply", "should score") else "right", no_wrap=True)
+    for probe in audited.rows:
+        scores = probe.scores or [math.nan]
+        wanted = {TRUTH: "high", "sampled": ""}.get(probe.kind, "low")
+        numbers = [f"{value:.3g}" for value in (probe.mean, probe.deviation, min(scores), max(scores))]
+        none = len(probe.outcomes) - len(probe.scores) - len(probe.errors)
+        counts = [str(none), str(len(probe.errors)), f"{1000 * fmean(probe.seconds):.3g}"]
+        table.add_row(probe.kind, wanted, *numbers, *counts)
+    return table
+
+
+def _draw(audited: Audit, out: Path) -> None:
+    """Every score as a dot, each kind of reply in a row, with the mean.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--out needs {error.name}: pip install 'tether[quickstart]'") from error
+    probes = audited.rows[::-1]
+    figure = Figure(figsize=(7, 0.6 + 0.4 * len(probes)), layout="constrained")
+    axes = figure.subplots()
+    for place, probe in enumerate(probes):
+        color = {TRUTH: "#2e8b57", "sampled": "#2a6fbb"}.get(probe.kind, "#d1622b")
+        axes.scatter(probe.scores, [place] * len(probe.scores), s=12, alpha=0.3, color=color, linewidths=0)
+        axes.scatter([probe.mean], [place], marker="|", s=260, linewidths=2, color=color)
+    axes.set_yticks(range(len(probes)), [probe.kind for probe in probes])
+    axes.set_xlabel("score; the bar is the mean")
+    figure.savefig(out, dpi=150)
