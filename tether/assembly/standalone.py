@@ -15,12 +15,12 @@ from tether.assembly.number_formats import decided_formats
 from tether.assembly.run import sampling_params, validation_sampling
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
-from tether.data.chat import decode
+from tether.data import decode
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_sources
-from tether.rewards.service.local import Rewards
-from tether.rollout.protocol import NoiseKey
+from tether.rewards.service import Rewards
+from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads

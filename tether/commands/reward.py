@@ -14,8 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from tether.assembly.standalone import RewardTrial, build_reward_trial
 from tether.config import LoadedConfig
+from tether.rewards import RewardOutcome, RewardRequest
 from tether.rewards.audit import TRUTH, Audit, audit, verdicts
-from tether.rewards.outcome import RewardOutcome, RewardRequest
 from tether.runtime.terminal import Screen
 
 

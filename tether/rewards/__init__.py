@@ -1,7 +1,8 @@
 """Rewards: rules, user functions, and the processes that run them. Imports no torch.
 
 A reward is a score, an abstention or an error (`RewardOutcome`); `RewardReport` counts errors and stops a run above a
-set rate. `rules` has the built-in functions, `service` the processes.
+set rate. `rules` has the built-in functions, `service` the processes,
+`audit` tries a reward on replies whose worth is known.
 """
 
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
@@ -14,6 +15,7 @@ __all__ = [
     "RewardReport",
     "RewardRequest",
     "Score",
+    "audit",
     "check_error_rate",
     "check_sources",
     "custom",

@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tether.batch import Prompt
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
 from tether.rewards.summary import percentile
+
+if TYPE_CHECKING:  # this room imports no torch
+    from tether.batch import Prompt
 
 TRUTH = "ground truth"
 FORMATS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}", "The answer is {}.")
