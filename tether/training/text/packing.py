@@ -49,6 +49,23 @@ def row_sizes(batch: RolloutBatch) -> list[RowSize]:
     return [RowSize(*size) for size in zip(*(column.tolist() for column in columns), strict=True)]
 
 
+def padding_row() -> TrainBatch:
+    """A row of two tokens that nothing is learned from, for a rank that waits for the micro-batches of the others."""
+    one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    row = RolloutBatch(
+        uid=one,
+        prompt_ids=none,
+        prompt_length=one,
+        response_ids=none,
+        response_length=one,
+        response_mask=none.bool(),
+        rollout_log_probs=none.float(),
+        truncated=one == 0,
+        batch_size=[1],
+    )
+    return TrainBatch.assemble(row, torch.zeros(1))
+
+
 def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
     """Lay the rows out for the model, where the batch lies: in the memory of the host.
 

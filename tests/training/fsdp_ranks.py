@@ -1,0 +1,77 @@
+"""What each rank of a group does in test_fsdp.py; started there by ``torch.multiprocessing``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tether.batch import TrainBatch
+from tether.training.division import Assign, balanced, divide, mini_batches
+from tether.training.engines.fsdp import FsdpEngine, device_mesh
+from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.protocol import LossSpec, Updated, UpdatePlan
+from tether.training.text.micro_batches import MicroBatching
+from tether.training.text.packing import sequence_lengths
+
+OPTIONS = OptimizerOptions(lr=1e-2)
+Work = Callable[..., Any]
+
+
+def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any) -> Any:
+    """What `work` returns on rank 0 of a group of new processes."""
+    # The server imports once for all ranks of all launches; it never ran a backward pass, after which none may fork.
+    mp.set_forkserver_preload([__name__, work.__module__])
+    mp.start_processes(_rank, (ranks, folder, work, arguments), nprocs=ranks, start_method="forkserver")
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
+    found = work(*arguments)
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_fsdp(model: Any, micro: MicroBatching, *, shards: int = -1, **options: Any) -> FsdpEngine[Any]:
+    return FsdpEngine(model, micro, OPTIONS, mesh=device_mesh(torch.device("cpu"), shards), **options)
+
+
+def costs(batch: TrainBatch) -> list[float]:
+    return sequence_lengths(batch).tolist()
+
+
+def learn(engine: FsdpEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> Updated:
+    """An update of which each rank gets its rows only."""
+    minis = mini_batches(batch.response_mask, plan, step)
+    rows, parts = divide(minis, costs(batch), dist.get_world_size(), balanced)[dist.get_rank()]
+    return engine.learn(batch[rows], loss, plan, parts, step)
+
+
+def whole_gradients(
+    engine: FsdpEngine[Any], batch: TrainBatch, loss: LossSpec, assign: Assign = balanced
+) -> dict[str, Tensor]:
+    """The gradient of the loss of all rows as one mini-batch."""
+    plan = UpdatePlan(mini_batch_rows=len(batch))
+    minis = mini_batches(batch.response_mask, plan, 0)
+    rows, (part,) = divide(minis, costs(batch), dist.get_world_size(), assign)[dist.get_rank()]
+    engine.accumulate_gradients(batch[rows][part.rows], loss, part.sizes)
+    grads = {name: p.grad for name, p in engine.model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items() if g is not None}
+
+
+def whole_weights(engine: FsdpEngine[Any]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export().tensors}

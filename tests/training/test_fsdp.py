@@ -1,0 +1,222 @@
+"""An engine in shards gives what one process gives, whatever the number of ranks."""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.training.batches import (
+    ROWS,
+    make_batch,
+    make_critic,
+    make_engine,
+    make_policy,
+    same_bits,
+    weights,
+)
+from tests.training.batches import gradients as local_gradients
+from tests.training.fsdp_ranks import OPTIONS, costs, learn, make_fsdp, on_ranks, whole_gradients, whole_weights
+from tether.batch import TrainBatch
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.training.division import balanced, divide, mini_batches
+from tether.training.engines.incident import replay
+from tether.training.engines.local import LocalEngine
+from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.text.forward import PolicyForward, ValueForward
+from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
+from tether.training.text.micro_batches import MicroBatching
+
+TOLERANCE = 1e-10
+LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))
+SELECTING = LossSpec(
+    PolicyForward(),
+    PolicyLoss("clip_cov"),
+    TokenSelection("clip_cov", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 0.2,
+                                "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}),
+)  # fmt: skip
+VALUES = LossSpec(ValueForward(), CriticLoss())
+PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
+ONE_ROW, FOUR_ROWS, TOKENS = MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)
+BAD_ROW = 3
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative to the size of the expected tensor, at the worst parameter."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+def on_last(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    return [*[[]] * (ranks - 1), list(range(len(costs)))]
+
+
+def gradients(estimator: str, shards: int) -> Iterator[tuple[str, float]]:
+    batch = make_batch(make_policy(), make_critic(), estimator)
+    engine = make_engine(make_policy())
+    engine.accumulate_gradients(batch, LOSS)
+    expected = local_gradients(engine.model)
+    for micro in (ONE_ROW, FOUR_ROWS, TOKENS):
+        sharded = make_fsdp(make_policy(), micro, shards=shards)
+        yield f"{estimator}, {micro}", distance(whole_gradients(sharded, batch, LOSS), expected)
+    recomputing = make_policy()
+    enable_gradient_checkpointing(recomputing)
+    sharded = make_fsdp(recomputing, TOKENS, shards=shards)
+    yield f"{estimator}, recomputed", distance(whole_gradients(sharded, batch, LOSS), expected)
+    lopsided = make_fsdp(make_policy(), ONE_ROW, shards=shards)
+    yield f"{estimator}, all rows on one rank", distance(whole_gradients(lopsided, batch, LOSS, on_last), expected)
+
+
+def critic_gradients(shards: int) -> Iterator[tuple[str, float]]:
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_critic())
+    engine.accumulate_gradients(batch, VALUES)
+    sharded = make_fsdp(make_critic(), FOUR_ROWS, shards=shards)
+    yield "critic", distance(whole_gradients(sharded, batch, VALUES), local_gradients(engine.model))
+
+
+def averaged_gradients() -> float:
+    """The negative control: denominators of the rows of a rank."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_policy())
+    engine.accumulate_gradients(batch, LOSS)
+    sharded = make_fsdp(make_policy(), FOUR_ROWS)
+    half = batch[torch.arange(ROWS) % dist.get_world_size() == dist.get_rank()]
+    sharded.accumulate_gradients(half, LOSS)
+    found = {name: p.grad.full_tensor() / dist.get_world_size() for name, p in sharded.model.named_parameters()}
+    return distance(found, local_gradients(engine.model))
+
+
+def updates(loss: LossSpec, shards: int) -> tuple[float, dict[str, float], dict[str, float], Tensor, Tensor]:
+    batch = make_batch(make_policy(), make_critic())
+    engine, sharded = make_engine(make_policy(), FOUR_ROWS), make_fsdp(make_policy(), FOUR_ROWS, shards=shards)
+    expected, found = engine.update(batch, loss, PLAN, 3), learn(sharded, batch, loss, PLAN, 3)
+    minis = mini_batches(batch.response_mask, PLAN, 3)
+    rows, parts = divide(minis, costs(batch), dist.get_world_size(), balanced)[dist.get_rank()]
+    first = torch.cat([part.rows for part in parts if part.epoch == 0])  # later epochs deal rows to other ranks
+    return (
+        distance(whole_weights(sharded), weights(engine.model)),
+        found.metrics,
+        expected.metrics,
+        found.outputs.log_probs[first] if found.outputs is not None else torch.empty(0),
+        expected.outputs.log_probs[rows][first],
+    )
+
+
+def single(batch: TrainBatch) -> TrainBatch:
+    """The same in float32."""
+    for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        setattr(batch, name, getattr(batch, name).float())
+    return batch
+
+
+def bits(compute_dtype: torch.dtype | None) -> tuple[bool, float]:
+    """Whether weights and optimizer have the bits that one process gives, and how far the weights are apart."""
+    batch = single(make_batch(make_policy(), make_critic()))
+    policies = [make_policy(dtype=torch.float32, tie_word_embeddings=True) for _ in range(2)]
+    engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=compute_dtype)
+    sharded = make_fsdp(policies[1], FOUR_ROWS, compute_dtype=compute_dtype)
+    for step in range(2):
+        engine.update(batch, LOSS, PLAN, step)
+        learn(sharded, batch, LOSS, PLAN, step)
+    found, expected = whole_weights(sharded), {name: tensor.detach() for name, tensor in engine.export().tensors}
+    state = sharded.state_dict()
+    same = same_bits(found, expected) and (not state or same_state(state, engine.state_dict()))
+    return same, distance(found, expected)
+
+
+def same_state(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_state(left[key], right[key]) for key in left)
+    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
+
+
+def skipped(folder: Path) -> tuple[float, float, list[int]]:
+    batch = make_batch(make_policy(), make_critic())
+    batch.advantages[BAD_ROW, 0] = math.nan
+    sharded = make_fsdp(make_policy(), FOUR_ROWS, incident_dir=folder)
+    updated = learn(sharded, batch, LOSS, UpdatePlan(ROWS))
+    moved = distance(whole_weights(sharded), weights(make_policy()))
+    dist.barrier()
+    return updated.metrics["skipped_updates"], moved, replay(folder / "step_1") if dist.get_rank() == 0 else []
+
+
+def resumed(folder: Path) -> bool:
+    """State goes from one process to these ranks and back without a bit lost."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_policy(), FOUR_ROWS)
+    engine.update(batch, LOSS, PLAN, 0)
+    state, before = copy.deepcopy(engine.state_dict()), weights(engine.model)
+    sharded = make_fsdp(engine.model, FOUR_ROWS, save=lambda model, folder: torch.save(weights(model), folder))
+    sharded.load_state_dict(state)
+    back = sharded.state_dict()
+    sharded.save(folder)
+    return dist.get_rank() > 0 or (same_state(back, state) and same_bits(torch.load(folder), before))
+
+
+def everything(folder: Path, shards: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "gradients": dict([*gradients("gae", shards), *gradients("grpo", shards), *critic_gradients(shards)]),
+        "averaged": averaged_gradients(),
+        "updates": [updates(LOSS, shards), updates(SELECTING, shards)],
+        "float32": bits(None),
+        "bfloat16": bits(torch.bfloat16),
+        "skipped": skipped(folder / "incidents"),
+    }
+    return found | {"resumed": resumed(folder / "weights.pt")}
+
+
+LAYOUTS = (
+    pytest.param((1, -1), id="1 rank"),
+    pytest.param((2, -1), id="2 ranks"),
+    pytest.param((4, -1), id="4 ranks", marks=pytest.mark.slow),
+    pytest.param((4, 2), id="2 x 2 ranks", marks=pytest.mark.slow),
+)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    ranks, shards = request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    return ranks, on_ranks(folder, ranks, everything, folder, shards)
+
+
+def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
+    """Whatever the micro-batches; some ranks have fewer than others, and wait in padding ones."""
+    assert {case: worst for case, worst in group[1]["gradients"].items() if not worst < TOLERANCE} == {}
+    assert len(group[1]["gradients"]) == 11
+
+
+def test_means_over_the_rows_of_a_rank_are_noticed(group: tuple[int, dict[str, Any]]) -> None:
+    ranks, found = group
+    assert found["averaged"] < TOLERANCE if ranks == 1 else found["averaged"] > 1e-3
+
+
+def test_updates_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
+    """Also where a loss must know all tokens of a mini-batch before it is cut."""
+    for far, metrics, expected, log_probs, same_rows in group[1]["updates"]:
+        assert far < 1e-8  # Adam makes more of a difference
+        assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        torch.testing.assert_close(log_probs, same_rows, rtol=1e-8, atol=1e-8)
+
+
+def test_one_rank_has_the_bits_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
+    ranks, found = group
+    if ranks == 1:
+        assert found["float32"] == (True, 0)
+        assert found["bfloat16"] == (True, 0)
+    assert found["float32"][1] < 1e-3
+    assert found["bfloat16"][1] < 0.1
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(group: tuple[int, dict[str, Any]]) -> None:
+    assert group[1]["skipped"] == (1, 0, [BAD_ROW])
+
+
+def test_state_has_no_number_of_ranks(group: tuple[int, dict[str, Any]]) -> None:
+    assert group[1]["resumed"]

@@ -1,0 +1,339 @@
+"""A model, its optimizer and how they are updated: what an engine in one process and one of many ranks have in common.
+
+One update of a rollout::
+
+    rows of the rollout ──► epochs ──► mini-batches ──► micro-batches
+                                       one optimizer     one forward and
+                                       step each         backward each, summed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.algorithms import Mean, Metric, count_valid, merge_metrics
+from tether.batch import TrainBatch
+from tether.training.division import MiniBatch
+from tether.training.engines.incident import Incidents
+from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+from tether.training.out_of_memory import named_out_of_memory, within_memory
+from tether.training.protocol import Forward, LossSizes, LossSpec, Outputs, Updated, UpdatePlan
+from tether.training.text.forward import ReferenceModel
+from tether.training.text.micro_batches import MicroBatching, RowSize
+from tether.training.text.packing import padding_row, row_sizes
+
+Result = TypeVar("Result")
+TOO_LONG = (
+    "Lower data.max_response_length or data.max_prompt_length, set "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True, or take a smaller model or a larger machine."
+)
+MOMENTS = (
+    "AdamW keeps two numbers for each weight that trains. Train adapters alone (actor_rollout_ref.model.lora_rank), or "
+    "take a smaller actor_rollout_ref.model.path, critic.model.path or a larger machine."
+)
+FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
+"""Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
+
+
+class SkippedMiniBatch(Generic[Outputs]):
+    """See `tether.training.engines.incident.SkippedUpdate`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reference: ReferenceModel | None,
+        batch: TrainBatch,
+        loss: LossSpec[TrainBatch, Outputs],
+    ) -> None:
+        # Pickled together: with LoRA the reference is the model itself, with its adapter off.
+        self.model, self.reference, self.batch, self.loss = model, reference, batch, loss
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.batch)
+
+    def backward(self, row: int) -> Tensor:
+        """See there."""
+        micro = self.batch[row : row + 1]
+        self.model.zero_grad()
+        outputs = self.loss.forward(self.model, micro, self.reference)
+        term = self.loss.function(outputs, micro, LossSizes(int(micro.response_mask.sum()), 1))
+        term.loss.backward()
+        return term.loss.detach()
+
+
+class AutogradEngine(Generic[Outputs]):
+    """Runs one model (policy, critic or reference) and adds up its gradients: of all rows, or of those of one rank.
+
+    Args:
+        model: policy, critic or reference, on its device.
+        trained: the weights that the optimizer updates.
+        micro: limits of a forward and backward pass.
+        optimizer: None for a model that is only run.
+        infer_micro: limits of a forward pass without gradients; None: `micro`.
+        reference: handed to every forward, for losses that compare whole distributions.
+        during: entered while inferring; switches an adapter off.
+        save: writes the model as a Hugging Face directory.
+        incident_dir: where an update with a non-finite gradient is kept.
+        row_sizes: what each row of a batch costs a micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        trained: list[nn.Parameter],
+        micro: MicroBatching,
+        optimizer: OptimizerOptions | None = None,
+        *,
+        infer_micro: MicroBatching | None = None,
+        reference: ReferenceModel | None = None,
+        during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext,
+        save: Callable[[PreTrainedModel, Path], None] | None = None,
+        incident_dir: Path | None = None,
+        row_sizes: Callable[[Any], list[RowSize]] = row_sizes,
+    ) -> None:
+        self._row_sizes = row_sizes
+        self.model = model
+        self.micro = micro
+        self.infer_micro = infer_micro or micro
+        self.options = optimizer
+        self.reference = reference
+        self.version = 0
+        self._during = during
+        self._save = save
+        self._incidents = Incidents(incident_dir)
+        self._reduced: dict[MicroBatching, MicroBatching] = {}
+        self.trained = trained
+        self.optimizer = build_adamw(trained, optimizer) if optimizer else None
+
+    def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
+        """See `tether.training.protocol.Engine.infer`."""
+        found = self._infer(batch, forward, self.infer_micro)
+        assert found is not None, "no rows to infer"
+        return found
+
+    def _infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs], micro: MicroBatching) -> Outputs | None:
+        self.model.eval()
+        sizes = self._row_sizes(batch)
+
+        def attempt(micro: MicroBatching) -> Outputs | None:
+            places = [torch.tensor(rows) for rows in micro.split(sizes)]
+            with torch.no_grad(), self._during(self.model):
+                padding = self._rounds(len(places)) - len(places)
+                found = [self._run(forward, batch[rows]) for rows in places]
+                for _ in range(padding):
+                    self._run(forward, padding_row())
+            return scattered(found, places, len(batch)) if found else None
+
+        return self._within_memory(attempt, micro, sizes)
+
+    def learn(
+        self,
+        batch: TrainBatch,
+        loss: LossSpec[TrainBatch, Outputs],
+        plan: UpdatePlan,
+        parts: Sequence[MiniBatch],
+        step: int,
+    ) -> Updated[Outputs]:
+        """Make one optimizer step for each mini-batch; see `tether.training.protocol.Engine.update`.
+
+        Args:
+            batch: the rows that are here.
+            loss: what is lowered.
+            plan: see there.
+            parts: of each mini-batch, what is here.
+            step: see there.
+        """
+        assert self.optimizer, "a frozen model has no update"
+        assert self.options
+        self.version += 1
+        rate = learning_rate(self.options, step)
+        set_learning_rate(self.optimizer, rate)
+        measured: list[dict[str, Metric]] = []
+        first: list[dict[str, Metric]] = []
+        outputs: list[Outputs] = []
+        places: list[Tensor] = []
+        norms: list[float] = []
+        skipped = early_stops = 0
+        for part in parts:
+            mini = batch[part.rows]
+            if loss.prepare is not None:
+                mini = self._prepared(mini, loss, part, plan.generator(step, part.epoch, part.number))
+            pieces, found = self.accumulate_gradients(mini, loss, part.sizes)
+            if part.epoch == 0 and found is not None:
+                outputs.append(found)
+                places.append(part.rows)
+            measured += pieces
+            first = first or pieces
+            if plan.max_ratio is not None and mean_ratio(pieces) > plan.max_ratio:
+                early_stops += 1
+                continue
+            norm = self._clip_gradients(self.options.grad_clip)
+            if math.isfinite(norm):
+                with named_out_of_memory("the optimizer's step", MOMENTS):
+                    self.optimizer.step()
+                self._weights_changed()
+                norms.append(norm)
+            else:
+                skipped += 1
+                self._keep_incident(step, mini, loss, part)
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
+        metrics |= _first_update_metrics(first)
+        if plan.max_ratio is not None:
+            metrics["early_stops"] = float(early_stops)
+        metrics |= {
+            "grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "lr": rate,
+            "skipped_updates": float(skipped),
+        }
+        return Updated(metrics, scattered(outputs, places, len(batch)) if outputs else None)
+
+    def accumulate_gradients(
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes | None = None
+    ) -> tuple[list[dict[str, Metric]], Outputs | None]:
+        """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches.
+
+        Args:
+            mini: its rows, or those of them that are here.
+            loss: what is lowered.
+            sizes: of the whole mini-batch; None: all of it is here.
+
+        Returns:
+            Metrics, to be merged, and the model's outputs for each row, without gradients; None where no row is here.
+        """
+        assert self.optimizer
+        self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
+        rows = self._row_sizes(mini)
+        if sizes is None:
+            valid = count_valid(mini.response_mask)
+            sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
+
+        def attempt(micro: MicroBatching) -> tuple[list[dict[str, Metric]], dict[str, Tensor], Outputs | None]:
+            return self._sum_gradients(mini, loss, sizes, micro.split(rows))
+
+        measured, shares, outputs = self._within_memory(attempt, self.micro, rows)
+        measured, shares = self._of_all(measured, shares)
+        one = torch.tensor(1.0)
+        means: dict[str, Metric] = {name: Mean(total, one) for name, total in shares.items()}
+        return [*measured, means], outputs
+
+    def _sum_gradients(
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes, groups: list[list[int]]
+    ) -> tuple[list[dict[str, Metric]], dict[str, Tensor], Outputs | None]:
+        """See `accumulate_gradients`; what an attempt that failed left in the gradients is overwritten.
+
+        Args:
+            mini: see there.
+            loss: see there.
+            sizes: see there.
+            groups: rows of each micro-batch.
+        """
+        self._begin_gradients()
+        measured: list[dict[str, Metric]] = []
+        shares: dict[str, Tensor] = {}
+        outputs: list[Outputs] = []
+        places = [torch.tensor(rows) for rows in groups]
+        padding = self._rounds(len(places)) - len(places)
+        for rows in places:
+            micro = mini[rows]
+            found = self._run(loss.forward, micro)
+            term = loss.function(found, micro.to(self.trained[0].device), sizes)
+            term.loss.backward()
+            outputs.append(found.detach())  # type: ignore[attr-defined]  # tensordict's classes
+            measured.append(term.metrics)
+            for name, share in term.shares.items():
+                shares[name] = shares.get(name, 0.0) + share.detach().double()
+        for _ in range(padding):
+            torch.stack(
+                [output.sum() for output in tensors_of(self._run(loss.forward, padding_row()))]
+            ).sum().backward()
+        self._finish_gradients()
+        return measured, shares, scattered(outputs, places, len(mini)) if outputs else None
+
+    def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:
+        return forward(self.model, micro, self.reference)
+
+    def _rounds(self, count: int) -> int:
+        """Micro-batches that every rank runs, where this one has `count`; the rest are padding, and count nothing."""
+        return count
+
+    def _of_all(
+        self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
+    ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
+        """Metrics and sums over the rows of a mini-batch, wherever they are."""
+        return measured, shares
+
+    def _prepared(
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch, draws: torch.Generator
+    ) -> TrainBatch:
+        """The rows of a mini-batch after `loss.prepare` has seen all of them."""
+        assert loss.prepare
+        outputs = self._infer(mini, loss.forward, self.micro)
+        assert outputs is not None
+        loss.prepare(mini, outputs, draws)
+        return mini
+
+    def _begin_gradients(self) -> None:
+        """A new sum of gradients begins, in the same memory: fresh pages are slow."""
+        assert self.optimizer
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def _finish_gradients(self) -> None:
+        """The sum is complete."""
+
+    def _clip_gradients(self, limit: float) -> float:
+        """Scale the gradient down to a norm of `limit`; returns its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.trained, limit))
+
+    def _weights_changed(self) -> None:
+        """The optimizer made a step."""
+
+    def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
+        self._incidents.keep(step, self.model, SkippedMiniBatch(self.model, self.reference, mini, loss))
+
+    def _within_memory(
+        self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
+    ) -> Result:
+        """Run in micro-batches of these limits, or of those that once had to be taken instead."""
+        limit = self._reduced.get(micro, micro)
+        result, self._reduced[micro] = within_memory(attempt, limit, lambda limit: limit.halved(rows), str, TOO_LONG)
+        return result
+
+
+def scattered(pieces: list[Outputs], places: list[Tensor], rows: int) -> Outputs:
+    """Outputs of pieces of a batch at their rows of the whole one, on the host; zero at rows that no piece had."""
+    found = torch.cat(pieces).cpu()  # type: ignore[arg-type]  # tensordict's classes
+    whole = found.new_zeros(rows)
+    whole[torch.cat(places)] = found
+    return whole  # type: ignore[return-value]
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """All of a model's outputs that carry a gradient."""
+    values = (getattr(outputs, field.name) for field in fields(outputs))
+    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+
+
+def mean_ratio(pieces: Iterable[Mapping[str, Metric]]) -> float:
+    """Mean importance ratio of a mini-batch, out of the metrics of its micro-batches."""
+    return float(merge_metrics(pieces)["actor/ratio_mean"])
+
+
+def _first_update_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+    """Of one mini-batch: ``actor/ratio_mean`` becomes ``actor/first_update/ratio_mean``."""
+    metrics = {}
+    for key, metric in merge_metrics(pieces).items():
+        role, _, name = key.rpartition("/")
+        if name in FIRST_UPDATE:
+            metrics[f"{role}/first_update/{name}"] = float(metric)
+    return metrics

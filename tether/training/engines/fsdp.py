@@ -1,0 +1,230 @@
+"""A model in shards on several ranks (FSDP2, ``torch.distributed.fsdp.fully_shard``), and how it is updated there.
+
+Every rank has the same code run on its part of each mini-batch, in the same number of micro-batches. Weights, gradients
+and optimizer are cut along their first dimension; a layer is put together while it runs. A gradient is summed over
+ranks, never averaged: the denominators of a loss already are those of the whole mini-batch. With `compute_dtype` the
+shards stay float32 while layers are gathered in the narrower dtype, and gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from tether.algorithms import Metric
+from tether.batch import TrainBatch, WeightUpdate
+from tether.training.division import MiniBatch
+from tether.training.engines.autograd import AutogradEngine, SkippedMiniBatch, tensors_of
+from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.protocol import Forward, LossSpec, Outputs
+from tether.training.text.micro_batches import MicroBatching
+
+Found = TypeVar("Found")
+
+
+class FsdpEngine(AutogradEngine[Outputs]):
+    """One rank's share of a model that is run and updated on many; every method is called on all ranks alike.
+
+    `infer` and `learn` take the rows of this rank; `save` and `state_dict` gather on rank 0 what `LocalEngine` would
+    write, so that a checkpoint has no number of ranks.
+
+    Args:
+        model: policy, critic or reference, whole; in float32 if it is trained. It is cut in place.
+        micro: limits of a forward and backward pass of a rank.
+        optimizer: None for a model that is only run.
+        mesh: the ranks, see `device_mesh`.
+        compute_dtype: dtype of forward and backward; None: the model's.
+        options: of `AutogradEngine`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        micro: MicroBatching,
+        optimizer: OptimizerOptions | None = None,
+        *,
+        mesh: DeviceMesh,
+        compute_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        # The class and the buffers of the model, without its weights: to put the whole model together again.
+        self._empty = _with_weights(model, (p.to("meta") for p in model.parameters()))
+        self._compute_dtype = compute_dtype or model.dtype
+        self._root = _cut(model, mesh, self._compute_dtype)
+        super().__init__(model, [p for p in model.parameters() if p.requires_grad], micro, optimizer, **options)
+
+    def export(self) -> WeightUpdate:
+        """The current weights in the dtype of the forward pass, each put together when its turn comes."""
+        return WeightUpdate(self.version, self._gathered())
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.model.state_dict().items():
+            yield name, _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a plain Hugging Face directory, from rank 0."""
+        assert self._save, "a frozen model is not saved"
+        whole = self._whole_model()
+        if whole is not None:
+            self._save(whole, folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state beside the weights, as of one process; on rank 0, the other ranks give an empty one."""
+        assert self.optimizer
+        state = self.optimizer.state_dict()
+        moments = {
+            number: {name: _on_first_rank(value) for name, value in moments.items()}
+            for number, moments in state["state"].items()
+        }
+        return state | {"state": moments, "version": self.version} if dist.get_rank() == 0 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over this rank's shards of a `state_dict`, of any engine and number of ranks."""
+        assert self.optimizer
+        self.version = state["version"]
+        shards = {
+            number: {name: _shard_of(value, self.trained[number]) for name, value in moments.items()}
+            for number, moments in state["state"].items()
+        }
+        self.optimizer.load_state_dict(state | {"state": shards})
+
+    def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:
+        outputs: Outputs
+        outputs, _ = self._root(lambda: forward(self.model, micro, self.reference))
+        if not torch.is_grad_enabled():
+            self._root.reshard()  # else a forward pass after the optimizer's step could find the weights before it
+        return outputs
+
+    def _rounds(self, count: int) -> int:
+        return max(_from_all(count))
+
+    def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
+        return attempt(micro)  # the other ranks could not follow a second attempt
+
+    def _of_all(
+        self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
+    ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
+        every = _from_all((measured, shares))
+        totals: dict[str, Tensor] = {}
+        for name, share in chain.from_iterable(of_rank.items() for _, of_rank in every):
+            totals[name] = totals.get(name, 0.0) + share
+        return list(chain.from_iterable(of_rank for of_rank, _ in every)), totals
+
+    def _prepared(
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch, draws: torch.Generator
+    ) -> TrainBatch:
+        assert loss.prepare
+        outputs = self._infer(mini, loss.forward, self.micro)
+        every = [piece for piece in _from_all((part.places, mini, outputs)) if len(piece[0])]
+        whole = _put_together([(places, rows) for places, rows, _ in every])
+        loss.prepare(whole, _put_together([(places, found) for places, _, found in every]), draws)
+        rows: TrainBatch = whole[part.places]
+        return rows
+
+    def _clip_gradients(self, limit: float) -> float:
+        return float(_whole(torch.nn.utils.clip_grad_norm_(self.trained, limit)))
+
+    def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
+        whole = self._whole_model()
+        every = [piece for piece in _from_all((part.places, mini)) if len(piece[0])]
+        if whole is not None:
+            rows = _put_together(every)
+            self._incidents.keep(step, whole, SkippedMiniBatch(whole, self.reference, rows, loss))
+
+    def _whole_model(self) -> PreTrainedModel | None:
+        """A copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
+        weights = [_on_first_rank(parameter) for parameter in self.model.parameters()]
+        return _with_weights(self._empty, weights) if dist.get_rank() == 0 else None
+
+
+def device_mesh(device: torch.device, shards: int = -1) -> DeviceMesh:
+    """All ranks of the process group; with `shards` (``fsdp_size``) fewer than ranks, as many copies of the model as
+    that leaves, each cut among `shards` ranks.
+    """
+    ranks = dist.get_world_size()
+    if not 0 < shards < ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+class _Root(nn.Module):
+    """Puts together what is outside of the layers while a forward runs, which calls parts of the model by itself."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+        """The outputs, and those of their tensors on which the backward pass begins; these may be no views."""
+        outputs = run().clone()
+        return outputs, tensors_of(outputs)
+
+
+def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
+    """Cut a model in place, layer by layer; returns the root, which runs forward passes."""
+    wide = MixedPrecisionPolicy(cast_forward_inputs=False)
+    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = wide if dtype == model.dtype else narrow
+    layers = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    if model.get_output_embeddings() is None:  # a critic, whose head stays wide: bfloat16 would round its values
+        fully_shard(model.base_model, mesh=mesh, mp_policy=policy)
+        policy = wide
+    root = _Root(model)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply while it sums
+    return root
+
+
+def _with_weights(model: PreTrainedModel, weights: Iterable[Tensor]) -> PreTrainedModel:
+    """A copy of a model with other tensors as its parameters; ties between them survive."""
+    pairs = zip(model.parameters(), weights, strict=True)
+    return copy.deepcopy(model, {id(p): nn.Parameter(tensor, requires_grad=p.requires_grad) for p, tensor in pairs})
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _on_first_rank(value: Tensor) -> Tensor:
+    """The whole tensor in the memory of rank 0; nothing of use on the others."""
+    whole = _whole(value.detach())
+    return whole.cpu() if dist.get_rank() == 0 else value
+
+
+def _shard_of(value: Any, parameter: nn.Parameter) -> Any:
+    """This rank's part of a tensor that is as large as a parameter; anything else as it is."""
+    assert isinstance(parameter, DTensor)
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _from_all(value: Found) -> list[Found]:
+    """The value of each rank, in the order of ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _put_together(pieces: Sequence[tuple[Tensor, Any]]) -> Any:
+    """Rows of parts of a mini-batch, in its own order."""
+    order = torch.cat([places for places, _ in pieces]).argsort()
+    return torch.cat([rows for _, rows in pieces])[order]
