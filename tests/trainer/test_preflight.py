@@ -13,7 +13,7 @@ from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tests.trainer.tiny_run import GAE, held_out, set_eos
 from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.text.preflight import Preflight
+from tether.trainer.preflight import Preflight
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def unseen(base: list[str], tmp_path: Path) -> list[str]:
 def look(overrides: list[str]) -> Preflight:
     run = build_run(load_config(None, overrides))
     try:
-        assert run.preflight
         return run.preflight()
     finally:
         run.close()
@@ -138,14 +137,14 @@ def test_each_cause_is_named(name: str, unseen: list[str], inputs: Path, tmp_pat
 def test_a_good_run_has_no_finding(unseen: list[str]):
     found = look([*unseen, *GAE])
     assert not found.findings
-    assert len(found.samples) == 16
-    assert len(found.prompts) == 2
+    assert len(found.seen.samples) == 16
+    assert len(found.seen.prompts) == 2
     console = Console(width=200, record=True, file=io.StringIO())
     found.show(console)
     screen = console.export_text()
     assert "nothing suspicious found" in screen
     assert "<|im_start|>user" in screen
-    assert " ".join(map(str, found.prompts[0].token_ids[:24])) in screen
+    assert " ".join(map(str, found.seen.prompts[0].token_ids[:24])) in screen
 
 
 def test_several_causes_are_all_named(unseen: list[str], tmp_path: Path):
@@ -157,7 +156,6 @@ def test_looking_changes_nothing_in_the_run(base: list[str]):
     run = build_run(load_config(None, [*base, *GAE]))
     try:
         before = run.trainer.state()
-        assert run.preflight
         run.preflight()
         assert run.trainer.state() == before
     finally:

@@ -7,8 +7,11 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tether.algorithms import REQUIRED_AGGREGATION
 from tether.assembly.learners import build_optimizer, policy_loss_options, token_selection
@@ -37,6 +40,8 @@ from tether.trainer.control import (
     RewardScaler,
     StartStates,
 )
+from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
+from tether.trainer.preflight import Need, preflight
 from tether.training import Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_ALIKE, ControlLoss, RolloutForward, RolloutOutputs
 from tether.training.engines import FlatEngine
@@ -69,16 +74,18 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         evaluation = build_evaluation(config, policy, resources) if _tests(config, resumes=bool(checkpoint)) else None
         loggers = begin_run(loaded, store, schedule, checkpoint)
         resources.callback(loggers.close)
+        source = StartStates(train.seed, train.rollout_epoch, train.auto_reset)
+        rollouts = EnvRollouts(
+            policy=policy,
+            collector=_collector(config, acted_in(env, policy), policy),
+            evaluation=evaluation,
+            seed=trainer_config.seed,
+            env_seed=train.seed,
+            warn=lambda message: loggers.warn(message),
+        )
         trainer = Trainer(
-            source=StartStates(train.seed, train.rollout_epoch, train.auto_reset),
-            rollouts=EnvRollouts(
-                policy=policy,
-                collector=_collector(config, acted_in(env, policy), policy),
-                evaluation=evaluation,
-                seed=trainer_config.seed,
-                env_seed=train.seed,
-                warn=lambda message: loggers.warn(message),
-            ),
+            source=source,
+            rollouts=rollouts,
             actor=_actor(config, policy, schedule.total_steps),
             critic=None,
             reference=None,
@@ -93,7 +100,25 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             trainer.resume(checkpoint)
         about = f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"
-        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), (about,))
+        # What is collected is copied once, into the rows that are learned from.
+        rows = Need("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
+        check = partial(
+            preflight,
+            partial(look_at_steps, partial(_few_envs, config, policy), source, rollouts),
+            [trainer.actor],
+            [rows],
+        )
+        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), (about,), check)
+
+
+def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
+    """Environments like those of training, whole groups of them, for the preflight."""
+    train = config.env.train
+    count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
+    few = train.model_copy(
+        update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
+    )
+    return acted_in(make_env(few, "env.train", _pacing(config), view_of(config)), policy)
 
 
 def _tests(config: RunConfig, *, resumes: bool) -> bool:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -49,8 +50,10 @@ from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
 from tether.trainer import Persistence, Schedule, Trainer, check_identity, model_fingerprint, object_fingerprint
 from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_tolerance
+from tether.trainer.preflight import Preflight, preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
-from tether.trainer.text.preflight import Preflight, preflight
+from tether.trainer.text.preflight import look_at_responses
+from tether.training import Learner
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Run:
     """Processes of rewards or environments, loggers, and the lock of the folder."""
     about: tuple[str, ...]
     """Lines for the user: what the run learns from."""
-    preflight: Callable[[], Preflight] | None = None
-    """Looks at a sample before the first step; None: there is nothing to look at."""
+    preflight: Callable[[], Preflight]
+    """Judges a run that has not begun."""
 
     def close(self) -> None:
         """End all processes, write what the loggers hold back, and let other runs into the folder."""
@@ -149,7 +152,8 @@ def build_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        check = partial(preflight, source, rollouts, actor.plan)
+        learners: list[Learner[Any, Any]] = [actor, critic] if critic else [actor]
+        check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
         if formats:
             about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)

@@ -56,8 +56,6 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
 
 def _check_first(run: Run, screen: Screen) -> None:
     """Sample before the first step, and refuse what cannot be meant."""
-    if run.preflight is None:
-        return
     checked = run.preflight()
     checked.show(screen)
     if checked.refused:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
+
+CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
+)
+"""Folder of a container's memory, its files with the limit and the use, and how ``memory.stat`` calls the part of that
+use which is cached files: of version 2, and of version 1."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -39,3 +47,22 @@ def usable_cores() -> int:
 def set_threads(count: int | None) -> None:
     """Let torch use `count` CPU threads; None takes every core that this process may run on."""
     torch.set_num_threads(count or usable_cores())
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on a device, swap space included; None: it does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        free = [(kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0)) * 1024]
+    except (OSError, KeyError, ValueError):
+        return None
+    for folder, limit, used, cached in CGROUPS:
+        try:
+            cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cached]
+            free.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(cache))
+        except (OSError, KeyError, ValueError):  # there is no such file, or no limit
+            continue
+    return min(free)

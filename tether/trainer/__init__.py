@@ -20,6 +20,7 @@ __all__ = [
     "model_fingerprint",
     "object_fingerprint",
     "parts",
+    "preflight",
     "text",
     "write_run_yaml",
 ]

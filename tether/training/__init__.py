@@ -5,11 +5,12 @@ passes and losses of the two kinds of policy.
 """
 
 from tether.training.learner import Learner
-from tether.training.out_of_memory import named_out_of_memory, out_of_memory_message
+from tether.training.out_of_memory import LOWER, named_out_of_memory, out_of_memory_message
 from tether.training.own_functions import advantage_estimator, policy_loss
 from tether.training.protocol import LossSpec, UpdatePlan
 
 __all__ = [
+    "LOWER",
     "Learner",
     "LossSpec",
     "UpdatePlan",

@@ -75,8 +75,8 @@ class TrainerConfig(Section):
     """Validate, then stop."""
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
-    preflight: bool = True
-    """Check prompts, samples and rewards before the first step. (tether's own key.)"""
+    preflight: Annotated[bool, EMBODIED_TOO] = True
+    """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
     """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None

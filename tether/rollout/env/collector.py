@@ -112,6 +112,12 @@ class EnvCollector:
         """E, C, N: of the noise that a rollout takes, before the dimensions of an action."""
         return self.epochs, self.steps // self.chunk, self.env.num_envs
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        flags = self._terminated.nbytes + self._truncated.nbytes + self._valid.nbytes
+        return int(self._obs.bytes() + self._actions.nbytes + self._rewards.nbytes + flags)
+
     def restart(self, seed: int) -> None:
         """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
         self._now = copied(self.env.reset(seed))

@@ -15,4 +15,5 @@ __all__ = [
     "OpenVideo",
     "RewardScaler",
     "StartStates",
+    "preflight",
 ]

@@ -1,16 +1,11 @@
-"""Before the first step: look at two prompts and sixteen responses, and say what is wrong with them.
-
-Most runs that learn nothing can be told from one screen: the template was not applied, every response is cut, the
-model never ends its turn, every reward is the same. Each finding names its cause and the fix.
-"""
+"""What the preflight of a language model looks at: two prompts and sixteen responses, with their rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -20,9 +15,9 @@ from tether.metrics.loggers import Sample
 from tether.rollout import NoiseKey
 from tether.runtime.terminal import shortened
 from tether.trainer.parts.collector import ScoredResponses
+from tether.trainer.preflight import Finding
 from tether.trainer.text.evaluation import samples_of
 from tether.trainer.text.rollouts import PromptSource, TextRollouts
-from tether.training import UpdatePlan
 
 PROMPTS_SHOWN = 2
 RESPONSES = 16
@@ -31,37 +26,18 @@ SPECIAL_TOKEN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something that is wrong, or likely to be."""
-
-    cause: str
-    """Short name, for example ``all_truncated``."""
-    message: str
-    """What was seen, and the fix."""
-    refuses: bool = False
-    """The run does not start with it."""
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """What was looked at, and what was found."""
+class SeenResponses:
+    """Prompts and responses; see `tether.trainer.preflight.Seen`."""
 
     prompts: Sequence[Prompt]
     token_texts: Sequence[str]
     """The prompts as the model reads them, special tokens written out."""
     samples: Sequence[Sample]
     findings: Sequence[Finding]
+    step_rows: int
 
-    @property
-    def refused(self) -> bool:
-        """A finding forbids the run."""
-        return any(finding.refuses for finding in self.findings)
-
-    def show(self, console: Console) -> None:
-        """Print everything on one screen."""
-        console.print(Panel(Group(*self._parts()), title="preflight", title_align="left"))
-
-    def _parts(self) -> list[RenderableType]:
+    def shown(self) -> list[RenderableType]:
+        """See `Seen`."""
         parts: list[RenderableType] = []
         for prompt, text in zip(self.prompts, self.token_texts, strict=True):
             parts += [
@@ -80,36 +56,29 @@ class Preflight:
                 Text(shortened(" ".join(str(sample.ground_truth).split()), 24)),
                 reward,
             )
-        parts.append(table)
-        parts += [
-            Text(f"{'refused' if f.refuses else 'warning'}: {f.message}", style="bold red" if f.refuses else "yellow")
-            for f in self.findings
-        ]
-        return parts if self.findings else [*parts, Text("nothing suspicious found", style="green")]
+        return [*parts, table]
 
 
-def preflight(source: PromptSource, rollouts: TextRollouts, plan: UpdatePlan) -> Preflight:
-    """Sample sixteen responses with the untrained policy and judge them.
+def look_at_responses(source: PromptSource, rollouts: TextRollouts) -> SeenResponses:
+    """Sample sixteen responses with the untrained policy.
 
     Args:
         source: of the prompts.
         rollouts: ready to sample.
-        plan: of the policy's update.
     """
     tokenizer = rollouts.tokenizer
     count = min(len(source.dataset), max(1, RESPONSES // rollouts.sampling.n))
     prompts = [source.dataset[row] for row in range(count)]
     experience = rollouts.collector.collect(prompts, rollouts.sampling, NoiseKey(rollouts.seed, step=0))
     groups = rollouts.dynamic_sampling
-    rows = (groups.num_groups if groups else source.sampler.batch_size) * rollouts.sampling.n
-    findings = [
-        *prompt_findings(source, rollouts, prompts),
-        *response_findings(rollouts, experience),
-        *update_findings(rows, plan.mini_batch_rows, plan.epochs),
-    ]
     shown = prompts[:PROMPTS_SHOWN]
-    samples = list(samples_of(experience, rollouts.collector))[:RESPONSES]
-    return Preflight(shown, [decode(tokenizer, p.token_ids) for p in shown], samples, findings)
+    return SeenResponses(
+        shown,
+        [decode(tokenizer, prompt.token_ids) for prompt in shown],
+        list(samples_of(experience, rollouts.collector))[:RESPONSES],
+        [*prompt_findings(source, rollouts, prompts), *response_findings(rollouts, experience)],
+        (groups.num_groups if groups else source.sampler.batch_size) * rollouts.sampling.n,
+    )
 
 
 def prompt_findings(source: PromptSource, rollouts: TextRollouts, prompts: Sequence[Prompt]) -> list[Finding]:
@@ -173,19 +142,6 @@ def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
         f"all {len(responses)} sampled responses were cut at data.max_response_length="
         f"{rollouts.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or ask for shorter answers.",
     )
-
-
-def update_findings(rows: int, mini_batch_rows: int, epochs: int) -> list[Finding]:
-    """One update a batch: the ratio is 1 and the clip never acts."""
-    if rows > mini_batch_rows or epochs > 1:
-        return []
-    return [
-        Finding(
-            "clipping_inactive",
-            "one optimizer step a batch: the probability ratio is always 1, so PPO's clip never acts. That is plain "
-            "policy gradient; for PPO lower ppo_mini_batch_size or raise ppo_epochs.",
-        )
-    ]
 
 
 def _first_ids(ids: TokenIds, shown: int = 24) -> str:
