@@ -169,6 +169,16 @@ def test_an_environment_that_hangs_in_this_process_is_an_error(where):
     env.close()
 
 
+def test_an_environment_that_exits_does_not_end_the_run_as_if_it_were_done(monkeypatch):
+    toys.register()
+    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2))
+    env.reset(0)
+    monkeypatch.setattr(toys.Countdown, "step", lambda self, action: sys.exit(0))
+    with pytest.raises(RuntimeError, match=r"Countdown-v0 asked Python to exit \(0\)"):
+        env.step(NOTHING[:2])
+    env.close()
+
+
 @pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
 def test_an_environment_that_hangs_while_it_is_made_is_an_error(vectorization):
     toys.register()

@@ -108,6 +108,10 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         plot_run(run, tmp_path / "out.png", keys=["critic/score/means"])
     with pytest.raises(ValueError, match=r"no metrics\.jsonl here"):
         plot_run(tmp_path, tmp_path / "out.png")
+    with pytest.raises(ValueError, match=r"there/out\.png: cannot be written \(No such file or directory\)"):
+        plot_run(run, tmp_path / "there" / "out.png")
+    with pytest.raises(ValueError, match=r"out\.doc: cannot be written \(Format 'doc' is not supported"):
+        plot_run(run, tmp_path / "out.doc")
     JsonlLogger(RunInfo(tmp_path / "new", "p", "e", {})).close()
     with pytest.raises(ValueError, match="no step was logged yet"):
         plot_run(tmp_path / "new", tmp_path / "out.png")

@@ -40,6 +40,7 @@ def test_a_dataclass_in_the_file_works(reward):
     [
         ("x = 1\ndef compute_score(:\n", "compute_score", r"reward\.py, line 2: invalid syntax"),
         ("import no_such_module\n", "compute_score", "importing the file failed.*No module named 'no_such_module'"),
+        ("import sys\nsys.exit(0)", "compute_score", r"importing the file failed.*line 2.*SystemExit: 0"),
         ("1 / 0", "compute_score", r"importing the file failed.*line 1.*ZeroDivisionError"),
         (GOOD, "compute_scores", "no such function. Did you mean compute_score. It has: compute_score$"),
         ("", "compute_score", "It has: no function at all"),

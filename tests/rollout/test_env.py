@@ -1,6 +1,8 @@
 """Experience from simulators: what is collected, what is counted, and the true returns in every autoreset mode."""
 
 import math
+import signal
+from itertools import count
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tether.observations import ObsPart  # noqa: E402
 from tether.rollout.env.collector import EnvCollector  # noqa: E402
 from tether.rollout.env.episodes import EpisodeTracker, episode_metrics  # noqa: E402
 from tether.rollout.env.evaluation import evaluate  # noqa: E402
+from tether.runtime import interrupt  # noqa: E402
 
 GAMMA = 0.9
 
@@ -84,6 +87,35 @@ def test_what_is_not_finite_is_named(poison, what):
     collector.collect(act, torch.zeros(1, 2, 2, 1))
     with pytest.raises(ValueError, match=f"tether/Countdown-v0: {what} in environment 1 at step 4"):
         collector.collect(act, torch.zeros(1, 2, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("poison", "what"), [("reward", "the reward is nan"), ("obs", r"the observation \(state\) is inf")]
+)
+def test_what_is_not_finite_is_named_in_a_test_of_the_policy(poison, what):
+    toys.register()
+    options = EnvOptions("tether/Countdown-v0", 2, max_episode_steps=20, init_params={"poison": poison})
+    env = make_vector_env(options)
+    env._envs[1].unwrapped._poison_at = 4
+    with pytest.raises(ValueError, match=f"tether/Countdown-v0: {what} in environment 1 at step 4"):
+        evaluate(env, act, 2, seed=0)
+
+
+def test_a_test_whose_episodes_never_end_can_be_stopped(monkeypatch):
+    """A signal comes in step 5."""
+    monkeypatch.setattr(interrupt, "PATIENCE", 0.1)
+    toys.register()
+    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=10**9))
+    calls = count()
+
+    def asked(obs, noise, state):
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return act(obs, noise, state)
+
+    said = r"SIGTERM: no episode of the test ended for 0\.1 s"
+    with interrupt.graceful_interrupt(), pytest.raises(interrupt.Interrupted, match=said):
+        evaluate(env, asked, 2, seed=0)
 
 
 class Seen:

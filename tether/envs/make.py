@@ -239,7 +239,7 @@ def _check_function(options: EnvOptions, function: Callable[..., Any]) -> None:
     where, given = f"{options.role}.id={options.id}", dict(options.init_params)
     try:
         env = function(**given)
-    except Exception as error:  # whatever a user's function raises is one and the same problem
+    except (Exception, SystemExit) as error:  # whatever a user's function raises is one and the same problem
         call = f"a call with {given or 'no arguments'} ({options.role}.init_params)"
         raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}") from error
     if not isinstance(env, gymnasium.Env):
@@ -250,7 +250,7 @@ def _check_function(options: EnvOptions, function: Callable[..., Any]) -> None:
             env.action_space.seed(0)
             after, reward, _, _, _ = env.step(env.action_space.sample())
             float(reward)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{where}: reset(seed=0) and a step do not give what Gymnasium's do: (observation, info) and "
                 f"(observation, reward, terminated, truncated, info). {type(error).__name__}: {error}"
@@ -373,6 +373,8 @@ def _find(options: EnvOptions) -> EnvSpec:
         return gymnasium.registry[name]
     known = [*gymnasium.registry, *(_definitions(module, f"{options.role}.id") if module.endswith(".py") else ())]
     fix = did_you_mean(name, known, count=3) or " gymnasium.pprint_registry() lists those that there are."
+    if name.endswith(".py"):
+        fix = f" Of a file give {name}:FUNCTION or {name}:ID."
     raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
 
 

@@ -112,7 +112,7 @@ def plot_run(
         `out_png`.
 
     Raises:
-        ValueError: a folder without metrics, or a key that no run has.
+        ValueError: a folder without metrics, a key that no run has, or a picture that cannot be written.
     """
     folders = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
     runs = [read_metrics(folder) for folder in folders]
@@ -125,7 +125,13 @@ def plot_run(
     with mpl.rc_context(STYLE):
         names = _names(folders)
         figure = _draw(panels, runs, [] if mean or len(runs) == 1 else names, title or ", ".join(names))
-        figure.savefig(out_png, dpi=150, facecolor="white")
+        try:
+            figure.savefig(out_png, dpi=150, facecolor="white")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(
+                f"{out_png}: cannot be written ({why}). Give another file, for example curves.png"
+            ) from error
     return out_png
 
 

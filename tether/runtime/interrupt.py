@@ -81,11 +81,12 @@ def graceful_interrupt() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
-def give_up_if_interrupted(waiting_since: float) -> None:
-    """Call this now and then while waiting for another process.
+def give_up_if_interrupted(waiting_since: float, what: str = "a process gave no answer") -> None:
+    """Call this now and then while waiting for what may never come, such as the answer of another process.
 
     Args:
-        waiting_since: when the wait began, or when the process last showed that it is alive (monotonic seconds).
+        waiting_since: when the wait began, or when there last was a sign of life (monotonic seconds).
+        what: did not happen meanwhile.
 
     Raises:
         Interrupted: a signal asks the run to stop, and this wait has lasted more than `PATIENCE` seconds since then.
@@ -93,6 +94,4 @@ def give_up_if_interrupted(waiting_since: float) -> None:
     if _current is None or _current.signal is None:
         return
     if time.monotonic() - max(waiting_since, _current.since) > PATIENCE:
-        raise Interrupted(
-            f"{_current.signal.name}: a process gave no answer for {PATIENCE:g} s, so the step in progress is dropped"
-        )
+        raise Interrupted(f"{_current.signal.name}: {what} for {PATIENCE:g} s, so the step in progress is dropped")

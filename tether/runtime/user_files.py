@@ -64,7 +64,10 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{key}={path}: {error.filename}, line {error.lineno}: {error.msg}") from error
-    except Exception as error:  # whatever a user's module raises while it is imported is one and the same problem
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a user's module raises while it is imported is one and the same problem
         tail = traceback.format_exc(limit=-1).strip()
         raise ValueError(f"{key}={path}: importing the file failed:\n{tail}") from error
     return module

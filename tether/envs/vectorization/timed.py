@@ -33,11 +33,13 @@ class TimedEnv:
         """See `VectorEnv.reset`.
 
         Raises:
-            RuntimeError: it took too long.
+            RuntimeError: it took too long, or would end this process.
         """
         self._calls.begin()
         try:
             return self._env.reset(seed)
+        except SystemExit as exit:  # else the run would end here as if it were done
+            raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
         finally:
             self._calls.end()
 
@@ -45,11 +47,13 @@ class TimedEnv:
         """See `VectorEnv.step`.
 
         Raises:
-            RuntimeError: it took too long.
+            RuntimeError: it took too long, or would end this process.
         """
         self._calls.begin()
         try:
             return self._env.step(actions)
+        except SystemExit as exit:  # else the run would end here as if it were done
+            raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
         finally:
             self._calls.end()
 

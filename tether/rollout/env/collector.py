@@ -20,7 +20,7 @@ from tether.batch import EnvBatch, Episode
 from tether.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.models.control import Act
 from tether.observations import Array, Observation, copied
-from tether.rollout.env.episodes import EpisodeTracker
+from tether.rollout.env.episodes import EpisodeTracker, broken
 
 Finals = list[tuple[int, int, Observation]]
 """(column, step, last observation of its episode)."""
@@ -262,10 +262,7 @@ class EnvCollector:
         ]
         if bad:
             t, n, what = min(bad)
-            raise ValueError(
-                f"{self.env.id}: {what} in environment {n} at step {self._done + t + 1}. "
-                "Fix the environment, or end its episodes before it diverges."
-            )
+            raise ValueError(broken(self.env.id, what, n, self._done + t + 1))
 
 
 def _row(obs: Observation, n: int) -> Observation:

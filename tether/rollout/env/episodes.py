@@ -68,6 +68,12 @@ class EpisodeTracker:
         return tuple(episodes)
 
 
+def broken(env_id: str, what: str, number: int, step: int) -> str:
+    """What to say of a number that is not finite in environment `number`."""
+    fix = "Fix the environment, or end its episodes before it diverges."
+    return f"{env_id}: {what} in environment {number} at step {step}. {fix}"
+
+
 def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float | None = None) -> dict[str, float]:
     """Means over episodes by RLinf's names; none where there is no episode.
 

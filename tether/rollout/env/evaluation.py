@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
 
 from tether.batch import Episode
-from tether.envs import VectorEnv
+from tether.envs import EnvStep, VectorEnv
 from tether.models.control import Act
-from tether.rollout.env.episodes import EpisodeTracker
+from tether.rollout.env.episodes import EpisodeTracker, broken
+from tether.runtime.interrupt import give_up_if_interrupted
 
 
 def evaluate(
@@ -37,6 +39,10 @@ def evaluate(
         chunk: actions that the policy decides on at once.
         watch: called at the start and after each step.
         state_width: of the policy's memory, which each episode begins without.
+
+    Raises:
+        ValueError: a reward or an observation is not finite; names environment and step.
+        Interrupted: a signal asks the run to stop, and no episode ends.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
     wanted[: num_episodes % env.num_envs] += 1
@@ -45,11 +51,15 @@ def evaluate(
     state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
     if watch is not None:
         watch()
+    done, last_end = 0, time.monotonic()
     while wanted.any():
+        give_up_if_interrupted(last_end, "no episode of the test ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
         for actions in np.split(chosen, chunk, axis=1):
             step = env.step(actions)
+            done += 1
+            _check(env.id, step, done)
             ended = step.terminated | step.truncated
             valid = np.ones_like(ended) if step.valid is None else step.valid
             fresh = (fresh & ~valid) | ended
@@ -59,9 +69,18 @@ def evaluate(
                 if wanted[n]:
                     wanted[n] -= 1
                     episodes.append(episode)
+            last_end = time.monotonic() if finished else last_end
             if progress is not None and finished:
                 progress(len(episodes), num_episodes)
             if watch is not None:
                 watch()
         obs = step.obs
     return episodes
+
+
+def _check(env_id: str, step: EnvStep, number: int) -> None:
+    parts = [(f"the observation ({name})", part) for name, part in step.obs.items() if part.dtype.kind == "f"]
+    for name, part in (("the reward", step.reward), *parts):
+        if not (fine := np.isfinite(part)).all():
+            at = np.argwhere(~fine)[0]
+            raise ValueError(broken(env_id, f"{name} is {part[tuple(at)]}", at[0], number))
