@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 from tether.config.loading.given import Given, Setting
 from tether.config.schema.env import VLA_TYPES
@@ -17,7 +16,7 @@ SWITCH = "env.train.id"
 SOURCE = "default of embodied runs"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
-COMMON: Mapping[str, Any] = {
+COMMON: Mapping[str, object] = {
     # An embodied run has no prompts and no language model; the schema asks every run to name them.
     "data.train_files": (),
     "actor_rollout_ref.model.path": "",
@@ -45,14 +44,14 @@ COMMON: Mapping[str, Any] = {
     "trainer.save_freq": 100,
     "trainer.test_freq": 50,
 }
-DISCRETE: Mapping[str, Any] = {
+DISCRETE: Mapping[str, object] = {
     "env.train.total_num_envs": 8,
     "env.train.max_steps_per_rollout_epoch": 128,
     f"{ACTOR}.optim.lr": 2.5e-4,
     f"{ACTOR}.entropy_coeff": 0.01,
     "trainer.total_env_steps": 500_000,
 }
-CONTINUOUS: Mapping[str, Any] = {
+CONTINUOUS: Mapping[str, object] = {
     "env.train.total_num_envs": 1,
     "env.train.max_steps_per_rollout_epoch": 2048,
     f"{ACTOR}.ppo_mini_batch_size": 64,
@@ -63,7 +62,7 @@ CONTINUOUS: Mapping[str, Any] = {
     "policy.normalize_rewards": True,
     "trainer.total_env_steps": 1_000_000,
 }
-MINIGRID: Mapping[str, Any] = {
+MINIGRID: Mapping[str, object] = {
     **DISCRETE,
     "env.train.total_num_envs": 16,
     # A text that is the same in all episodes of most tasks.
@@ -74,14 +73,14 @@ MINIGRID: Mapping[str, Any] = {
     "policy.pixel_scale": 10.0,
     f"{ACTOR}.optim.lr": 1e-3,
 }
-VLA: Mapping[str, Any] = {
+VLA: Mapping[str, object] = {
     "policy.hidden_dim": 128,
     "policy.num_layers": 4,
     f"{ACTOR}.optim.lr_scheduler_type": "constant",
     f"{ACTOR}.optim.clip_grad": 1.0,
     "critic.optim.lr": 1e-3,
 }
-POLICIES: Mapping[str, Mapping[str, Any]] = {
+POLICIES: Mapping[str, Mapping[str, object]] = {
     "cnn_policy": {
         "policy.hidden_dim": 512,
         "policy.num_layers": 1,
@@ -91,7 +90,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(VLA_TYPES, VLA),
 }
 """``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(
         (
             "Ant-*", "HalfCheetah-*", "Hopper-*", "Humanoid*", "InvertedDoublePendulum-*", "InvertedPendulum-*",

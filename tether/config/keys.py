@@ -94,7 +94,7 @@ def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as one would write it in YAML or in an override, without its secrets."""
     value = masked(value)
     if isinstance(value, list):
@@ -165,11 +165,11 @@ def _absolute(path: str, key: str) -> str:
     return path.rsplit(".", 1)[0] + key
 
 
-def _is_mapping(annotation: Any) -> bool:
+def _is_mapping(annotation: object) -> bool:
     return get_origin(annotation) is dict or any(_is_mapping(part) for part in get_args(annotation))
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
+def _choices(annotation: object) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(choice for part in get_args(annotation) for choice in _choices(part))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import yaml
 
@@ -24,7 +23,7 @@ _Dumper.add_implicit_resolver(
 )
 
 
-def to_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def to_yaml(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
     """YAML that loads to the same config: inherited values as comments, untouched keys that do nothing left out."""
 
     def line(path: str, text: str) -> str:
@@ -33,7 +32,7 @@ def to_yaml(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     return _tree(values, _shown_keys(values, sources), line)
 
 
-def format_tree(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def format_tree(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
     """Every key that acts or was given, with its value and where that comes from; then how many were left out."""
     shown = _shown_keys(values, sources)
     width = max(len(_text(path, values[path])) + 2 * path.count(".") for path in shown if len(str(values[path])) < 40)
@@ -45,12 +44,12 @@ def format_tree(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     return _tree(values, shown, line) + f"# and {rest} keys at their default that do nothing in this run\n"
 
 
-def annotated(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+def annotated(values: Mapping[str, object], comments: Mapping[str, str]) -> str:
     """YAML of these keys, in their order, each with a comment."""
     return _tree(values, list(values), lambda path, text: f"{text}  # {comments[path]}")
 
 
-def _shown_keys(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+def _shown_keys(values: Mapping[str, object], sources: Mapping[str, str]) -> list[str]:
     acting = {path for path in live_keys() if why_idle(path, values) is None}
     return [path for path in values if path in acting or not _is_untouched(sources[path])]
 
@@ -59,7 +58,7 @@ def _is_untouched(source: str) -> bool:
     return source in ("default", control_defaults.SOURCE) or source.startswith("inherits ")
 
 
-def _tree(values: Mapping[str, Any], paths: list[str], line: Line) -> str:
+def _tree(values: Mapping[str, object], paths: list[str], line: Line) -> str:
     """Lay keys out as nested YAML, a section's name once above its keys."""
     lines: list[str] = []
     open_sections: list[str] = []
@@ -77,7 +76,7 @@ def _common(left: list[str], right: list[str]) -> int:
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _text(path: str, value: Any) -> str:
+def _text(path: str, value: object) -> str:
     plain = _plain(value)
     # Line breaks and the like are escaped, so that every key stays on one line, also as a comment.
     one_line = all(text.isprintable() for text in _strings(plain))
@@ -94,7 +93,7 @@ def _text(path: str, value: Any) -> str:
     return f"{path.rsplit('.', 1)[-1]}: {dumped.removesuffix('...' + chr(10)).strip()}"
 
 
-def _strings(value: Any) -> list[str]:
+def _strings(value: object) -> list[str]:
     if isinstance(value, dict):
         return [text for item in value.items() for part in item for text in _strings(part)]
     if isinstance(value, list):
@@ -102,7 +101,7 @@ def _strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Lists for tuples, and characters that must not be taken for an interpolation on reading."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}

@@ -19,7 +19,7 @@ def is_secret(name: str) -> bool:
     return _SECRET.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
 
 
-def masked(value: Any) -> Any:
+def masked(value: object) -> Any:
     """The same tree of plain values, with ``***`` for each text under a secret's name."""
     if isinstance(value, Mapping):
         return {k: HIDDEN if _hides(k, inner) else masked(inner) for k, inner in value.items()}
@@ -28,7 +28,7 @@ def masked(value: Any) -> Any:
     return value
 
 
-def has_secrets(value: Any) -> bool:
+def has_secrets(value: object) -> bool:
     """Whether `masked` would hide anything."""
     if isinstance(value, Mapping):
         return any(_hides(k, inner) or has_secrets(inner) for k, inner in value.items())
@@ -40,7 +40,7 @@ def masked_command(arguments: Sequence[str]) -> list[str]:
     return [_masked_argument(argument) for argument in arguments]
 
 
-def _hides(name: Any, value: Any) -> bool:
+def _hides(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, str) and value != "" and is_secret(name)
 
 

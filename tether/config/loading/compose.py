@@ -11,7 +11,6 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,8 +33,8 @@ class Entry:
 
 
 def compose(
-    path: Path, tree: Mapping[Any, Any], is_built_in: Callable[[str], bool]
-) -> tuple[dict[str, Any], list[Problem]]:
+    path: Path, tree: Mapping[object, object], is_built_in: Callable[[str], bool]
+) -> tuple[dict[str, object], list[Problem]]:
     """Put the presets of a file under its own keys.
 
     Args:
@@ -62,7 +61,9 @@ class _Lookup:
     problems: list[Problem]
 
 
-def _layers(tree: Mapping[Any, Any], of: Entry, lookup: _Lookup, stack: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _layers(
+    tree: Mapping[object, object], of: Entry, lookup: _Lookup, stack: tuple[str, ...]
+) -> Iterator[dict[str, object]]:
     """The keys of every preset, then or in between those of the tree itself, each as a tree from the top."""
     own = {name: value for name, value in tree.items() if name not in ("defaults", "hydra")}
     entries = list(_entries(tree.get("defaults") or [], of))
@@ -81,7 +82,7 @@ def _layers(tree: Mapping[Any, Any], of: Entry, lookup: _Lookup, stack: tuple[st
             lookup.problems.append(_missing(entry, lookup.folders))
 
 
-def _entries(defaults: Any, of: Entry) -> Iterator[Entry]:
+def _entries(defaults: object, of: Entry) -> Iterator[Entry]:
     """The lines of the defaults list of a file."""
     for item in defaults if isinstance(defaults, list) else [defaults]:
         pairs = item.items() if isinstance(item, dict) else [(item, None)]
@@ -105,14 +106,14 @@ def _mount_point(name: str, package: str, where: str) -> str:
     return ".".join(part for part in (where, inner) if part)
 
 
-def _mounted(tree: Mapping[Any, Any], where: str) -> dict[str, Any]:
+def _mounted(tree: Mapping[object, object], where: str) -> dict[str, object]:
     mounted = {str(name): value for name, value in tree.items()}
     for name in reversed(where.split(".") if where else []):
         mounted = {name: mounted}
     return mounted
 
 
-def _search_path(tree: Mapping[Any, Any]) -> list[Path]:
+def _search_path(tree: Mapping[object, object]) -> list[Path]:
     """Folders of `hydra.searchpath`; those that name an unset environment variable are left out."""
     hydra = tree.get("hydra")
     listed = (hydra.get("searchpath") or []) if isinstance(hydra, dict) else []

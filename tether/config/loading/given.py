@@ -84,7 +84,7 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     return given, problems, notes
 
 
-def _composed(path: Path, tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Problem]]:
+def _composed(path: Path, tree: dict[object, object]) -> tuple[dict[object, object], list[Problem]]:
     """The keys of a file over those of Hydra's defaults list, of which verl's own files say nothing new."""
     if not {"defaults", "hydra"} & tree.keys():
         return tree, []
@@ -94,7 +94,7 @@ def _composed(path: Path, tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Pr
     return composed | ({"hydra": rest} if rest else {}), problems
 
 
-def _refused_in_translation(section: Any, path: Path) -> list[Problem]:
+def _refused_in_translation(section: object, path: Path) -> list[Problem]:
     """Settings of RLinf's file that the translated file does without."""
     fix = f"take the line out of {path.name} to run without it"
     refused = section if isinstance(section, dict) else {}
@@ -115,11 +115,11 @@ def _import_note(imported: Imported, path: Path) -> str:
     return f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"
 
 
-Item = tuple[str, Any, str | None]
+Item = tuple[str, object, str | None]
 """A key, its value, and the key as it was written where that is another one."""
 
 
-def _flatten(path: str, value: Any, written: str | None = None) -> Iterator[Item | Problem]:
+def _flatten(path: str, value: object, written: str | None = None) -> Iterator[Item | Problem]:
     """Split a nested value along the schema; what lies below a mapping key stays one value."""
     if (name := renamed(path)) != path:
         yield from _flatten(name, value, path)
@@ -143,13 +143,13 @@ def _flatten(path: str, value: Any, written: str | None = None) -> Iterator[Item
         yield _not_a_value(path, value)
 
 
-def _not_a_value(section: str, value: Any) -> Problem:
+def _not_a_value(section: str, value: object) -> Problem:
     meant = " or ".join(KEYS.get(section, ()))
     fix = f"did you mean {meant}?" if meant else f"see `tether config explain {section}`"
     return Problem(section, f"is a section, which cannot be {show(value)}", fix)
 
 
-def _grammar_problem(path: str, value: Any) -> Problem | None:
+def _grammar_problem(path: str, value: object) -> Problem | None:
     if not isinstance(value, dict | list) and not interpolates(value):
         return None
     try:
@@ -219,13 +219,13 @@ def _mapping_key(path: str) -> str | None:
     return next((prefix for prefix in prefixes if prefix in keys() and keys()[prefix].is_mapping), None)
 
 
-def _put(mapping: Any, path: list[str], value: Any) -> dict[str, Any]:
+def _put(mapping: object, path: list[str], value: object) -> dict[str, object]:
     old = mapping if isinstance(mapping, dict) else {}
     first, *rest = path
     return {**old, first: _put(old.get(first), rest, value) if rest else value}
 
 
-def _drop(mapping: Any, path: list[str]) -> dict[str, Any]:
+def _drop(mapping: object, path: list[str]) -> dict[str, object]:
     old = mapping if isinstance(mapping, dict) else {}
     first, *rest = path
     if rest:

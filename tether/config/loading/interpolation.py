@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import Container, DictConfig, OmegaConf
 
 
-def interpolates(value: Any) -> bool:
+def interpolates(value: object) -> bool:
     """Whether a value, or something in it, holds `${...}`."""
     if isinstance(value, dict):
         return any(map(interpolates, value)) or any(map(interpolates, value.values()))
@@ -31,11 +31,11 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 class Values:
     """The value of every key, resolved by OmegaConf where that is needed: filling its tree takes most of a load."""
 
-    def __init__(self, written: Mapping[str, Any]) -> None:
+    def __init__(self, written: Mapping[str, object]) -> None:
         self._written = dict(written)
         self._tree: DictConfig | None = None
 
-    def __getitem__(self, path: str) -> Any:
+    def __getitem__(self, path: str) -> object:
         """The resolved value of a key, in plain containers.
 
         Raises:
@@ -48,7 +48,7 @@ class Values:
         value = OmegaConf.select(self._tree, path)
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
 
-    def __setitem__(self, path: str, value: Any) -> None:
+    def __setitem__(self, path: str, value: object) -> None:
         """Write another value."""
         self._written[path] = value
         self._tree = None

@@ -38,7 +38,7 @@ class LoadedConfig:
     notes: tuple[str, ...]
     """What was settled between two names of one quantity, and what was set without effect here."""
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, object]:
         """The resolved config as plain nested data; as a YAML file it loads to an equal config."""
         return self.config.model_dump(mode="json")
 
@@ -97,7 +97,7 @@ def load_config(path: Path | None, overrides: Sequence[str | Override], look: Lo
     return LoadedConfig(config, resolved.sources, found)
 
 
-def _values(given: Given) -> dict[str, Any]:
+def _values(given: Given) -> dict[str, object]:
     return {path: setting.value for path, setting in given.items()}
 
 

@@ -58,7 +58,7 @@ def resolve(given: Given) -> Resolved:
     return out
 
 
-def _unread_value(path: str, values: Values) -> Any:
+def _unread_value(path: str, values: Values) -> object:
     """The value of a key that nothing reads; null where its `${...}` leads to a key that nobody gave."""
     try:
         return values[path]
@@ -66,14 +66,14 @@ def _unread_value(path: str, values: Values) -> Any:
         return None
 
 
-def _start_value(key: Key, given: Given) -> Any:
+def _start_value(key: Key, given: Given) -> object:
     """A key's value, still unresolved; an unset key that inherits stands as an interpolation."""
     if key.path in given:
         return given[key.path].value
     return f"${{{key.inherits.key}}}" if key.inherits else deepcopy(key.default)
 
 
-def _value(key: Key, given: Given, values: Values) -> Any:
+def _value(key: Key, given: Given, values: Values) -> object:
     if key.path in given or _is_built(key):
         return values[key.path]
     if key.inherits is None:

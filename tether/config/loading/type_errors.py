@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import ValidationError
 
 from tether.config.keys import Key, keys, show
@@ -43,7 +41,7 @@ def _problem(key: Key, resolved: Resolved) -> Problem:
     return Problem(written, f"{masked(value)!r} is not {expected(key)}", _fix(key, value))
 
 
-def _fix(key: Key, value: Any) -> str:
+def _fix(key: Key, value: object) -> str:
     if key.choices:
         meant = value_meant(key.path, str(value), key.allowed)
         return f"did you mean {meant}?" if meant else "choose one of these"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -51,7 +51,7 @@ ADAPTIVE = ActsIf(".type", on=("adaptive",))
 KL_REWARD = ActsIf("algorithm.use_kl_in_reward", on=(True,))
 
 
-def _as_modes(value: Any) -> Any:
+def _as_modes(value: object) -> object:
     """verl writes several modes as one string with commas."""
     return tuple(mode.strip() for mode in value.split(",")) if isinstance(value, str) else as_strings(value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -12,7 +12,7 @@ SHORT = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "flo
 """Short names of number formats."""
 
 
-def _spelled_out(value: Any) -> Any:
+def _spelled_out(value: object) -> object:
     return SHORT.get(value.removeprefix("torch."), value.removeprefix("torch.")) if isinstance(value, str) else value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -28,7 +28,7 @@ class Inherits:
 
     key: str
     """Dotted key; with a leading dot, one that begins at the same section."""
-    equals: Any = None
+    equals: object = None
     """Where given, the inherited value is the answer to "is that key equal to this?"."""
 
 
@@ -89,12 +89,12 @@ class Says:
     text: str
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> object:
     # A name such as $(date +%Y%m%d) reaches us as a number.
     return str(value) if type(value) is int else value
 
 
-def _off(value: Any) -> Any:
+def _off(value: object) -> object:
     return 0 if value is False else value
 
 
@@ -104,11 +104,11 @@ def _printable(value: str) -> str:
     return value
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def as_strings(value: Any) -> Any:
+def as_strings(value: object) -> object:
     """Make a tuple of one name or of a list of names, also where the list stands inside quotes."""
     # '["console","wandb"]' and "['a.parquet']" are what is left of lists once shells and launchers have quoted them.
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
@@ -126,7 +126,7 @@ Floats = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Says("a list o
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple), Says("a list of two numbers, from 0 to below 1")]
 Seed = Annotated[int, Field(ge=0, lt=2**63), Says("a whole number from 0 to 2**63 - 1")]
-Options = Annotated[dict[str, Any], Field(default_factory=dict), Says("a {key: value} mapping")]
+Options = Annotated[dict[str, object], Field(default_factory=dict), Says("a {key: value} mapping")]
 Positive = Annotated[int, Field(gt=0), Says("a whole number above 0")]
 Count = Annotated[int, Field(ge=0), Says("a whole number, 0 or above")]
 OffOrEvery = Annotated[int, Field(ge=-1), BeforeValidator(_off), Says("a whole number (-1 or 0: off)")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from tether.config import control_defaults
 from tether.config.keys import keys, show
@@ -18,7 +17,7 @@ def live_keys() -> tuple[str, ...]:
     return tuple(path for path, key in keys().items() if not key.alias_of)
 
 
-def why_idle(path: str, values: Mapping[str, Any]) -> str | None:
+def why_idle(path: str, values: Mapping[str, object]) -> str | None:
     """Why a key does nothing in a run with these values; None where it acts, by itself or in a key that inherits it."""
     reason = _why_unread(path, values) or _why_switched_off(path, values)
     return None if reason is None or _acts_elsewhere(path, values) else reason
@@ -29,7 +28,7 @@ def is_own_function(value: object) -> bool:
     return isinstance(value, str) and (is_object(value) or value.rpartition(":")[0].endswith(".py"))
 
 
-def is_off(switch: ActsIf, values: Mapping[str, Any]) -> bool:
+def is_off(switch: ActsIf, values: Mapping[str, object]) -> bool:
     """Whether the switched keys do nothing, given the value of every key."""
     value = values[switch.key]
     if is_own_function(value) and switch.own_function:
@@ -45,19 +44,19 @@ def condition(switch: ActsIf) -> str:
     return own if switch.other is None else f"{own} or {condition(switch.other)}"
 
 
-def _state(switch: ActsIf, values: Mapping[str, Any]) -> str:
+def _state(switch: ActsIf, values: Mapping[str, object]) -> str:
     """The values that switch off, in words."""
     own = f"{switch.key} is {show(values[switch.key])}"
     return own if switch.other is None else f"{own} and {_state(switch.other, values)}"
 
 
-def _why_unread(path: str, values: Mapping[str, Any]) -> str | None:
+def _why_unread(path: str, values: Mapping[str, object]) -> str | None:
     if values[control_defaults.SWITCH] is None or keys()[path].in_embodied:
         return None
     return f"{control_defaults.SWITCH} is set, and embodied runs do not read it"
 
 
-def _why_switched_off(path: str, values: Mapping[str, Any]) -> str | None:
+def _why_switched_off(path: str, values: Mapping[str, object]) -> str | None:
     switch = keys()[path].acts_if
     if switch is None:
         return None
@@ -65,6 +64,6 @@ def _why_switched_off(path: str, values: Mapping[str, Any]) -> str | None:
     return _state(switch, values) if is_off(switch, values) else _why_switched_off(switch.key, values)
 
 
-def _acts_elsewhere(path: str, values: Mapping[str, Any]) -> bool:
+def _acts_elsewhere(path: str, values: Mapping[str, object]) -> bool:
     heirs = (heir for heir in live_keys() if (source := keys()[heir].inherits) is not None and source.key == path)
     return any(values[heir] == values[path] and why_idle(heir, values) is None for heir in heirs)

@@ -15,21 +15,21 @@ from tether.config.support.live_keys import why_idle
 ACTOR = "actor_rollout_ref.actor"
 
 
-def notes(given: Given, values: Mapping[str, Any]) -> list[str]:
+def notes(given: Given, values: Mapping[str, object]) -> list[str]:
     """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
     own = (_engine(values), _clip_ratio(given, values), _no_peers(values), _validation(values), _bypass(values))
     found = (*own, *_idle(given, values))
     return [note for note in found if note is not None]
 
 
-def _engine(values: Mapping[str, Any]) -> str | None:
+def _engine(values: Mapping[str, object]) -> str | None:
     name = values["actor_rollout_ref.rollout.name"]
     if name == "native":
         return None
     return f"actor_rollout_ref.rollout.name={name}: this installation samples with the native engine instead"
 
 
-def _clip_ratio(given: Given, values: Mapping[str, Any]) -> str | None:
+def _clip_ratio(given: Given, values: Mapping[str, object]) -> str | None:
     both = f"{ACTOR}.clip_ratio_low" in given and f"{ACTOR}.clip_ratio_high" in given
     sides = {values[f"{ACTOR}.clip_ratio_low"], values[f"{ACTOR}.clip_ratio_high"]}
     if f"{ACTOR}.clip_ratio" not in given or not both or sides == {values[f"{ACTOR}.clip_ratio"]}:
@@ -54,7 +54,7 @@ def _validation(values: Mapping[str, Any]) -> str | None:
     return f"validation {how}: {section}.temperature={temperature} decides, not {section}.do_sample={samples}"
 
 
-def _bypass(values: Mapping[str, Any]) -> str | None:
+def _bypass(values: Mapping[str, object]) -> str | None:
     section = "algorithm.rollout_correction"
     level, normalize = values[f"{section}.rollout_is"], f"{section}.rollout_is_batch_normalize"
     clips = values[f"{section}.bypass_mode"] and values[f"{section}.loss_type"] == "ppo_clip"
@@ -63,7 +63,7 @@ def _bypass(values: Mapping[str, Any]) -> str | None:
     return f"no effect: {normalize}=True (the clipped loss of bypass mode logs importance weights and uses none)"
 
 
-def _idle(given: Given, values: Mapping[str, Any]) -> list[str]:
+def _idle(given: Given, values: Mapping[str, object]) -> list[str]:
     """One note for each reason, with all the keys that it silences."""
     silenced: dict[str, list[str]] = defaultdict(list)
     for path, setting in given.items():
@@ -73,6 +73,6 @@ def _idle(given: Given, values: Mapping[str, Any]) -> list[str]:
     return [f"no effect: {', '.join(settings)} ({reason})" for reason, settings in silenced.items()]
 
 
-def _differs(key: Key, values: Mapping[str, Any]) -> bool:
+def _differs(key: Key, values: Mapping[str, object]) -> bool:
     default = values[key.inherits.key] if key.inherits else key.default
     return bool(values[key.path] != default)

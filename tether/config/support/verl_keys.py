@@ -95,7 +95,7 @@ def unread_problems(given: Mapping[str, Any], values: Mapping[str, Any]) -> list
     return problems
 
 
-def unread_notes(values: Mapping[str, Any], named: Collection[str]) -> list[str]:
+def unread_notes(values: Mapping[str, object], named: Collection[str]) -> list[str]:
     """One note for each reason, with the keys that do nothing for it: those in `named`, and some of the others."""
     silenced: dict[str, list[str]] = defaultdict(list)
     for path in sorted(values, key=lambda path: path not in named):
@@ -106,7 +106,7 @@ def unread_notes(values: Mapping[str, Any], named: Collection[str]) -> list[str]
     return [f"no effect: {_some(values, paths, named)} ({why})" for why, paths in silenced.items()]
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     """The values inside a value, such as an interpolated section."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
@@ -115,7 +115,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _some(values: Mapping[str, Any], paths: list[str], named: Collection[str]) -> str:
+def _some(values: Mapping[str, object], paths: list[str], named: Collection[str]) -> str:
     count = max(NAMED, sum(path in named for path in paths))
     shown, rest = paths[:count], len(paths) - count
     return ", ".join(f"{path}={_shown(path, values[path])}" for path in shown) + (
@@ -129,6 +129,6 @@ def _shown(path: str, value: Any) -> str:
     return show(masked({name: value})[name])
 
 
-def _either(values: Sequence[Any]) -> str:
+def _either(values: Sequence[object]) -> str:
     named = [value for value in values if value is not None] or [None]
     return " or ".join(map(show, named))

@@ -51,7 +51,7 @@ NO_SIMULATOR = (
 )
 
 
-def training_steps(value: Any, values: Values) -> Any:
+def training_steps(value: object, values: Values) -> object:
     """An epoch of an embodied run is one training step; `max_steps` caps their number unless it is negative."""
     limits = []
     for key in ("runner.max_epochs", "runner.max_steps"):
@@ -90,7 +90,7 @@ def env_arguments(role: str) -> Convert:
     return convert
 
 
-def _control_mode(robot: Any) -> str | None:
+def _control_mode(robot: object) -> str | None:
     if robot in CONTROL_MODES:
         return CONTROL_MODES[robot]
     return CONTROL_MODES["widowx"] if "widowx" in str(robot) else None
@@ -99,7 +99,7 @@ def _control_mode(robot: Any) -> str | None:
 def robot_arguments(role: str) -> Convert:
     """The arguments that follow from the robot, in the one simulator that reads it."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> Any:
         if values.get(f"env.{role}.env_type") != MANISKILL or value in (None, ""):
             return UNSET
         if _control_mode(value) is None:
@@ -122,7 +122,7 @@ def env_type(role: str) -> Convert:
     return convert
 
 
-def episodes(value: Any, values: Values) -> Any:
+def episodes(value: object, values: Values) -> object:
     """Episodes a test: those that fit into the steps that RLinf gives each environment, at least one."""
     envs = whole(values, "env.eval.total_num_envs", None)
     if envs is None:
@@ -133,14 +133,14 @@ def episodes(value: Any, values: Values) -> Any:
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 
-def critic_warmup(value: Any, values: Values) -> Any:
+def critic_warmup(value: object, values: Values) -> Any:
     """RLinf counts optimizer steps, tether training steps."""
     if value:
         raise Unsupported("it counts optimizer steps; set trainer.critic_warmup, which counts training steps")
     return 0
 
 
-def loss(value: Any, values: Values) -> Any:
+def loss(value: object, values: Values) -> object:
     """The policy's loss; whether there is a critic, too, follows from the estimator."""
     with_critic = values.get("algorithm.adv_type", "gae") == "gae"
     if value not in LOSSES or with_critic == (value == "actor"):
@@ -149,19 +149,19 @@ def loss(value: Any, values: Values) -> Any:
     return LOSSES[value]
 
 
-def aggregation(value: Any, values: Values) -> Any:
+def aggregation(value: object, values: Values) -> object:
     """RLinf gives up its aggregation where it weighs episodes alike, which the native default does there, too."""
     if value not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         raise Unsupported("no such aggregation")
     return UNSET if values.get("env.train.auto_reset") is False else value
 
 
-def start(value: Any, values: Values) -> Any:
+def start(value: object, values: Values) -> object:
     """The checkpoint that a run starts from; in RLinf one of its own models, here one of tether's."""
     return path(value, values) or UNSET
 
 
-def adapter_rank(value: Any, values: Values) -> Any:
+def adapter_rank(value: object, values: Values) -> object:
     """RLinf says apart whether there are adapters, and of which rank."""
     return whole(values, "actor.model.lora_rank", 32) if value else 0
 
@@ -171,12 +171,12 @@ def older_name(key: str) -> Convert:
     return lambda value, values: UNSET if key in values else value
 
 
-def temperature(value: Any, values: Values) -> Any:
+def temperature(value: object, values: Values) -> Any:
     """Only policies of action tokens have one."""
     return value if values.get("actor.model.model_type") in VLA_TYPES else UNSET
 
 
-def where_recorded(value: Any, values: Values) -> Any:
+def where_recorded(value: object, values: Values) -> object:
     """RLinf's presets describe videos that nobody asked for."""
     return value if values.get("env.eval.video_cfg.save_video") else UNSET
 
@@ -337,7 +337,7 @@ EMBODIED: Table = {
 }  # fmt: skip
 """Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""
 
-FIXED: Mapping[str, Any] = {
+FIXED: Mapping[str, object] = {
     "critic.loss_coef": 1.0,
     "policy.num_layers": 3,
     "policy.activation": "tanh",

@@ -53,7 +53,7 @@ class Line:
     key: str
     value: Any
     status: Status
-    native: Mapping[str, Any] = field(default_factory=dict)
+    native: Mapping[str, object] = field(default_factory=dict)
     """The native keys that it sets."""
     why: str = ""
     fix: str = "leave it out"
@@ -64,7 +64,7 @@ class Line:
 class Imported:
     """An RLinf file in native keys."""
 
-    native: Mapping[str, Any]
+    native: Mapping[str, object]
     """Native key -> value."""
     origins: Mapping[str, str]
     """Native key -> the key of RLinf that it follows from."""
@@ -81,7 +81,7 @@ class Imported:
         return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", line.fix) for line in refused]
 
 
-def is_rlinf(tree: Mapping[Any, Any]) -> bool:
+def is_rlinf(tree: Mapping[object, object]) -> bool:
     """Whether a YAML file is one of RLinf's, by its sections."""
     algorithm = tree.get("algorithm")
     marked = any(name in tree for name in MARKS) or (
@@ -119,7 +119,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     return imported if task == "reasoning" or ENV_KEY in imported.native else _without_env(imported)
 
 
-def apply(table: Table, values: Values, fixed: Mapping[str, Any], other: Table) -> Imported:
+def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Table) -> Imported:
     """Translate values by a table.
 
     Args:
@@ -128,7 +128,7 @@ def apply(table: Table, values: Values, fixed: Mapping[str, Any], other: Table) 
         fixed: native key -> what RLinf does without a key for it.
         other: the table of the other kind of run, to tell its keys from unknown ones.
     """
-    native: dict[str, Any] = {}
+    native: dict[str, object] = {}
     origins: dict[str, str] = {}
     lines: list[Line] = []
     problems: list[Problem] = []
@@ -162,7 +162,7 @@ def apply(table: Table, values: Values, fixed: Mapping[str, Any], other: Table) 
     return Imported(native, origins, tuple(lines), tuple(problems))
 
 
-def _line(key: str, value: Any, table: Table, values: Values) -> Line | None:
+def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
     """What becomes of a given key; None: there is no such key."""
     row = look_up(table, key)
     if row is None:
@@ -185,7 +185,7 @@ def _line(key: str, value: Any, table: Table, values: Values) -> Line | None:
         return Line(key, value, "not supported", why=f"{show(value)} is of the wrong type")
 
 
-def _converted(row: Mapped, value: Any, values: Values) -> dict[str, Any]:
+def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
     converted = {name: convert(value, values) for name, convert in row.to.items()}
     return {name: new for name, new in converted.items() if new is not UNSET}
 
@@ -196,7 +196,7 @@ def _defaults(table: Table, values: Values) -> Iterator[Line]:
             yield Line(key, row.default, "defaulted", _converted(row, row.default, values))
 
 
-def _fixed(fixed: Mapping[str, Any]) -> Iterator[Line]:
+def _fixed(fixed: Mapping[str, object]) -> Iterator[Line]:
     for name, value in fixed.items():
         yield Line(name, value, "defaulted", {name: value}, "what RLinf does without a key for it")
 
@@ -205,7 +205,7 @@ def _section(override: Override) -> str:
     return override.path.split(".")[0]
 
 
-def _override(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+def _override(tree: dict[str, object], overrides: Sequence[Override]) -> dict[str, object]:
     changed = OmegaConf.create(tree)
     for override in overrides:
         section, _, name = override.path.rpartition(".")

@@ -89,7 +89,7 @@ def _hardware(hardware: Mapping[str, Any]) -> int | None:
 
 
 def parse_placements(
-    placement: Any, node_groups: Mapping[str, int | None], num_resources: int | None = None
+    placement: object, node_groups: Mapping[str, int | None], num_resources: int | None = None
 ) -> tuple[list[Placement], list[Problem]]:
     """Read the whole of `cluster.component_placement`.
 
@@ -205,7 +205,7 @@ def _missing(placements: Sequence[Placement], needed: Sequence[str], task: str) 
             yield Problem(f"{PATH}.{name}", f"missing, and {task} needs it", f"add it, for example {name}: all")
 
 
-def _split_value(value: Any, sizes: Mapping[str, int | None]) -> tuple[tuple[str, ...], str]:
+def _split_value(value: object, sizes: Mapping[str, int | None]) -> tuple[tuple[str, ...], str]:
     """The node groups and the map of ranks of one entry."""
     if not isinstance(value, Mapping):
         return (CLUSTER,), str(value)

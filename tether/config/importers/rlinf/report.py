@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import yaml
 
@@ -47,5 +47,5 @@ def _why(line: Line) -> str:
     return f"({line.why})" if line.why else ""
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return "{...}" if isinstance(value, dict) else show(value)

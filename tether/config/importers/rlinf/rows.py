@@ -90,10 +90,10 @@ def choice(names: Mapping[str, Any], why: str) -> Convert:
     return convert
 
 
-def only(fine: tuple[Any, ...], why: str) -> Convert:
+def only(fine: tuple[object, ...], why: str) -> Convert:
     """Keep one of a few values, or refuse."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> Any:
         if value not in fine:
             raise Unsupported(why)
         return value
@@ -115,7 +115,7 @@ def whole(values: Values, key: str, default: Default) -> int | Default:
     return value
 
 
-PRECISIONS: Mapping[Any, str] = {
+PRECISIONS: Mapping[object, str] = {
     "bf16": "bfloat16", "bf16-mixed": "bfloat16", "bfloat16": "bfloat16",
     32: "float32", "32": "float32", "fp32": "float32", "32-true": "float32", "float32": "float32",
 }  # fmt: skip
@@ -123,7 +123,7 @@ NO_PRECISION = (None, "null")
 """RLinf's spelling of "no number format is chosen"."""
 
 
-def precision(value: Any, values: Values) -> Any:
+def precision(value: object, values: Values) -> object:
     """A number format; null: the native default."""
     if value in NO_PRECISION:
         return UNSET
@@ -132,7 +132,7 @@ def precision(value: Any, values: Values) -> Any:
     return PRECISIONS[value]
 
 
-def path(value: Any, values: Values) -> Any:
+def path(value: object, values: Values) -> Any:
     """A folder or a file, which is the same one with a slash at its end."""
     return value.rstrip("/") or value if isinstance(value, str) else value
 
@@ -152,7 +152,7 @@ def min_lr_ratio(optim: str) -> Convert:
     return convert
 
 
-def steps_or_off(value: Any, values: Values) -> Any:
+def steps_or_off(value: object, values: Values) -> object:
     """An interval in steps; RLinf switches off with any negative number."""
     return -1 if isinstance(value, int) and value < 0 else value
 

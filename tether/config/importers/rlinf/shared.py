@@ -25,7 +25,7 @@ MEMORY = NoEffect("saves memory, and changes no result")
 FORMATS = Refuses("mixed precision is chosen with actor.model.precision", fine=(None, False))
 
 
-def folder(value: Any, values: Values) -> Any:
+def folder(value: object, values: Values) -> object:
     """The folder of a run: where logs go, and below it the name of the run."""
     root = path(values.get("runner.output_dir") or values.get("runner.logger.log_path"), values)
     name = values.get("runner.logger.experiment_name") or values.get("runner.experiment_name")
@@ -37,12 +37,12 @@ def loggers(value: Any, values: Values) -> Any:
     return ["console", *([value] if isinstance(value, str) else value)]
 
 
-def resume_path(value: Any, values: Values) -> Any:
+def resume_path(value: object, values: Values) -> object:
     """Null and auto both go on where the run stopped, if it has begun."""
     return None if value in (None, "auto") else value
 
 
-def resume_mode(value: Any, values: Values) -> Any:
+def resume_mode(value: object, values: Values) -> object:
     """The mode that goes with `resume_path`."""
     return "auto" if value in (None, "auto") else "resume_path"
 

@@ -42,13 +42,13 @@ ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "ra
 TOKENS = "a text run scores responses and clips tokens"
 
 
-def prompts_per_step(value: Any, values: Values) -> Any:
+def prompts_per_step(value: object, values: Values) -> object:
     """`rollout_epoch` rollouts of `rollout_batch_size` prompts make one training batch."""
     prompts = whole(values, "data.rollout_batch_size", None)
     return UNSET if prompts is None else prompts * whole(values, "algorithm.rollout_epoch", 1)
 
 
-def mini_batch(value: Any, values: Values) -> Any:
+def mini_batch(value: object, values: Values) -> Any:
     """Prompts an optimizer step: given in responses by `global_batch_size`, or as parts of a rollout."""
     group = whole(values, "algorithm.group_size", 1)
     rows = whole(values, "actor.global_batch_size", None)
@@ -62,7 +62,7 @@ def mini_batch(value: Any, values: Values) -> Any:
     return rows // group
 
 
-def response_length(value: Any, values: Values) -> Any:
+def response_length(value: object, values: Values) -> Any:
     """What RLinf leaves to the response: the sequence without the longest prompt, or the limit that is given."""
     limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
     total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
@@ -73,7 +73,7 @@ def response_length(value: Any, values: Values) -> Any:
     return total - prompt
 
 
-def estimator(value: Any, values: Values) -> Any:
+def estimator(value: object, values: Values) -> object:
     """The advantage estimator; REINFORCE++ has a flag for its variant."""
     if value not in ESTIMATORS:
         raise Unsupported(f"this estimator has no counterpart (supported: {', '.join(ESTIMATORS)})")
@@ -81,14 +81,14 @@ def estimator(value: Any, values: Values) -> Any:
     return "reinforce_plus_plus_baseline" if baseline else ESTIMATORS[value]
 
 
-def bootstrap(value: Any, values: Values) -> Any:
+def bootstrap(value: object, values: Values) -> object:
     """A response that is cut by the length limit is a truncated episode."""
     if value != "standard":
         raise Unsupported("there is no state after the end of a response")
     return True
 
 
-def loss(value: Any, values: Values) -> Any:
+def loss(value: object, values: Values) -> object:
     """Actor and critic are two models, whose joint loss has the gradients of both apart."""
     if value not in LOSSES:
         raise Unsupported(f"there is no such loss (supported: {', '.join(LOSSES)})")
@@ -104,14 +104,14 @@ def entropy(value: Any, values: Values) -> Any:
     return float(value)
 
 
-def critic(value: Any, values: Values) -> Any:
+def critic(value: object, values: Values) -> Any:
     """A critic of its own, or none."""
     if not value and values.get("algorithm.adv_type", "gae") == "gae":
         raise Unsupported("algorithm.adv_type=gae needs values, and a value head on the policy is not supported")
     return value
 
 
-def whitening(value: Any, values: Values) -> Any:
+def whitening(value: object, values: Values) -> object:
     """Only gae has a choice."""
     return value if values.get("algorithm.adv_type", "gae") == "gae" else UNSET
 
@@ -121,7 +121,7 @@ def several(value: Any, values: Values) -> Any:
     return value if value > 1 else UNSET
 
 
-def answer_key(value: Any, values: Values) -> Any:
+def answer_key(value: object, values: Values) -> object:
     """The column of answers; unset where it is that of verl's layout."""
     return UNSET if value in (None, "reward_model.ground_truth") else value
 
@@ -131,12 +131,12 @@ def no_limit(value: Any, values: Values) -> Any:
     return -1 if value <= 0 or value >= 1_000_000 else value
 
 
-def first_policy_step(value: Any, values: Values) -> Any:
+def first_policy_step(value: object, values: Values) -> Any:
     """RLinf counts the steps that the policy waits, `trainer.critic_warmup` names the first in which it learns."""
     return value + 1 if isinstance(value, int) and value > 0 else value
 
 
-def as_it_is(value: Any, values: Values) -> Any:
+def as_it_is(value: object, values: Values) -> object:
     """Without a chat template, prompts reach the tokenizer unchanged."""
     return UNSET if value else UNCHANGED_TEMPLATE
 
@@ -144,14 +144,14 @@ def as_it_is(value: Any, values: Values) -> Any:
 def model_format(section: str) -> Convert:
     """The model's format, where FSDP does not compute in one of its own."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> Any:
         mixed = values.get(f"{section}.fsdp_config.mixed_precision.param_dtype")
         return precision(value, values) if mixed in NO_PRECISION else UNSET
 
     return convert
 
 
-def above_zero(value: Any, values: Values) -> Any:
+def above_zero(value: object, values: Values) -> Any:
     """0 is off."""
     return value or UNSET
 
@@ -159,7 +159,7 @@ def above_zero(value: Any, values: Values) -> Any:
 def recomputes(section: str) -> Convert:
     """Whether activations are recomputed: Megatron and FSDP have a key each, and one that is on is enough."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> Any:
         granularity = values.get(f"{section}.model.recompute_granularity")
         return bool(granularity or values.get(f"{section}.fsdp_config.gradient_checkpointing"))
 
@@ -169,7 +169,7 @@ def recomputes(section: str) -> Convert:
 def decay_length(section: str) -> Convert:
     """The rate decays over the whole run, if it decays at all."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> Any:
         decays = values.get(f"{section}.lr_sched.lr_decay_style", "constant") != "constant"
         if decays and value not in (None, values.get("runner.max_steps")):
             raise Unsupported("the rate decays over the whole run, whose length is runner.max_steps")
@@ -178,7 +178,7 @@ def decay_length(section: str) -> Convert:
     return convert
 
 
-def recomputed(value: Any, values: Values) -> Any:
+def recomputed(value: object, values: Values) -> Any:
     """RLinf recomputes log-probs wherever it is to correct for the sampler's."""
     return not (values.get("algorithm.recompute_logprobs", True) or values.get("algorithm.importance_sampling_fix"))
 

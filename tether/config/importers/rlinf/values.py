@@ -13,7 +13,7 @@ from tether.config.importers.rlinf.rows import NoEffect, Table
 from tether.config.loading.yaml_file import MISSING
 from tether.config.problems import Problem
 
-RESOLVERS: Mapping[str, Callable[..., Any]] = {
+RESOLVERS: Mapping[str, Callable[..., object]] = {
     "multiply": lambda left, right: left * right,
     "int_div": lambda left, right: left // right,
     "subtract": lambda left, right: left - right,
@@ -36,7 +36,7 @@ def resolvers() -> Iterator[None]:
             OmegaConf.clear_resolver(name)
 
 
-def values_of(tree: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], list[Problem]]:
+def values_of(tree: Mapping[str, object], table: Table) -> tuple[dict[str, Any], list[Problem]]:
     """Every key by its dotted path; a mapping with a row of its own is one value, and a section, too: `section.*`.
 
     Keys whose value does not matter are not resolved. A value that does not resolve is a problem.
@@ -52,7 +52,7 @@ def values_of(tree: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], li
     return values, problems
 
 
-def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str, Any] | Problem]:
+def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str, object] | Problem]:
     written = OmegaConf.to_container(section, resolve=False)
     assert isinstance(written, dict)
     for name in section:
