@@ -16,7 +16,7 @@ from tether.algorithms.checks import checker
 Result = TypeVar("Result")
 
 
-def needs(function: Callable[..., Any]) -> frozenset[str]:
+def needs(function: Callable[..., object]) -> frozenset[str]:
     """Name the keyword arguments that a function cannot do without, for example ``{"values"}`` for `gae`."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)

@@ -97,7 +97,7 @@ def _names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in paths if not path.name.startswith(".nfs")}
 
 
-def _file_damage(path: Path, expected: Mapping[str, Any]) -> str | None:
+def _file_damage(path: Path, expected: Mapping[str, object]) -> str | None:
     if not path.is_file():
         return f"{path}: missing, though the manifest lists it"
     if path.stat().st_size != expected["size"]:
@@ -115,7 +115,7 @@ def _entry(path: Path, *, durable: bool) -> dict[str, Any]:
         return {"size": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
+def _checksum(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

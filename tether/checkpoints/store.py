@@ -265,7 +265,7 @@ def _offer(broken: Path) -> str:
     )
 
 
-def save_state(path: Path, state: Mapping[str, Any]) -> None:
+def save_state(path: Path, state: Mapping[str, object]) -> None:
     """Store a tree of tensors, numbers, strings, tuples, lists and dicts so that it loads back bit for bit."""
     with path.open("wb") as file:  # not by name: torch would hold the file, and its space, open after a full disk
         torch.save(dict(state), file)

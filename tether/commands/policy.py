@@ -48,14 +48,14 @@ class Policy:
     def __init__(
         self,
         text: tuple[NativeEngine, PreTrainedTokenizerBase, Encode] | None,
-        control: tuple[Any, Callable[[], Any]] | None = None,
+        control: tuple[object, Callable[[], object]] | None = None,
     ) -> None:
         self._text, self._control = text, control
 
     @named_out_of_memory()
     def generate(
         self,
-        prompts: str | Sequence[Any],
+        prompts: str | Sequence[object],
         *,
         n: int = 1,
         max_new_tokens: int = 256,
@@ -134,7 +134,9 @@ class Policy:
 
 
 @named_out_of_memory()
-def load(folder: Path | str, *, env: Callable[..., Any] | None = None, policy: Any = None, seed: int = 0) -> Policy:
+def load(
+    folder: Path | str, *, env: Callable[..., object] | None = None, policy: object = None, seed: int = 0
+) -> Policy:
     """The policy of a checkpoint, to be asked.
 
     Args:
@@ -163,7 +165,7 @@ def load(folder: Path | str, *, env: Callable[..., Any] | None = None, policy: A
     with holding(objects):
         agent, make_env = build_agent(config, checkpoint, seed)
 
-    def make_env_again() -> Any:
+    def make_env_again() -> object:
         with holding(objects):
             return make_env()
 
@@ -190,7 +192,7 @@ def checkpoint_at(path: Path) -> Path:
     return checkpoint
 
 
-def _several(prompts: str | Sequence[Any]) -> list[Any]:
+def _several(prompts: str | Sequence[object]) -> list[object]:
     """A list of prompts, also of a single one."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping)):
         return [prompts]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tether.assembly.named_inputs import missing_inputs
 from tether.commands.result import TrainingResult
@@ -13,7 +12,7 @@ from tether.config import LoadedConfig, Override, load_config
 from tether.runtime.objects import PREFIX, holding
 from tether.trainer import Callbacks
 
-Settings = Mapping[str, Any]
+Settings = Mapping[str, object]
 """Keys of the configuration, dotted or nested -> values."""
 STANDS_FOR = {
     "dataset": "data.train_files",
@@ -33,13 +32,13 @@ def train(
     overrides: Settings | Sequence[str] = (),
     *,
     callbacks: Sequence[object] = (),
-    dataset: Any = None,
-    val_dataset: Any = None,
-    reward: Callable[..., Any] | None = None,
-    model: Any = None,
-    tokenizer: Any = None,
-    env: Callable[..., Any] | None = None,
-    policy: Any = None,
+    dataset: object = None,
+    val_dataset: object = None,
+    reward: Callable[..., object] | None = None,
+    model: object = None,
+    tokenizer: object = None,
+    env: Callable[..., object] | None = None,
+    policy: object = None,
 ) -> TrainingResult:
     """Train, as `tether train` does: a run that was begun in its folder goes on; a signal stops it after a step.
 
@@ -96,7 +95,7 @@ def _as_overrides(settings: Settings) -> Iterator[Override | str]:
         yield Override(str(key), _plain(value), delete=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value as YAML has it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from tether.checkpoints import CheckpointStore
 from tether.metrics.loggers import read_metrics, validation_means
@@ -51,7 +50,7 @@ class TrainingResult:
             raise ValueError(f"{key}: not logged by {self.folder}; see the keys of result.metrics")
         return [row.get(key, math.nan) for row in self.metrics]
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> object:
         """The metrics as a `pandas.DataFrame` with the step as index.
 
         Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tether.rewards.rules import last_boxed
 
@@ -79,7 +78,7 @@ class Columns:
             suffix=options.get("suffix", self.suffix),
         )
 
-    def recognised(self, keys: Sequence[str], first: Any) -> Columns:
+    def recognised(self, keys: Sequence[str], first: object) -> Columns:
         """Return the columns of the layout that `keys` and the row `first` show; these columns where they show none.
 
         Keys that the user set stay. A named answer is extracted only if the layout's reward scores the row: a reward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +23,7 @@ class CustomDataset(Protocol):
     """
 
     def __init__(
-        self, *, data_files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any]
+        self, *, data_files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Mapping[str, object]
     ) -> None:
         """Take the files, the policy's tokenizer and the `data` part of the run's config as a mapping."""
         ...
@@ -32,7 +32,7 @@ class CustomDataset(Protocol):
         """Return the number of prompts."""
         ...
 
-    def __getitem__(self, index: int, /) -> Any:
+    def __getitem__(self, index: int, /) -> object:
         """Item `index`, from 0: a row mapping or a `Prompt`."""
         ...
 
@@ -43,7 +43,7 @@ def load_custom_dataset(
     *,
     files: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
 ) -> Rows:

@@ -88,7 +88,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
     return Source(spec, records, (), generated=True)
 
 
-def _entries(task: str, params: dict[str, Any], part: str | None) -> list[dict[str, Any]]:
+def _entries(task: str, params: dict[str, object], part: str | None) -> list[dict[str, Any]]:
     """As many entries of the part as `size` asks for, distinct ones of `test`; of a small task, as many as it has."""
     dataset = reasoning_gym.create_dataset(task, **params)
     if part is None:
@@ -98,7 +98,7 @@ def _entries(task: str, params: dict[str, Any], part: str | None) -> list[dict[s
     return list(itertools.islice(_distinct(of_part) if part == "test" else of_part, len(dataset)))
 
 
-def _distinct(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _distinct(entries: Iterable[dict[str, object]]) -> Iterator[dict[str, object]]:
     seen = set()
     for entry in entries:
         if entry["question"] not in seen:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
@@ -45,7 +44,7 @@ class PromptOptions:
     """Of that pick."""
     chat_template: str | None = None
     """A Jinja template to use instead of the tokenizer's."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the template."""
     control_tokens_as_text: bool = False
     """Read control tokens inside messages as text; else they act as if the template had written them."""

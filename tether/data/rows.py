@@ -44,7 +44,7 @@ class Records(Protocol):
         """Return the number of rows."""
         ...
 
-    def __getitem__(self, number: int, /) -> Any:
+    def __getitem__(self, number: int, /) -> object:
         """Row `number` as a mapping in the layout above; a custom dataset may give a `Prompt` instead."""
         ...
 
@@ -156,7 +156,7 @@ def _source_problems(source: Source) -> list[str]:
     ]
 
 
-def _record_problems(record: Any, columns: Columns) -> Iterator[str]:
+def _record_problems(record: object, columns: Columns) -> Iterator[str]:
     if isinstance(record, Prompt):
         if len(record.token_ids) == 0:
             yield "a Prompt without token_ids."
@@ -189,7 +189,7 @@ def _record_problems(record: Any, columns: Columns) -> Iterator[str]:
             yield f"`{key}` is not empty, but only text prompts are read. Drop the column, or the row."
 
 
-def _prompt_problems(prompt: Any, key: str) -> Iterator[str]:
+def _prompt_problems(prompt: object, key: str) -> Iterator[str]:
     if prompt is None or prompt == "" or prompt == []:
         yield f"no `{key}`. Give a list of {{role, content}}, or a string."
     elif isinstance(prompt, list):
@@ -202,7 +202,7 @@ def _prompt_problems(prompt: Any, key: str) -> Iterator[str]:
         yield f"`{key}` is a {type(prompt).__name__}. Give a list of {{role, content}}, or a string."
 
 
-def _role(message: Any) -> Any:
+def _role(message: object) -> object:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
@@ -217,14 +217,14 @@ def _unwritable(prompt: Any, key: str) -> Iterator[str]:
             )
 
 
-def _reward_problems(reward_model: Any) -> Iterator[str]:
+def _reward_problems(reward_model: object) -> Iterator[str]:
     if not isinstance(reward_model, Mapping):
         yield "no `reward_model`, so no ground truth. Give {style, ground_truth}."
     elif reward_model.get("style", "rule") == "rule" and reward_model.get("ground_truth") is None:
         yield "no `reward_model.ground_truth`. A row of style `rule` needs one; rows of style `model` need none."
 
 
-def _answer_problems(answer: Any, columns: Columns) -> Iterator[str]:
+def _answer_problems(answer: object, columns: Columns) -> Iterator[str]:
     key = columns.answer
     if answer is None or answer == "" or answer == []:
         yield f"no `{key}`, so no right answer."
@@ -234,7 +234,7 @@ def _answer_problems(answer: Any, columns: Columns) -> Iterator[str]:
         yield f"`{key}` has {len(answer)} answers. Rules compare with one: leave one."
 
 
-def _source_of(record: Mapping[str, Any], columns: Columns) -> Any:
+def _source_of(record: Mapping[str, object], columns: Columns) -> Any:
     named = record.get(columns.data_source)
     return columns.default_source if named is None else named
 

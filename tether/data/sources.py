@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -79,7 +78,7 @@ class ArrowRecords:
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> dict[str, object]:
         return self._table.slice(number, 1).to_pylist()[0]
 
 
@@ -116,7 +115,7 @@ def _read_json(path: Path, columns: Columns) -> Source:
     return Source(str(path), records, tuple(keys))
 
 
-def _json_lines(path: Path, text: str) -> list[Any]:
+def _json_lines(path: Path, text: str) -> list[object]:
     records = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

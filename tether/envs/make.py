@@ -205,7 +205,7 @@ def _import_simulator(options: EnvOptions) -> None:
 
 
 @cache
-def _definitions(file: str, key: str) -> dict[str, Any]:
+def _definitions(file: str, key: str) -> dict[str, object]:
     """What a file of the user's defines, which is imported once in a process."""
     return vars(import_python_file(file, key))
 
@@ -235,7 +235,7 @@ def _check_own(options: EnvOptions) -> None:
             _check_function(options, function)
 
 
-def _check_function(options: EnvOptions, function: Callable[..., Any]) -> None:
+def _check_function(options: EnvOptions, function: Callable[..., object]) -> None:
     where, given = f"{options.role}.id={options.id}", dict(options.init_params)
     try:
         env = function(**given)

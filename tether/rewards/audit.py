@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
 from tether.rewards.summary import percentile
@@ -251,7 +251,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-def _text(ground_truth: Any) -> str:
+def _text(ground_truth: object) -> str:
     """A ground truth as one would answer; of several accepted ones, the first."""
     if isinstance(ground_truth, list | tuple) and ground_truth:
         return _text(ground_truth[0])

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from tether.rewards.router import RewardFunction
 from tether.runtime.objects import held, is_object
@@ -26,10 +25,10 @@ class CustomReward:
 
     path: str
     name: str = "compute_score"
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, object] = field(default_factory=dict)
 
 
-def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
+def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str, object]) -> RewardFunction:
     """Import the file and take the function out of it, with `reward_kwargs` bound; or take the object of this process.
 
     Raises:
@@ -58,7 +57,7 @@ def _missing(module: ModuleType, path: Path, name: str) -> str:
     return f"{_KEY}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
 
 
-def _check_signature(function: RewardFunction, path: Path, name: str, reward_kwargs: Mapping[str, Any]) -> None:
+def _check_signature(function: RewardFunction, path: Path, name: str, reward_kwargs: Mapping[str, object]) -> None:
     if clash := sorted(set(reward_kwargs) & set(_ARGUMENTS)):
         raise ValueError(f"{_KEY}.reward_kwargs: {', '.join(clash)} is given by the row; choose another name")
     signature = inspect.signature(function)

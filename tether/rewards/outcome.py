@@ -58,7 +58,7 @@ class RewardError:
 RewardOutcome: TypeAlias = Score | Abstention | RewardError
 
 
-def outcome_of(value: Any) -> RewardOutcome:
+def outcome_of(value: object) -> RewardOutcome:
     """Read what a reward function returned.
 
     A number (int, float, bool, a zero-dimensional array or tensor) is a score, a dict is its "score" and extra keys,
@@ -89,7 +89,7 @@ def is_float32(number: Any) -> bool:
     return bool(-_FLOAT32_MAX <= number <= _FLOAT32_MAX)
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> Any:
     """`value` as exact Python numbers, strings, lists and dicts, which JSON can hold; other objects as text."""
     value = _unwrapped(value)
     if value is None or isinstance(value, bool):
@@ -144,7 +144,7 @@ def load_answer(answer: bytes) -> tuple[RewardOutcome, float]:
     raise ValueError("not the answer of a reward process")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Exactly a str, also of a subclass such as a StrEnum."""
     return str.__str__(value) if isinstance(value, str) else str.__str__(str(value))
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 PREFIX = "object:"
-_held: dict[str, Any] = {}
+_held: dict[str, object] = {}
 
 
-def is_object(name: Any) -> bool:
+def is_object(name: object) -> bool:
     """Whether a value stands for an object of this process."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
@@ -28,7 +28,7 @@ def held(name: str) -> Any:
 
 
 @contextmanager
-def holding(objects: Mapping[str, Any]) -> Iterator[None]:
+def holding(objects: Mapping[str, object]) -> Iterator[None]:
     """While inside, ``object:NAME`` stands for these objects, by name."""
     before = dict(_held)
     _held.update({PREFIX + name: one for name, one in objects.items()})

@@ -149,7 +149,7 @@ class RunLock:
         finally:
             os.close(again)
 
-    def _busy(self, owner: dict[str, Any] | None) -> RunFolderBusy:
+    def _busy(self, owner: dict[str, object] | None) -> RunFolderBusy:
         who = "a process that is just starting or ending" if owner is None else _described(owner)
         return RunFolderBusy(
             f"{self._named}: another run uses this folder: {who}. Stop that one first (SIGTERM lets it save a "
@@ -162,11 +162,11 @@ class RunLock:
         return ValueError(f"{self._named}: {why}. Name a folder that can be written to")
 
 
-def _described(owner: dict[str, Any]) -> str:
+def _described(owner: dict[str, object]) -> str:
     return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, object]:
     pid = os.getpid()
     return {"host": socket.gethostname(), "machine": _machine(), "process": pid, "started": _started(pid)}
 

@@ -7,7 +7,6 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from tether.spelling import ask, closest, did_you_mean
 
@@ -26,7 +25,7 @@ def missing_file(path: Path) -> str:
     return f"{path}: no such file.{hint}"
 
 
-def definition(name: str, key: str) -> Any:
+def definition(name: str, key: str) -> object:
     """What a file of the user's defines: ``FILE.py:NAME``, which `key` names.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +65,7 @@ class Groups:
         return torch.where(size > 1, variance.sqrt(), 1.0)
 
 
-def _numbered(uid: Iterable[Any]) -> list[int]:
+def _numbered(uid: Iterable[object]) -> list[int]:
     """Give equal labels the same number."""
     numbers: dict[Hashable, int] = {}
     member = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tether.envs.protocol import EnvStep, VectorEnv
 from tether.observations import Array, Observation
 from tether.runtime.late_calls import LateCalls
@@ -26,7 +24,7 @@ class TimedEnv:
             f"{role}.vectorization=subprocess, where a process that hangs is replaced.",
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._env, name)
 
     def reset(self, seed: int) -> Observation:

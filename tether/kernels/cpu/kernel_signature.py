@@ -101,7 +101,7 @@ class Signature:
 
     def __init__(self, body: Callable[..., None]) -> None:
         self.name = body.__name__
-        self._kinds: dict[str, Any] = get_type_hints(body)
+        self._kinds: dict[str, object] = get_type_hints(body)
         self._kinds.pop("return")
         hints = get_type_hints(body, include_extras=True)
         self._tensors: dict[str, TensorArgument] = {

@@ -60,7 +60,7 @@ def own_logger(name: str) -> Callable[[RunInfo], Logger]:
     return lambda run: OwnLogger(found(run))
 
 
-def _check(function: Callable[..., Any], arguments: Sequence[str], name: str) -> None:
+def _check(function: Callable[..., object], arguments: Sequence[str], name: str) -> None:
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)

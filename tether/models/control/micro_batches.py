@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ Say = Callable[..., tuple[Tensor, Tensor | None]]
 """A micro-batch -> outputs [b, outputs], and values [b, V] where there is a critic."""
 
 
-def pass_in_parts(say: Say, pieces: Iterable[tuple[Any, ...]]) -> Passed:
+def pass_in_parts(say: Say, pieces: Iterable[tuple[object, ...]]) -> Passed:
     """Say something of every micro-batch; a single one keeps its graph for `back_in_parts`.
 
     Args:

@@ -210,7 +210,7 @@ def _empty_policy(file: Path) -> Policy:
     return policy
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: object) -> Any:
     """JSON has lists only."""
     if isinstance(value, dict):
         return {name: _as_tuple(inner) for name, inner in value.items()}

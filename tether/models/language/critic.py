@@ -36,7 +36,7 @@ def load_critic(
     *,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
+    override_config: Mapping[str, object] | None = None,
 ) -> PreTrainedModel:
     """A critic, from a causal LM (head at zero) or from a saved critic or reward model with one label (its own head).
 

@@ -47,9 +47,9 @@ class _InPagesOfItsOwn(torch.autograd.Function):
         return torch.frombuffer(pages, dtype=x.dtype).view(x.shape).copy_(x)
 
     @staticmethod
-    def backward(_: Any, grad: Tensor) -> Tensor:
+    def backward(_: object, grad: Tensor) -> Tensor:
         return grad
 
 
-def _run_again_on_the_way_back(layer: Any, *inputs: Tensor) -> Any:
+def _run_again_on_the_way_back(layer: object, *inputs: Tensor) -> object:
     return checkpoint(layer, *map(in_pages_of_its_own, inputs), use_reentrant=False)

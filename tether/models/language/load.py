@@ -63,9 +63,9 @@ def load_causal_lm(
     *,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
-    override_config: Mapping[str, Any] | None = None,
+    override_config: Mapping[str, object] | None = None,
     attn: str = ATTENTION_NAME,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: object = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """A causal LM with every dropout at 0, in eval mode, whose packing was compared with separate sequences.
 
@@ -103,7 +103,7 @@ def load_causal_lm(
 
 
 def load_config(
-    path: Path | str, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
+    path: Path | str, *, trust_remote_code: bool = False, override_config: Mapping[str, object] | None = None
 ) -> PreTrainedConfig:
     """The config of a directory or hub id, with entries replaced.
 
@@ -123,7 +123,7 @@ def load_config(
     return config
 
 
-def override(config: PreTrainedConfig, entries: Mapping[str, Any], path: Path | str) -> None:
+def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path | str) -> None:
     """Replace entries of a config in place; one that it does not have is refused, and one that could have no effect.
 
     Raises:
@@ -194,7 +194,7 @@ def _own_model(name: Path | str) -> PreTrainedModel:
     return model
 
 
-def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, Any] | None) -> PreTrainedModel:
+def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, object] | None) -> PreTrainedModel:
     """A copy of a model that is an object of this process, which stays as it is."""
     if override_config:
         raise ValueError("override_config: the model is an object, whose config is its own. Leave it out.")

@@ -76,7 +76,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
     raise ValueError(_nothing_there(local))
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, object]:
     """The ``config.json`` of a Hugging Face directory."""
     file = directory / "config.json"
     try:

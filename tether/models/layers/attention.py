@@ -11,7 +11,6 @@ Legend: N = tokens of all sequences laid end to end, H = query heads, K = key/va
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ def _attention_interface(
     softcap: float | None = None,
     *,
     attention_layout: AttentionLayout,
-    **_: Any,  # transformers also passes position ids, cache flags and the like
+    **_: object,  # transformers also passes position ids, cache flags and the like
 ) -> tuple[Tensor, None]:
     if attention_mask is not None:
         raise TypeError(f"{type(module).__name__} makes a mask of its own beside the layout")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -189,7 +188,7 @@ class VlaModel(nn.Module):
             return self.placeholders.expand(len(bins), -1, -1)
         return self.language.get_input_embeddings()(self.spec.vocab_size - 1 - bins)
 
-    def _hidden(self, inputs: Tensor, cache: Any = None) -> Tensor:
+    def _hidden(self, inputs: Tensor, cache: object = None) -> Tensor:
         """Last hidden states [B, S, E]; a cache holds what stands before and is added to."""
         out = self.language.model(inputs_embeds=inputs, past_key_values=cache, use_cache=cache is not None)
         return out.last_hidden_state

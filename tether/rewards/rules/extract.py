@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 # A sign counts only where it does not follow a digit: "7-3" holds 7 and 3, "= -3" holds -3.
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -43,7 +42,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def required(ground_truth: Any) -> str:
+def required(ground_truth: object) -> str:
     """`ground_truth` as text.
 
     Raises:

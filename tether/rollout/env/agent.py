@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +54,7 @@ class Agent:
 
     def predict(
         self, observation: Raw, *, deterministic: bool = True, begins: bool | Sequence[bool] | Flags = False
-    ) -> Any:
+    ) -> object:
         """The next action, in the environment's action space; of a batch of observations one for each row.
 
         Args:
