@@ -354,7 +354,25 @@ def import_rlinf(
     """Translate a YAML file of RLinf; lists every key as mapped, defaulted, without effect, or not supported."""
     from tether.config.importers.rlinf.command import translate
 
-    yaml, listing = translate(arguments or [])
+    _write_translation(*translate(arguments or []), out)
+
+
+@config_app.command(name="import-verl")
+def import_verl(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.sh", help="A shell script that starts verl's trainer.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
+) -> None:
+    """Read a script of verl's without running it, and write its settings as a file; lists what keeps that from running.
+
+    For example: MODEL=Qwen/Qwen3-0.6B tether config import-verl run_gemma.sh -o run.yaml
+    """
+    from tether.config.importers.verl.command import translate
+
+    _write_translation(*translate(script, overrides or []), out)
+
+
+def _write_translation(yaml: str, listing: str, out: Path | None) -> None:
     if out is None:
         typer.echo(yaml)
     else:

@@ -14,11 +14,11 @@ Line = Callable[[str, str], str]
 """(dotted key, "name: value") -> the line to print."""
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Quotes the strings that OmegaConf would read as numbers, and PyYAML would not."""
 
 
-_Dumper.add_implicit_resolver(
+Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
@@ -83,7 +83,7 @@ def _text(path: str, value: object) -> str:
     style = None if one_line else '"'
     dumped = yaml.dump(
         plain,
-        Dumper=_Dumper,
+        Dumper=Dumper,
         default_flow_style=True,
         default_style=style,
         width=10**6,

@@ -1,0 +1,173 @@
+"""Shell scripts that start verl: read as bash reads them, without being run, and written as configurations."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tether.config import ConfigError, load_config
+from tether.config.importers.verl.command import translate
+from tether.config.importers.verl.shell import UNKNOWN, read_script
+
+HOME = {"HOME": "/home/me"}
+
+
+def words_of(text: str) -> list[tuple[str, ...]]:
+    return [command.words[1:] for command in read_script(text, HOME).commands if command.words[0] == "cmd"]
+
+
+def bash(text: str) -> list[tuple[str, ...]]:
+    """The arguments of each `cmd`, as bash itself gives them."""
+    prelude = "set -f\ncmd() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
+    out = subprocess.run(["bash", "-c", prelude + text], env=HOME, capture_output=True, check=True, text=True).stdout
+    return [tuple(call.split("\0")[:-1]) if call else () for call in out.split("\1")[:-1]]
+
+
+CASES = {
+    "continued lines": "cmd a.b=1 \\\n   c.d=2 \\\n\te=3\ncmd f=4",
+    "quotes": """cmd a='x y' b="x y" c=x\\ y 'd'e"f" "" '' g=""",
+    "quotes in quotes": """cmd logger='["console","wandb"]' l=['console'] x="it's" y="a \\"b\\" \\$c" """,
+    "variables": 'A=1\nB="two words"\ncmd $A "$B" $B x$A-${B} \'$A\' a=$B',
+    "lists of files": """f=$HOME/a.parquet\ng="['$f', '$HOME/b.parquet']"\ncmd data.train_files="$g" v=$f""",
+    "defaults": 'A=set\ncmd ${A:-no} ${B:-"quoted"} ${C:-} x${D:-$A}y "${E:-a b}" ${F-z}',
+    "arrays": """A=(a=1 "b=2 3" # comment
+  c=$HOME)
+A+=(d=4)
+cmd "${A[@]}" ${A[@]} x"${A[@]}"y
+NONE=()
+cmd "${NONE[@]}" a""",
+    "positional parameters": 'cmd a=1 $@ "$@" "${@}" ${@:1}',
+    "comments": "# cmd no\ncmd a#b # c\ncmd x\\#y",
+    "several on a line": "A=1; cmd $A && cmd b | cat; cmd c &\nwait",
+    "redirections": "cmd a=1 2>&1 b=2 >/dev/stdout",
+    "a comment after a backslash": "cmd a=1 \\  # reason\nA=2\ncmd b",
+    "export": "export A=1 B='x y'\nexport A\ncmd $A $B",
+    "appended": "A=x\nA+=y\ncmd $A",
+    "an empty variable": 'A=\ncmd $A "$A" x$A',
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_words_are_those_of_bash(name: str) -> None:
+    assert words_of(CASES[name]) == bash(CASES[name])
+
+
+TEXT = st.text(alphabet="ab1=./,[]{}:- ", max_size=6)
+BARE = st.text(alphabet="ab1=./,:", min_size=1, max_size=6)
+REFERENCE = st.sampled_from(["${A}", "${B}", "${C:-c}", "${C:-$A}", '"$B"', '"${A}x$B"', '"${C:-x y}"'])
+PIECE = st.one_of(BARE, TEXT.map("'{}'".format), TEXT.map('"{}"'.format), REFERENCE, st.just("\\ "), st.just('\\"'))
+WORD = st.lists(PIECE, min_size=1, max_size=4).map("".join)
+SEPARATOR = st.sampled_from([" ", "  ", " \\\n ", "\t"])
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(SEPARATOR, WORD), min_size=20, max_size=40), TEXT)
+def test_any_words_are_those_of_bash(words: list[tuple[str, str]], value: str) -> None:
+    script = f"A=one\nB='{value}'\ncmd" + "".join(separator + word for separator, word in words)
+    assert words_of(script) == bash(script)
+
+
+def test_what_only_a_run_could_tell_is_unknown() -> None:
+    script = read_script(
+        "N=$(nvidia-smi | wc -l)\nif [ $N = 8 ]; then\nM=1\nfi\ncmd n=$N m=$M x=`id` y=${Z} $1 k=1", {}
+    )
+    (found,) = [command for command in script.commands if command.words[0] == "cmd"]
+    assert found.words[1:] == tuple(
+        word.replace("?", UNKNOWN) for word in ("n=?$(id | wc)?", "m=?$M?", "x=?`id`?", "y=?${Z}?", "$1", "k=1")
+    )
+    assert script.notes == ["line 2: if ... is not evaluated; variables that are set in it are unknown"]
+
+
+SCRIPT = """set -x
+MODEL=${MODEL:-Qwen/Qwen2-7B}
+files="['$HOME/a.parquet', '$HOME/b.parquet']"
+export VERL_USE_MODELSCOPE=True
+%s \\
+    algorithm.adv_estimator=gae \\
+    data.train_files="$files" data.val_files=$HOME/a.parquet \\
+    actor_rollout_ref.model.path=$MODEL critic.model.path=$MODEL \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.total_epochs=15 trainer.total_epochs=3 trainer.n_gpus_per_node=1 $@ 2>&1 | tee log.txt
+"""
+STARTS = (
+    "python3 -m verl.trainer.main_ppo",
+    "CUDA_VISIBLE_DEVICES=0 python -u -m verl.trainer.main_ppo",
+    "ray job submit --no-wait -- python3 -m verl.trainer.main_ppo",
+    "nsys profile -o x python verl/trainer/main_ppo.py",
+    "python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_trainer'",
+)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.sh"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_file_loads_to_what_the_script_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    text, listing = translate(written(tmp_path, SCRIPT % start), [])
+    assert listing == ""
+    assert "# Exported there: VERL_USE_MODELSCOPE=True" in text
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    config = load_config(file, []).config
+    assert config.data.train_files == ("/home/me/a.parquet", "/home/me/b.parquet")
+    assert config.critic.model.path == "Qwen/Qwen2-7B"
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.trainer.logger == ("console", "wandb")
+    assert config.trainer.total_epochs == 3
+
+
+def test_the_environment_and_overrides_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "mine")
+    text, _ = translate(written(tmp_path, SCRIPT % STARTS[0]), ["trainer.total_epochs=7"])
+    tree = yaml.safe_load(text)
+    assert tree["actor_rollout_ref"]["model"]["path"] == "mine"
+    assert tree["trainer"]["total_epochs"] == 7
+
+
+def test_what_keeps_it_from_being_run_is_listed(tmp_path: Path) -> None:
+    script = SCRIPT.replace("trainer.total_epochs=15", "critic.no_such_key=2 \\  # why\n    trainer.nnodes=2")
+    text, listing = translate(written(tmp_path, script % STARTS[0]), [])
+    assert yaml.safe_load(text)["critic"]["no_such_key"] == 2
+    assert "total_epochs" not in text  # below the comment, as for bash
+    lines = listing.splitlines()
+    assert lines[0] == "line 11: a comment follows the backslash, so the command ends here; what is below is not passed"
+    assert lines[1] == "to be changed before it runs:"
+    assert "critic.no_such_key: unknown key" in listing
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("echo nothing", "starts no trainer of verl's"),
+        ("python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2", "2 times, in lines 1, 2"),
+        ("python -m verl.trainer.main_ppo --config-name=own a.b=1", "is a file of the script's own"),
+        (
+            "python -m verl.trainer.main_ppo data.seed=$(date +%s)",
+            "data.seed: is $(date +%s) in the script, and $(date +%s) is known only when",
+        ),
+        ("python -m verl.trainer.main_ppo 'a b'", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_translated_is_one_error(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        translate(written(tmp_path, text), [])
+
+
+def test_a_value_that_is_unknown_may_be_given(tmp_path: Path) -> None:
+    script = written(tmp_path, "python -m verl.trainer.main_ppo data.seed=$(date +%s) trainer.nnodes=1")
+    text, _ = translate(script, ["data.seed=3"])
+    assert yaml.safe_load(text) == {"trainer": {"nnodes": 1}, "data": {"seed": 3}}
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        translate(tmp_path / "no.sh", [])

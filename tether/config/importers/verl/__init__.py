@@ -1,0 +1,1 @@
+"""verl's shell scripts as configurations."""

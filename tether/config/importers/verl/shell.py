@@ -1,0 +1,260 @@
+"""The part of bash that training scripts are written in: variables, quotes, arrays, and commands over many lines.
+
+Nothing is run. What only a run of the script could tell (`$(...)`, `if`, positional parameters) stays unknown: a word
+that depends on it says so, and where.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+UNKNOWN = "\0"
+"""Stands before and after what is not known, as it is written in the script."""
+_NAME = r"[A-Za-z_]\w*"
+_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
+_PARAMETER = re.compile(
+    rf"\$(?:(?P<name>{_NAME}|[@*])|\{{(?P<braced>{_NAME}|[@*])(?P<all>\[[@*]\])?(?::?-(?P<default>[^}}]*)|:\d+)?\}})"
+)
+_OPENING, _CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+_WITHIN = {"then", "else", "elif", "do", "!", "{", "}", "time"}
+_BUILTINS = {"export", "declare", "local", "readonly"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A simple command, its variables filled in."""
+
+    line: int
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    """What the command alone gets: NAME=value before it."""
+
+
+@dataclass
+class Script:
+    """What a script would run."""
+
+    commands: list[Command] = field(default_factory=list)
+    exported: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What its author may not have meant, and what is not evaluated; each names its line."""
+
+
+def read_script(text: str, environment: Mapping[str, str]) -> Script:
+    """Read a script without running it.
+
+    Args:
+        text: of the script.
+        environment: variables that it finds set, such as HOME.
+    """
+    return _Reader(text, environment).read()
+
+
+class _Reader:
+    def __init__(self, text: str, environment: Mapping[str, str]) -> None:
+        self._text, self._at = text, 0
+        self._variables: dict[str, list[str]] = {name: [value] for name, value in environment.items()}
+        self._script = Script()
+        self._depth = 0  # of what depends on a condition
+
+    def read(self) -> Script:
+        while self._at < len(self._text):
+            line = self._line()
+            words = self._command()
+            if words:
+                self._take(line, words)
+        return self._script
+
+    def _line(self) -> int:
+        return self._text.count("\n", 0, self._at) + 1
+
+    def _note(self, line: int, text: str) -> None:
+        self._script.notes.append(f"line {line}: {text}")
+
+    def _take(self, line: int, words: list[str]) -> None:
+        """Assign, or note a command."""
+        while words and words[0] in _OPENING | _CLOSING | _WITHIN:
+            word = words.pop(0)
+            self._depth += (word in _OPENING) - (word in _CLOSING)
+            if word in _OPENING:
+                self._note(line, f"{word} ... is not evaluated; variables that are set in it are unknown")
+                return
+        assigned: dict[str, str] = {}
+        is_builtin = bool(words) and words[0] in _BUILTINS
+        rest = words[1:] if is_builtin else words
+        while rest and (match := _ASSIGNMENT.match(rest[0])):
+            name, value = match[1], rest.pop(0)[match.end() :]
+            assigned[name] = "".join(self._variables.get(name, [])) + value if match[2] else value
+        if rest and not is_builtin:
+            self._script.commands.append(Command(line, tuple(rest), assigned))
+            return
+        for name, value in assigned.items():
+            self._variables[name] = [_unknown(f"${name}")] if self._depth else [value]
+        if is_builtin and words[0] == "export":
+            names = [*assigned, *(word for word in rest if not word.startswith("-"))]
+            self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
+
+    def _command(self) -> list[str]:
+        """The words up to the end of a command."""
+        words: list[str] = []
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char in " \t":
+                self._at += 1
+            elif self._text.startswith("\\\n", self._at):
+                self._at += 2
+            elif char == "#":
+                self._at = self._end_of_line()
+            elif char in "\n;&|":
+                self._at += 1
+                break
+            elif char in "()<>":
+                self._skip_operator(char)
+            else:
+                self._warn_of_a_broken_continuation()
+                may_assign = all(word in _BUILTINS or _ASSIGNMENT.match(word) for word in words)
+                words += self._word(may_assign=may_assign)
+        return words
+
+    def _end_of_line(self) -> int:
+        end = self._text.find("\n", self._at)
+        return len(self._text) if end < 0 else end
+
+    def _skip_operator(self, char: str) -> None:
+        self._at += 1
+        if char in "<>":  # a redirection, with its target
+            while self._text[self._at : self._at + 1] in ("<", ">", "&", " "):
+                self._at += 1
+            self._word()
+
+    def _warn_of_a_broken_continuation(self) -> None:
+        if match := re.compile(r"\\[ \t]+(#[^\n]*)?(\n|$)").match(self._text, self._at):
+            what = "a comment follows" if match[1] else "spaces follow"
+            self._note(self._line(), f"{what} the backslash, so the command ends here; what is below is not passed")
+
+    def _word(self, *, may_assign: bool = False) -> list[str]:
+        """One word; several, or none, where an unquoted variable is split, which an assignment's is not."""
+        words: list[str] = []
+        current, is_quoted = "", False
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char in " \t\n;&|()<>":
+                if char == "(" and _ASSIGNMENT.fullmatch(current):
+                    self._array(current)
+                    return []
+                if char in "<>" and current.isdecimal() and not words:
+                    return []  # the file descriptor of a redirection
+                break
+            if char == "\\":
+                follows = self._text[self._at + 1 : self._at + 2]
+                current += "" if follows == "\n" else follows
+                self._at += 2
+            elif char == "'":
+                end = self._text.find("'", self._at + 1)
+                end = len(self._text) if end < 0 else end
+                current, is_quoted = current + self._text[self._at + 1 : end], True
+                self._at = end + 1
+            elif char == '"':
+                parts = self._quoted()
+                is_quoted = is_quoted or bool(parts)
+                words += [current + parts[0], *parts[1:-1]] if len(parts) > 1 else []
+                current = parts[-1] if len(parts) > 1 else current + "".join(parts)
+            elif char in "$`":
+                assigns = may_assign and bool(_ASSIGNMENT.match(current))
+                value = " ".join(self._expansion())
+                parts = [value] if assigns or UNKNOWN in value else re.split(r"[ \t\n]+", value)
+                words += [w for w in (current + parts[0], *parts[1:-1]) if w] if len(parts) > 1 else []
+                current = parts[-1] if len(parts) > 1 else current + value
+            else:
+                current += char
+                self._at += 1
+        return [*words, current] if current or is_quoted else words
+
+    def _array(self, assignment: str) -> None:
+        """``NAME=( ... )``, which may have comments and many lines."""
+        match = _ASSIGNMENT.fullmatch(assignment)
+        assert match
+        self._at += 1
+        items: list[str] = []
+        while self._at < len(self._text) and self._text[self._at] != ")":
+            char = self._text[self._at]
+            if char in " \t\n":
+                self._at += 1
+            elif self._text.startswith("\\\n", self._at):
+                self._at += 2
+            elif char == "#":
+                self._at = self._end_of_line()
+            else:
+                items += self._word()
+        self._at += 1
+        before = self._variables.get(match[1], []) if match[2] else []
+        self._variables[match[1]] = [_unknown(f"${match[1]}")] if self._depth else [*before, *items]
+
+    def _quoted(self) -> list[str]:
+        """Text in double quotes; the elements of ``"${NAME[@]}"``, of which there may be none."""
+        self._at += 1
+        parts, has_text = [""], False
+        while self._at < len(self._text) and self._text[self._at] != '"':
+            char = self._text[self._at]
+            if char == "\\" and self._text[self._at + 1 : self._at + 2] in ('"', "\\", "$", "`", "\n"):
+                follows = self._text[self._at + 1]
+                parts[-1] += "" if follows == "\n" else follows
+                self._at, has_text = self._at + 2, True
+            elif char in "$`":
+                values = self._expansion()
+                has_text = has_text or bool(values)
+                parts = [*parts[:-1], parts[-1] + values[0], *values[1:]] if values else parts
+            else:
+                parts[-1] += char
+                self._at, has_text = self._at + 1, True
+        is_empty_list = not has_text and self._text[self._at - 1 : self._at] != '"'
+        self._at += 1
+        return [] if is_empty_list else parts
+
+    def _expansion(self) -> list[str]:
+        """The value of what begins with $; of an array all its elements."""
+        begin = self._at
+        match = _PARAMETER.match(self._text, begin)
+        if match:
+            self._at = match.end()
+            name = match["name"] or match["braced"]
+            if name in "@*":
+                return []
+            if name in self._variables:
+                values = self._variables[name]
+                return values if match["all"] else values[:1]
+            if match["default"] is not None:
+                return [_Reader(match["default"], {}).filled(self._variables)]
+        elif self._text.startswith(("$(", "`"), begin):
+            self._at = self._end_of_substitution()
+        elif self._text.startswith("${", begin):
+            end = self._text.find("}", begin)
+            self._at = len(self._text) if end < 0 else end + 1
+        else:
+            self._at += 1
+            return ["$"]
+        return [_unknown(self._text[begin : self._at])]
+
+    def filled(self, variables: Mapping[str, list[str]]) -> str:
+        """The whole text as in double quotes, with these variables."""
+        self._variables = dict(variables)
+        self._text = f'"{self._text.strip(chr(34))}"'
+        return " ".join(self._quoted())
+
+    def _end_of_substitution(self) -> int:
+        if self._text[self._at] == "`":
+            end = self._text.find("`", self._at + 1)
+            return len(self._text) if end < 0 else end + 1
+        depth, at = 0, self._at + 1
+        while at < len(self._text):
+            depth += {"(": 1, ")": -1}.get(self._text[at], 0)
+            at += 1
+            if depth == 0:
+                break
+        return at
+
+
+def _unknown(written: str) -> str:
+    return f"{UNKNOWN}{written}{UNKNOWN}"
