@@ -352,9 +352,10 @@ def import_rlinf(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
 ) -> None:
     """Translate a YAML file of RLinf; lists every key as mapped, defaulted, without effect, or not supported."""
+    from tether.commands.translation import write_translation
     from tether.config.importers.rlinf.command import translate
 
-    _write_translation(*translate(arguments or []), out)
+    write_translation(*translate(arguments or []), out)
 
 
 @config_app.command(name="import-verl")
@@ -363,25 +364,11 @@ def import_verl(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
 ) -> None:
-    """Read a script of verl's without running it, and write its settings as a file; lists what keeps that from running.
-
-    For example: MODEL=Qwen/Qwen3-0.6B tether config import-verl run_gemma.sh -o run.yaml
-    """
+    """Write the settings of a script that starts verl as a file; lists what keeps that from being run."""
+    from tether.commands.translation import write_translation
     from tether.config.importers.verl.command import translate
 
-    _write_translation(*translate(script, overrides or []), out)
-
-
-def _write_translation(yaml: str, listing: str, out: Path | None) -> None:
-    if out is None:
-        typer.echo(yaml)
-    else:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(yaml, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--out {out}: cannot be written ({error.strerror}). give a file") from None
-    typer.echo(listing, err=True)
+    write_translation(*translate(script, overrides or []), out)
 
 
 @config_app.command()

@@ -1,0 +1,25 @@
+"""Where a translated configuration goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def write_translation(yaml: str, listing: str, out: Path | None) -> None:
+    """Write the YAML to a file, or print it; the listing goes to stderr.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    if out is None:
+        typer.echo(yaml)
+    else:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(yaml, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--out {out}: cannot be written ({error.strerror}). give a file") from None
+    if listing:
+        typer.echo(listing, err=True)
