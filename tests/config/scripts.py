@@ -170,7 +170,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             "reward_model.sandbox_fusion.max_concurrent=128",
             "reward_model.reward_manager=prime",
         ],
-        {GPUS, "reward_model.sandbox_fusion.url", "reward_model.reward_manager"},
+        {GPUS, "reward_model.reward_manager"},
     ),
     "run_deepseek7b_llm_sp2": (
         [

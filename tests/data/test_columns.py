@@ -11,6 +11,7 @@ from tests.data.test_sources import refusal, write_parquet
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.sources import load_rows
 from tether.rewards.router import find_reward
+from tether.rewards.sandbox.options import ProgramOptions
 
 GSM8K = {"question": "2 * 600?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
 MATH = {"problem": "Half?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 1", "type": "Algebra"}
@@ -47,7 +48,7 @@ def test_published_layouts(
     assert row.messages == ({"role": "user", "content": question},)
     assert (row.ground_truth, row.data_source) == (truth, source)
     reply = f"#### {truth}" if source == "openai/gsm8k" else f"\\boxed{{{truth}}}"
-    assert find_reward(source)(source, reply, row.ground_truth, row.extra_info) == 1.0
+    assert find_reward(source, ProgramOptions())(source, reply, row.ground_truth, row.extra_info) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@ import pytest
 from tether.rewards import router
 from tether.rewards.router import REWARDS, check_sources, find_reward
 from tether.rewards.rules import gsm8k, math, reasoning_gym
+from tether.rewards.sandbox.options import ProgramOptions
+from tether.rewards.sandbox.reward import ProgramReward
+
+PROGRAMS = ProgramOptions(unconfined=True)
 
 
 @pytest.mark.parametrize(
@@ -19,28 +23,33 @@ from tether.rewards.rules import gsm8k, math, reasoning_gym
     ],
 )
 def test_sources_find_their_rule(source, rule):
-    assert find_reward(source) is rule
+    assert find_reward(source, PROGRAMS) is rule
 
 
 def test_all_rules_exist():
-    assert all(callable(find_reward(source)) for source in REWARDS)
-    check_sources(REWARDS)
+    assert all(callable(find_reward(source, PROGRAMS)) for source in REWARDS)
+    check_sources(REWARDS, PROGRAMS)
 
 
 def test_unknown_sources_are_refused_all_at_once():
     with pytest.raises(ValueError) as refused:
-        check_sources({"openai/gsm8k", "openai/gsm8", "my/task"})
+        check_sources({"openai/gsm8k", "openai/gsm8", "my/task"}, PROGRAMS)
     message = str(refused.value)
     assert "'my/task', 'openai/gsm8'" in message
     assert "Did you mean openai/gsm8k?" in message
     assert "reasoning_gym/*" in message
     assert "custom_reward_function.path" in message
     with pytest.raises(ValueError, match="'my/task'"):
-        find_reward("my/task")
+        find_reward("my/task", PROGRAMS)
 
 
 def test_a_missing_optional_package_is_named(monkeypatch):
     monkeypatch.setattr(router.importlib.util, "find_spec", lambda _: None)
-    check_sources(["openai/gsm8k"])
+    check_sources(["openai/gsm8k"], PROGRAMS)
     with pytest.raises(ValueError, match=r"pip install 'tether\[quickstart\]'"):
-        check_sources(["reasoning_gym/chain_sum"])
+        check_sources(["reasoning_gym/chain_sum"], PROGRAMS)
+
+
+@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco", "livecodebench/code_generation_lite"])
+def test_code_is_run(source):
+    assert isinstance(find_reward(source, PROGRAMS), ProgramReward)

@@ -12,8 +12,9 @@ from tether.config import RunConfig
 from tether.data import PromptDataset, PromptOptions, load_custom_dataset, load_rows, rows_of_object
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards import check_sources
+from tether.rewards import check_ground_truth, check_sources
 from tether.rewards.custom import CustomReward, load_reward_function
+from tether.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.rewards.service import LocalRewards, RewardPool, Rewards
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import usable_cores
@@ -47,7 +48,8 @@ def build_inputs(config: RunConfig) -> Inputs:
         validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False)
         validation = validation.held_out_from(train)
     if config.custom_reward_function.path is None:
-        check_sources(train.data_sources() | (validation.data_sources() if validation else set()))
+        for prompts in filter(None, (train, validation)):
+            check_rewards(config, prompts)
     for path in dict.fromkeys((model_path, critic_path)):
         if is_gguf(path):  # its tokens and its embeddings are of one file
             continue
@@ -111,6 +113,33 @@ def build_dataset(
     return PromptDataset(rows, tokenizer, options)
 
 
+def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
+    """Refuse prompts whose responses no rule can score. Not for runs with a function of their own.
+
+    Raises:
+        ValueError: a data source without a rule, tests that cannot be read, or programs that cannot be run.
+    """
+    check_sources(prompts.data_sources(), program_options(config))
+    prompts.check_ground_truths(check_ground_truth)
+
+
+def program_options(config: RunConfig) -> ProgramOptions:
+    """How programs in responses are run."""
+    sandbox, fusion = config.reward_model.sandbox, config.reward_model.sandbox_fusion
+    server = None
+    if fusion.url is not None:
+        server = Server(fusion.url, fusion.memory_limit_mb, fusion.max_concurrent // _num_workers(config))
+    limits = Limits(sandbox.timeout, sandbox.memory_limit_mb, sandbox.max_processes)
+    return ProgramOptions(sandbox.languages, sandbox.max_tests, limits, sandbox.unconfined, server)
+
+
+def _num_workers(config: RunConfig) -> int:
+    """Reward processes: one a core by default, and not more than a server for programs may have requests."""
+    fusion = config.reward_model.sandbox_fusion
+    most = fusion.max_concurrent if fusion.url is not None else usable_cores()
+    return config.reward_model.num_workers or min(usable_cores(), most)
+
+
 def build_rewards(config: RunConfig) -> Rewards:
     """Start the reward processes; a user's function is loaded and checked in them. One that is an object runs here.
 
@@ -123,6 +152,7 @@ def build_rewards(config: RunConfig) -> Rewards:
         return LocalRewards(function, config.reward_model.timeout)
     return RewardPool(
         CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None,
-        num_workers=config.reward_model.num_workers or usable_cores(),
+        num_workers=_num_workers(config),
         timeout=config.reward_model.timeout,
+        programs=program_options(config),
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer
+from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer, check_rewards
 from tether.assembly.learners import build_critic, update_plan
 from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
@@ -18,7 +18,6 @@ from tether.config import LoadedConfig, RunConfig, with_values
 from tether.data import decode
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards import check_sources
 from tether.rewards.service import Rewards
 from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
@@ -45,7 +44,7 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
     tokenizer = build_tokenizer(config, model)
     dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)
     if config.custom_reward_function.path is None:
-        check_sources(dataset.data_sources())
+        check_rewards(config, dataset)
     engine = load_engine(model, resolve_device(config.trainer.device), config.actor_rollout_ref.rollout.dtype)
     evaluation = Evaluation(dataset, validation_sampling(config), config.data.val_batch_size)
     with build_rewards(config) as rewards:
@@ -80,7 +79,7 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
     tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
     dataset = build_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples, shuffle=False)
     if config.custom_reward_function.path is None:
-        check_sources(dataset.data_sources())
+        check_rewards(config, dataset)
     count = min(rows, len(dataset))
     prompts = [dataset[i * len(dataset) // count] for i in range(count)]
     sampled: list[str] = []

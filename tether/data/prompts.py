@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -191,6 +191,19 @@ class PromptDataset:
     def data_sources(self) -> set[str]:
         """Every `data_source` among the prompts."""
         return {self._rows[number].data_source for number in self._numbers}
+
+    def check_ground_truths(self, check: Callable[[str, object], None]) -> None:
+        """Call `check` with `data_source` and ground truth of every prompt.
+
+        Raises:
+            ValueError: what it raised, with the row's place.
+        """
+        for number in self._numbers:
+            row = self._rows[number]
+            try:
+                check(row.data_source, row.ground_truth)
+            except ValueError as error:
+                raise ValueError(f"{row.place}: {error}") from error
 
     def first_beyond(self, vocabulary: int) -> str | None:
         """Name the first prompt with a token id that a model of `vocabulary` tokens cannot read, and that id."""

@@ -1,12 +1,12 @@
 """Rewards: rules, user functions, and the processes that run them. Imports no torch.
 
 A reward is a score, an abstention or an error (`RewardOutcome`); `RewardReport` counts errors and stops a run above a
-set rate. `rules` has the built-in functions, `service` the processes,
+set rate. `rules` has the built-in functions, `sandbox` runs the programs of responses, `service` has the processes,
 `audit` tries a reward on replies whose worth is known.
 """
 
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
-from tether.rewards.router import check_sources
+from tether.rewards.router import check_ground_truth, check_sources
 from tether.rewards.summary import RewardReport, check_error_rate, summarize
 
 __all__ = [
@@ -17,10 +17,12 @@ __all__ = [
     "Score",
     "audit",
     "check_error_rate",
+    "check_ground_truth",
     "check_sources",
     "custom",
     "is_float32",
     "rules",
+    "sandbox",
     "service",
     "summarize",
 ]

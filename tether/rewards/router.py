@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from tether.rewards.sandbox.cases import parse_tests
+from tether.rewards.sandbox.options import ProgramOptions
 from tether.spelling import ask, closest
 
 RewardFunction: TypeAlias = Callable[..., Any]
@@ -15,6 +17,7 @@ RewardFunction: TypeAlias = Callable[..., Any]
 
 _MATH = "tether.rewards.rules.math:boxed"
 _DAPO = "tether.rewards.rules.math:dapo"
+_PROGRAM = "tether.rewards.sandbox.reward:ProgramReward"
 
 # Import paths, not functions: a worker process loads only the rules that its rows need.
 REWARDS: dict[str, str] = {
@@ -25,9 +28,12 @@ REWARDS: dict[str, str] = {
     "math_dapo": _DAPO,
     "math_dapo_reasoning": _DAPO,
     "math": _DAPO,
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco", "codeparrot/apps", "BAAI/TACO"), _PROGRAM),
+    **dict.fromkeys(("openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp"), _PROGRAM),
 }
 REWARDS_BY_PREFIX: dict[str, str] = {
     "aime": _DAPO,
+    "livecodebench/": _PROGRAM,
     "reasoning_gym/": "tether.rewards.rules.reasoning_gym:score",
 }
 
@@ -38,12 +44,12 @@ def import_path(data_source: str) -> str | None:
     return REWARDS.get(data_source) or next(by_prefix, None)
 
 
-def check_sources(data_sources: Iterable[str]) -> None:
+def check_sources(data_sources: Iterable[str], programs: ProgramOptions) -> None:
     """Refuse data that no rule can score, before anything is loaded. Not for runs with a function of their own.
 
     Raises:
-        ValueError: sources without a rule (all of them named, with the nearest known names), or a rule whose
-            optional dependency is not installed.
+        ValueError: sources without a rule (all of them named, with the nearest known names), a rule whose optional
+            dependency is not installed, or programs that cannot be run as `programs` says.
     """
     sources = sorted(set(data_sources))
     unknown = [source for source in sources if import_path(source) is None]
@@ -53,11 +59,27 @@ def check_sources(data_sources: Iterable[str]) -> None:
         raise ValueError(
             "data_source reasoning_gym/* needs the package reasoning-gym: pip install 'tether[quickstart]'"
         )
+    if any(import_path(source) == _PROGRAM for source in sources):
+        programs.check()
+
+
+def check_ground_truth(data_source: str, ground_truth: object) -> None:
+    """Refuse a row whose tests cannot be read; other rules say so when they score.
+
+    Raises:
+        ValueError: what is wrong with the tests.
+    """
+    if import_path(data_source) == _PROGRAM:
+        parse_tests(ground_truth)
 
 
 @lru_cache
-def find_reward(data_source: str) -> RewardFunction:
+def find_reward(data_source: str, programs: ProgramOptions) -> RewardFunction:
     """The rule for `data_source`, imported when first asked for.
+
+    Args:
+        data_source: of a row.
+        programs: how programs are run, where that is the rule.
 
     Raises:
         ValueError: there is none.
@@ -66,7 +88,8 @@ def find_reward(data_source: str) -> RewardFunction:
     if path is None:
         raise ValueError(_no_rule([data_source]))
     module, name = path.split(":")
-    function: RewardFunction = getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name)
+    function: RewardFunction = found(programs) if path == _PROGRAM else found
     return function
 
 

@@ -128,6 +128,10 @@ def _critic_has_its_own_size(cfg: RunConfig) -> bool:
     return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
+def _has_a_server_for_programs(cfg: RunConfig) -> bool:
+    return cfg.reward_model.sandbox_fusion.url is not None and cfg.reward_model.num_workers is not None
+
+
 ACTOR_WARMUP = said_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
 KEPT_TOGETHER = same("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep")
 """Actor and critic of a step stand in one checkpoint."""
@@ -151,6 +155,7 @@ RULES: tuple[Rule, ...] = (
     validation_has_data,
     resume_path_is_given,
     KEPT_TOGETHER,
+    at_most("reward_model.num_workers", "reward_model.sandbox_fusion.max_concurrent", when=_has_a_server_for_programs),
     together("data.custom_cls.path", "data.custom_cls.name"),
     together("data.custom_cls.name", "data.custom_cls.path"),
     subsets_are_not_empty,

@@ -14,6 +14,7 @@ from tether.config.schema.section import (
     Positive,
     PositiveFloat,
     Section,
+    Strings,
 )
 
 
@@ -39,6 +40,34 @@ class OverlongBufferConfig(Section):
     """What a response of the full length loses; less within the buffer, in proportion."""
 
 
+class SandboxConfig(Section):
+    """`reward_model.sandbox`: programs in responses, run against the tests of their rows. (tether's own.)"""
+
+    languages: Strings = ("python",)
+    """Languages that answers may be in; the first is that of a block of code that names none."""
+    max_tests: Positive = 10
+    """Tests of a row that count: the first ones."""
+    timeout: PositiveFloat = 6.0
+    """Seconds of processor time that a program has for a test; by the clock it has twice that."""
+    memory_limit_mb: Annotated[Positive, ActsIf("reward_model.sandbox_fusion.url", on=(None,))] = 1024
+    """MiB that all processes of a program have together."""
+    max_processes: Annotated[Positive, ActsIf("reward_model.sandbox_fusion.url", on=(None,))] = 64
+    """Processes and threads that a program may have at once."""
+    unconfined: Annotated[bool, ActsIf("reward_model.sandbox_fusion.url", on=(None,))] = False
+    """Run programs with the rights of this process, where the machine cannot confine them. They may do anything."""
+
+
+class SandboxFusionConfig(Section):
+    """`reward_model.sandbox_fusion`: a SandboxFusion server that runs programs instead of this machine."""
+
+    url: str | None = None
+    """Its address, http://HOST:PORT/run_code; null: programs run on this machine."""
+    max_concurrent: Annotated[Positive, NullIsUnset(), ActsIf("reward_model.sandbox_fusion.url", off=(None,))] = 64
+    """Programs at once on the server; reward_model.num_workers processes share them."""
+    memory_limit_mb: Annotated[Positive, NullIsUnset(), ActsIf("reward_model.sandbox_fusion.url", off=(None,))] = 1024
+    """MiB that a program has there."""
+
+
 class RewardModelConfig(Section):
     """Computation of rewards."""
 
@@ -51,3 +80,5 @@ class RewardModelConfig(Section):
     reward_scale: float = 1.0
     """Factor of every score in training, before punishment of length, normalisation and KL. (RLinf's key.)"""
     overlong_buffer: Annotated[OverlongBufferConfig, ActsIf("reward_model.overlong_buffer.enable", on=(True,))]
+    sandbox: SandboxConfig
+    sandbox_fusion: SandboxFusionConfig

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from tether.rewards.custom import CustomReward
 from tether.rewards.outcome import MAX_ANSWER, RewardError, RewardFailure, RewardOutcome, RewardRequest, load_answer
+from tether.rewards.sandbox.options import ProgramOptions
 from tether.runtime.interrupt import Interrupted
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
 
@@ -32,17 +33,25 @@ class RewardPool:
         num_workers: processes.
         timeout: seconds from a request to its answer, after which the process is killed.
         startup_timeout: seconds that loading the user's function may take.
+        programs: how rules that run programs do it; None: as by default.
 
     Raises:
         ValueError: the user's function cannot be loaded.
     """
 
     def __init__(
-        self, custom: CustomReward | None = None, *, num_workers: int, timeout: float, startup_timeout: float = 60.0
+        self,
+        custom: CustomReward | None = None,
+        *,
+        num_workers: int,
+        timeout: float,
+        startup_timeout: float = 60.0,
+        programs: ProgramOptions | None = None,
     ) -> None:
         assert num_workers > 0, num_workers
         assert timeout > 0, timeout
         self._custom, self._timeout, self._startup_timeout = custom, timeout, startup_timeout
+        self._programs = programs or ProgramOptions()
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[tuple[int, bytes]] = deque()
         self._submitted: set[int] = set()
@@ -183,7 +192,7 @@ class RewardPool:
     def _start(self) -> SupervisedProcess:
         # Sets of strings have one order in all workers.
         worker = SupervisedProcess.spawn(_WORKER, limit=MAX_ANSWER, environment={"PYTHONHASHSEED": "0"})
-        worker.send(pickle.dumps((self._custom, self._timeout)), self._startup_timeout)
+        worker.send(pickle.dumps((self._custom, self._programs, self._timeout)), self._startup_timeout)
         return worker
 
 

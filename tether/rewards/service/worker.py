@@ -19,6 +19,8 @@ from collections.abc import Callable
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, outcome_of
 from tether.rewards.router import RewardFunction, find_reward
+from tether.rewards.sandbox.options import ProgramOptions
+from tether.rewards.sandbox.reward import ProgramReward
 from tether.runtime.channel import Channel
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
 
@@ -33,17 +35,18 @@ FindReward = Callable[[str], RewardFunction]
 def serve(channel: Channel) -> None:
     """Answer requests until the trainer is gone.
 
-    The first request is the pickled (`CustomReward` or None, deadline of a call in seconds); the answer is null when
-    the function is loaded, else what is wrong. Every later one is a pickled list of pickled `RewardRequest`s, each of
-    which has an answer of its own (`tether.rewards.outcome.load_answer`), sent as soon as it is known.
+    The first request is the pickled (`CustomReward` or None, `ProgramOptions`, deadline of a call in seconds); the
+    answer is null when the function is loaded, else what is wrong. Every later one is a pickled list of pickled
+    `RewardRequest`s, each of which has an answer of its own (`tether.rewards.outcome.load_answer`), sent as soon as it
+    is known.
     """
     first = channel.receive()
     if first is None:
         return
-    custom, timeout = pickle.loads(first)
+    custom, programs, timeout = pickle.loads(first)
     adopt_orphans()
     try:
-        find = _reward_finder(custom)
+        find = _reward_finder(custom, programs)
     except ValueError as error:
         channel.send(json.dumps(str(error)).encode())
         return
@@ -59,15 +62,18 @@ def serve(channel: Channel) -> None:
                 known.add(request.data_source)
                 _found(find, request.data_source)
                 channel.beat(timeout)
-            answer = _answer(find, request)
+            function = _found(find, request.data_source)
+            if isinstance(function, ProgramReward):  # its programs have deadlines of their own
+                channel.beat(max(timeout, function.deadline))
+            answer = _answer(function, request)
             if has_children():  # what the call started ends with it
                 end_descendants(os.getpid(), started_with)
             channel.send(answer)
 
 
-def _reward_finder(custom: CustomReward | None) -> FindReward:
+def _reward_finder(custom: CustomReward | None, programs: ProgramOptions) -> FindReward:
     if custom is None:
-        return find_reward
+        return lambda data_source: find_reward(data_source, programs)
     function = load_reward_function(custom.path, custom.name, custom.reward_kwargs)
     return lambda _: function
 
@@ -79,9 +85,8 @@ def _found(find: FindReward, data_source: str) -> RewardFunction | RewardError:
         return RewardError(str(error))
 
 
-def _answer(find: FindReward, request: RewardRequest) -> bytes:
+def _answer(function: RewardFunction | RewardError, request: RewardRequest) -> bytes:
     """Score one request; the answer to send."""
-    function = _found(find, request.data_source)
     if isinstance(function, RewardError):
         return dump_answer(function, 0.0)
     random.seed(request.solution_str)  # a function that draws numbers gives the same result in every worker

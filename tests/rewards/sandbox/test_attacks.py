@@ -1,0 +1,95 @@
+"""Programs that attack: none gets out, none takes more than its limits, and nothing of any of them is left."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from tests.rewards.sandbox.attacks import GREED, HEAD, OUTSIDE, POWERS, WRITES
+from tests.rewards.sandbox.machine import confined, no_prlimit
+from tether.rewards.sandbox import seccomp
+from tether.rewards.sandbox.limits import Limits, Program
+from tether.rewards.sandbox.run import run
+
+LIMITS = Limits(seconds=1, memory_mb=256, processes=32, files=16 << 20, output=4 << 20, startup=1)
+SECRET = "only outside"
+CALLS = {**seccomp._DENIED, **seccomp._ABSENT, "clone": seccomp._CLONE}
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """The machine outside: a secret, a mark in the environment, a process, and sockets that listen."""
+    (tmp_path / "secret").write_text(SECRET)
+    monkeypatch.setenv("TETHER_SANDBOX_MARK", SECRET)
+    with (
+        subprocess.Popen(["sleep", "600"]) as process,
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        unix.bind("\0TETHER_SANDBOX_MARK")
+        unix.listen()
+        yield {
+            "folder": str(tmp_path),
+            "secret": str(tmp_path / "secret"),
+            "mark": "TETHER_SANDBOX_MARK",
+            "pid": process.pid,
+            "port": tcp.getsockname()[1],
+            "name": socket.gethostname(),
+            "calls": {name: numbers[platform.machine() != "x86_64"] for name, numbers in CALLS.items()},
+        }
+        assert process.poll() is None, "a process outside was ended"
+        assert sorted(os.listdir(tmp_path)) == ["secret"]
+        process.kill()
+
+
+def attack(body, host, *, is_confined=True):
+    program = Program(("python3", "-I", "answer.py"), {"answer.py": (HEAD + body).encode()})
+    return run(program, json.dumps(host).encode() + b"\n", LIMITS, confined=is_confined)
+
+
+def below(spared):
+    return [child for child in psutil.Process().children(recursive=True) if child.pid != spared]
+
+
+def assert_nothing_left(host):
+    end = time.monotonic() + 10
+    while [child for child in below(host["pid"]) if child.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < end, f"processes are left: {below(host['pid'])}"
+        time.sleep(0.02)
+
+
+@confined
+@pytest.mark.parametrize("name", [*OUTSIDE, *WRITES, *POWERS])
+def test_nothing_outside_is_reached(name, host):
+    ended = attack((OUTSIDE | WRITES | POWERS)[name], host)
+    assert b"ESCAPED" not in ended.stdout, ended.stdout
+    assert SECRET.encode() not in ended.stdout + ended.stderr
+    assert b"SyntaxError" not in ended.stderr
+    assert ended.reason == "exit"
+    assert_nothing_left(host)
+
+
+@confined
+@pytest.mark.parametrize("name", GREED)
+def test_no_program_takes_more_than_its_share(name, host):
+    body, reasons = GREED[name]
+    ended = attack(body, host)
+    assert b"ESCAPED" not in ended.stdout, ended.stdout[-500:]
+    assert ended.reason in reasons.split(), (ended.reason, ended.code, ended.stderr[-500:])
+    assert len(ended.stdout) + len(ended.stderr) < LIMITS.output + (1 << 20)
+    assert ended.seconds < 20
+    assert_nothing_left(host)
+
+
+@no_prlimit
+@pytest.mark.parametrize("name", ["reads_a_file", "reads_the_environment_of_init", "opens_a_connection"])
+def test_the_same_programs_succeed_where_nothing_confines_them(name, host):
+    """The negative control: otherwise every attack could be one that never works."""
+    body = (OUTSIDE | POWERS)[name].replace("/proc/1/", f"/proc/{os.getpid()}/")
+    host["mark"] = "PATH" if "environ" in name else host["mark"]
+    assert b"ESCAPED" in attack(body, host, is_confined=False).stdout

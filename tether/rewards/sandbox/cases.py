@@ -1,0 +1,195 @@
+"""The tests of a row, in the layouts of the public sets of programming problems."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import builtins
+import contextlib
+import io
+import json
+import pickle
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
+
+_LAYOUTS = (
+    "{inputs, outputs} with an optional fn_name (APPS, TACO, verl's code rows), a list of {input, output, testtype} "
+    "or LiveCodeBench's columns, {prompt, test, entry_point} (HumanEval), or assert_case or test_list"
+)
+
+
+@dataclass(frozen=True)
+class StdioTest:
+    """The program reads `stdin` and prints `expected`."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """A function of the program, or a method of its class Solution, returns `expected`."""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+
+
+@dataclass(frozen=True)
+class AssertTest:
+    """A program of the data that calls functions of the answer and raises where they are wrong."""
+
+    tests: str
+    functions: dict[str, str] = field(default_factory=dict)
+    """Name in `tests` -> function of the answer."""
+    prompt: str = ""
+    """Code that stands before the answer."""
+
+
+Test: TypeAlias = StdioTest | CallTest | AssertTest
+
+
+def parse_tests(ground_truth: object) -> list[Test]:
+    """Read the tests of a row.
+
+    Raises:
+        ValueError: no known layout, no test, or tests that cannot be read.
+    """
+    return _parsed(_json(ground_truth, "ground_truth") if isinstance(ground_truth, str) else ground_truth)
+
+
+def _parsed(found: Any) -> list[Test]:
+    match found:
+        case {"input_output": inner}:
+            return parse_tests(inner)
+        case {"test": str(test), "entry_point": str(function), "prompt": str(prompt)}:
+            tests = f"{prompt}\n{_compiled(test, 'test')}\ncheck(candidate)\n"
+            return [AssertTest(_compiled(tests, "prompt"), {"candidate": function}, prompt)]
+        case {"assert_case": list(asserts)} | {"test_list": list(asserts)} if asserts:
+            setup = found.get("test_setup_code") or ""
+            return [_assertion(f"{setup}\n{line}", number) for number, line in enumerate(asserts)]
+        case {"inputs": list(inputs), "outputs": list(outputs)}:
+            return _pairs(inputs, outputs, found.get("fn_name"))
+        case {"public_test_cases": public}:
+            metadata = _json(found.get("metadata") or "{}", "metadata")
+            listed = _listed(public, "public_test_cases") + _listed(
+                found.get("private_test_cases"), "private_test_cases"
+            )
+            return [_listed_test(item, metadata, number) for number, item in enumerate(_some(listed))]
+        case [dict(), *_]:
+            return [_listed_test(item, {}, number) for number, item in enumerate(found)]
+    keys = sorted(found) if isinstance(found, dict) else type(found).__name__
+    raise ValueError(f"the tests (reward_model.ground_truth) have no known layout: {keys}. Give {_LAYOUTS}")
+
+
+def _pairs(inputs: list[Any], outputs: list[Any], function: Any) -> list[Test]:
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; each test needs both")
+    pairs = _some(list(zip(inputs, outputs, strict=True)))
+    if function is None:
+        return [StdioTest(_text(given), _text(expected)) for given, expected in pairs]
+    if not isinstance(function, str) or not function:
+        raise ValueError(f"fn_name is {function!r}, which names no function")
+    return [_call(function, given, expected, number) for number, (given, expected) in enumerate(pairs)]
+
+
+def _listed_test(item: Any, metadata: Any, number: int) -> Test:
+    """A test of LiveCodeBench."""
+    match item:
+        case {"input": str(given), "output": str(expected)}:
+            known = {**metadata, **(item.get("metadata") or {})}
+            function = known.get("func_name") or known.get("fn_name")
+            if item.get("testtype", "stdin") == "stdin":
+                return StdioTest(given, expected)
+            if not isinstance(function, str):
+                raise ValueError(f"test {number} is functional, and metadata names no func_name")
+            return _call(function, given, expected, number)
+    raise ValueError(f"test {number} is {str(item)[:80]!r}, not {{input, output, testtype}} with texts")
+
+
+def _call(function: str, given: Any, expected: Any, number: int) -> CallTest:
+    """A call: its arguments are a list, or text with the JSON of one on each line."""
+    if isinstance(given, str):
+        given = [_json(line, f"input {number}") for line in given.splitlines() if line.strip()]
+    if not isinstance(given, list):
+        raise ValueError(f"input {number} is {str(given)[:80]!r}, not a list of arguments")
+    if isinstance(expected, str):
+        with contextlib.suppress(ValueError):  # a plain text
+            expected = json.loads(expected)
+    return CallTest(function, [_with_numbers(argument) for argument in given], expected)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Keys of JSON objects are texts; those that are whole numbers were numbers."""
+    if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
+        return {int(key): item for key, item in value.items()}
+    return value
+
+
+def _assertion(line: str, number: int) -> AssertTest:
+    tree = ast.parse(_compiled(line, f"assertion {number}"))
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in named if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.split(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return AssertTest(line, {name: name for name in sorted(called - bound)})
+
+
+def _compiled(source: str, what: str) -> str:
+    try:
+        compile(source, what, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{what} of the row is no Python: {error}") from error
+    return source
+
+
+def _listed(value: Any, what: str) -> list[Any]:
+    """A list as it is, as JSON, or as LiveCodeBench packs it: base64 of zlib of a pickled text of JSON."""
+    if isinstance(value, str):
+        value = _json(value if value.lstrip().startswith("[") else _unpacked(value, what), what)
+    if value is None or isinstance(value, list):
+        return value or []
+    raise ValueError(f"{what} is {type(value).__name__}, not a list of tests")
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads texts; whatever a pickle could call is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _unpacked(value: str, what: str) -> str:
+    try:
+        found = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(value, validate=True)))).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError) as error:
+        raise ValueError(f"{what} is neither JSON nor LiveCodeBench's packed form: {error}") from error
+    if not isinstance(found, str):
+        raise ValueError(f"{what} holds {type(found).__name__}, not a text")
+    return found
+
+
+def _json(value: Any, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is no JSON ({error}): {value[:80]!r}. Give {_LAYOUTS}") from error
+
+
+def _some(tests: list[Any]) -> list[Any]:
+    if not tests:
+        raise ValueError("the row has no test, so every answer would be right")
+    return tests
+
+
+def _text(value: Any) -> str:
+    """A text, or the lines of one."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

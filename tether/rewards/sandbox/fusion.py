@@ -1,0 +1,111 @@
+"""Programs on a SandboxFusion server (github.com/bytedance/SandboxFusion), by its HTTP protocol."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from tether.rewards.sandbox.judge import Job
+from tether.rewards.sandbox.languages import LANGUAGES
+from tether.rewards.sandbox.limits import Finished, SandboxError
+from tether.rewards.sandbox.options import ProgramOptions, Server
+
+_BUSY = 504
+_KEY = "reward_model.sandbox_fusion.url"
+_PING_SECONDS = 10.0
+
+
+def run_remotely(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
+    """Run every job on the server, as many at once as it may have; in their order.
+
+    Raises:
+        SandboxError: the server failed at one of them, so nothing is known about that program.
+    """
+    assert options.server
+    with ThreadPoolExecutor(min(options.server.concurrency, len(jobs))) as pool:
+        return list(pool.map(partial(_run, options=options, server=options.server), jobs))
+
+
+def _run(job: Job, options: ProgramOptions, server: Server) -> Finished:
+    body = {
+        "compile_timeout": options.limits.seconds,
+        "run_timeout": options.limits.seconds,
+        "code": job.source,
+        "stdin": job.stdin.decode(),
+        "memory_limit_MB": server.memory_mb,
+        "language": LANGUAGES[job.language].remote,
+        "files": {},
+        "fetch_files": [],
+    }
+    begun = time.monotonic()
+    answer = _post(server.url, body, options)
+    return _finished(answer, time.monotonic() - begun)
+
+
+def _post(url: str, body: dict[str, Any], options: ProgramOptions) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for attempt in range(options.attempts):
+        if attempt:
+            time.sleep(options.pause)
+        try:
+            with urllib.request.urlopen(request, timeout=options.request_timeout) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            problem = f"HTTP {error.code} {error.read()[:300].decode(errors='replace')}"
+            if error.code != _BUSY:
+                break
+        except ValueError as error:
+            problem = f"an answer that is no JSON ({error})"
+            break
+        except (OSError, HTTPException) as error:
+            problem = str(error) or type(error).__name__
+            break
+    raise SandboxError(f"the server at {url} gave {problem}")
+
+
+def _finished(answer: Any, seconds: float) -> Finished:
+    """Read an answer: a program that fails, does not compile or takes too long has an end; a server that fails has not.
+
+    Raises:
+        SandboxError: the server failed, or the answer is none of its protocol.
+    """
+    match answer:
+        case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"}}:
+            return Finished("time", -1, b"", b"", seconds)
+        case {"status": "Success" | "Failed", "run_result": {"status": "Finished", "return_code": int(code), **run}}:
+            stdout, stderr = (str(run.get(name) or "").encode() for name in ("stdout", "stderr"))
+            return Finished("exit", code, stdout, stderr, seconds)
+        case {
+            "status": "Failed",
+            "run_result": None,
+            "compile_result": {"status": "TimeLimitExceeded" | "Finished", **made},
+        }:
+            return Finished("exit", 1, b"", str(made.get("stderr") or "").encode(), seconds)
+    raise SandboxError(f"the server ran no program: {json.dumps(answer)[:500]}")
+
+
+def check_server(url: str) -> None:
+    """Refuse an address where nothing answers.
+
+    Raises:
+        ValueError: no address of HTTP, or no connection.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{_KEY}: {url} is no address; give http://HOST:PORT/run_code")
+    try:
+        urllib.request.urlopen(f"{parts.scheme}://{parts.netloc}/v1/ping", timeout=_PING_SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # something answers; whether it runs programs is seen at the first
+    except (OSError, HTTPException) as error:
+        raise ValueError(
+            f"{_KEY}: nothing answers at {url} ({error}); start the server, or correct the address"
+        ) from error

@@ -1,0 +1,131 @@
+"""Turns the tests of a row into programs to run, and how they ended into verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.rewards.sandbox import harness
+from tether.rewards.sandbox.cases import CallTest, StdioTest, Test
+from tether.rewards.sandbox.languages import LANGUAGES
+from tether.rewards.sandbox.limits import Finished
+
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_TOLERANCE = 1e-6
+_HARNESS = Path(harness.__file__).read_text()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to be run once."""
+
+    language: str
+    source: str
+    stdin: bytes
+    passed: Callable[[Finished], bool]
+    """Whether a run that went well gave the expected result."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The program in a response."""
+
+    language: str
+    source: str
+
+
+def find_answer(response: str, languages: Collection[str], *, raw: bool = False) -> Answer | None:
+    """The last block of code in one of the languages; without one, the last block that names none, in the first.
+
+    Args:
+        response: text with blocks between three backquotes; the last may be cut off.
+        languages: names of `LANGUAGES`.
+        raw: a response without any block is code itself.
+    """
+    tags = {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
+    blocks = [(match[1].strip().lower(), match[2]) for match in _BLOCK.finditer(response)]
+    tagged = [Answer(tags[tag], source) for tag, source in blocks if tag in tags]
+    default = next(iter(languages))
+    untagged = [Answer(default, source) for tag, source in blocks if not tag]
+    whole = [Answer(default, response)] if raw and "```" not in response else []
+    return next(iter([*tagged[::-1], *untagged[::-1], *whole]), None)
+
+
+def job_for(test: Test, answer: Answer) -> Job:
+    """The program that puts an answer to a test."""
+    if isinstance(test, StdioTest):
+        expected = test.expected
+        return Job(answer.language, answer.source, test.stdin.encode(), lambda end: same_output(_text(end), expected))
+    if isinstance(test, CallTest):
+        result = test.expected
+        request = {"code": answer.source, "function": test.function, "arguments": harness.encode(test.arguments)}
+        return _harnessed(request, lambda end: _same_result(end.stdout, result))
+    code = f"{test.prompt}\n{answer.source}"
+    return _harnessed({"code": code, "tests": test.tests, "functions": test.functions}, lambda _: True)
+
+
+def _harnessed(request: dict[str, Any], passed: Callable[[Finished], bool]) -> Job:
+    return Job("python", _HARNESS, json.dumps(request).encode(), passed)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two outputs have the same words in the same lines; decimal numbers may differ by 1e-6.
+
+    Spaces between and behind words, and empty lines at the end, do not count.
+    """
+    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    return len(ours) == len(theirs) and all(map(_same_words, ours, theirs))
+
+
+def _same_words(ours: list[str], theirs: list[str]) -> bool:
+    return len(ours) == len(theirs) and all(
+        one == other or _near(one, other) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _near(one: str, other: str) -> bool:
+    if not {".", "e", "E"} & set(one + other):
+        return False  # whole numbers are equal or not
+    try:
+        return math.isclose(float(one), float(other), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except ValueError:
+        return False
+
+
+def _same_result(stdout: bytes, expected: Any) -> bool:
+    """Whether a call returned what is expected: tuples are lists, and APPS wraps some results into a list."""
+    try:
+        result = _listed(harness.decode(json.loads(stdout)))
+    except (ValueError, RecursionError, TypeError):
+        return False
+    return _equal(result, expected) or (
+        isinstance(expected, list) and len(expected) == 1 and _equal(result, expected[0])
+    )
+
+
+def _listed(value: Any) -> Any:
+    """As JSON would have it."""
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    return {str(key): _listed(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _equal(result: Any, expected: Any) -> bool:
+    if (
+        float in (type(result), type(expected))
+        and isinstance(result, int | float)
+        and isinstance(expected, int | float)
+    ):
+        return math.isclose(result, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(_equal, result, expected))
+    return bool(result == expected)
+
+
+def _text(end: Finished) -> str:
+    return end.stdout.decode(errors="replace")

@@ -1,0 +1,50 @@
+"""The reward of a program: the share of its tests that it passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tether.rewards.sandbox.cases import StdioTest, parse_tests
+from tether.rewards.sandbox.fusion import run_remotely
+from tether.rewards.sandbox.judge import find_answer, job_for
+from tether.rewards.sandbox.local import run_locally
+from tether.rewards.sandbox.options import ProgramOptions
+
+
+class ProgramReward:
+    """A reward function (`tether.rewards.router`) that runs the program in a response against the tests of the row.
+
+    Args:
+        options: where programs run, and their limits.
+    """
+
+    def __init__(self, options: ProgramOptions) -> None:
+        self._options = options
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that a call may take; its programs have deadlines of their own."""
+        return self._options.deadline
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The share of the first `max_tests` tests that pass: "score", with "acc" (all of them) and "timed_out".
+
+        A response without a program has 0.
+
+        Raises:
+            ValueError: the tests cannot be read.
+            SandboxError: a sandbox or the server failed.
+        """
+        tests = parse_tests(ground_truth)[: self._options.max_tests]
+        is_called = not isinstance(tests[0], StdioTest)
+        languages = ("python",) if is_called else self._options.languages
+        answer = find_answer(solution_str, languages, raw=is_called)
+        if answer is None:
+            return {"score": 0.0, "acc": False, "timed_out": False}
+        jobs = [job_for(test, answer) for test in tests]
+        ends = (run_remotely if self._options.server else run_locally)(jobs, self._options)
+        passed = sum(end.succeeded and job.passed(end) for job, end in zip(jobs, ends, strict=False))
+        timed_out = any(end.reason == "time" for end in ends)
+        return {"score": passed / len(tests), "acc": passed == len(tests), "timed_out": timed_out}

@@ -1,0 +1,63 @@
+"""The system calls that a confined program may not make, as a filter of the kernel.
+
+Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd), sockets, namespaces inside
+the namespace, and interfaces of the kernel whose bugs are the usual way out.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# Number on x86_64, number on aarch64; calls with one number everywhere are new.
+_DENIED = {
+    "socket": (41, 198), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "unshare": (272, 97),
+    "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "open_by_handle_at": (304, 265),
+}  # fmt: skip
+# A libc does without these where the kernel lacks them. The flags of clone3 cannot be looked at, those of clone can.
+_ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425)}
+_CLONE = (56, 220)
+_NEW_NAMESPACES = 0x7E020000
+_X32 = 0x40000000  # calls of another interface to the same kernel, with numbers of their own
+
+_LOAD, _JUMP_EQUAL, _JUMP_FROM, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCH_AT, _FLAGS_AT = 0, 4, 16
+
+
+def is_known_processor() -> bool:
+    """Whether there is a filter for this machine's processor."""
+    return platform.machine() in _AUDIT_ARCH
+
+
+def seccomp_filter(machine: str | None = None) -> bytes:
+    """The filter as the kernel's ``struct sock_filter[]``, for ``bwrap --seccomp``; for this machine by default."""
+    machine = machine or platform.machine()
+    column = list(_AUDIT_ARCH).index(machine)
+    code = [
+        (_LOAD, 0, 0, _ARCH_AT),
+        (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_JUMP_FROM, 0, 1, _X32),
+        (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
+    ]
+    for table, error in ((_DENIED, errno.EPERM), (_ABSENT, errno.ENOSYS)):
+        for numbers in table.values():
+            code += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | error)]
+    code += [
+        (_JUMP_EQUAL, 0, 3, _CLONE[column]),
+        (_LOAD, 0, 0, _FLAGS_AT),
+        (_JUMP_SET, 0, 1, _NEW_NAMESPACES),
+        (_RETURN, 0, 0, _ERROR | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
