@@ -65,6 +65,16 @@ CASES = {
         "513 tokens are no part of data.max_response_length=512. set it from 1 to 512",
         ["data.max_response_length=513"],
     ),
+    "server_for_programs_serves_all_workers": (
+        [
+            "reward_model.sandbox_fusion.url=http://here/run_code",
+            "reward_model.sandbox_fusion.max_concurrent=2",
+            "reward_model.num_workers=3",
+        ],
+        "reward_model.num_workers",
+        "3 is more than reward_model.sandbox_fusion.max_concurrent=2",
+        ["reward_model.num_workers=2"],
+    ),
     "gae_has_a_critic": (
         ["critic.enable=False"],
         "critic.enable",

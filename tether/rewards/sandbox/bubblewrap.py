@@ -94,6 +94,8 @@ def _probe() -> str | None:
             )
         except subprocess.TimeoutExpired:
             return "it does not start within 60 s"
+        except OSError as error:
+            return str(error)
     if ended.returncode == 3:
         return "the number of processes is not limited"
     return None if ended.returncode == 0 else ended.stderr.strip()[-300:] or f"exit code {ended.returncode}"

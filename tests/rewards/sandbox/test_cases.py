@@ -1,0 +1,92 @@
+"""The layouts that tests come in, and what does not parse."""
+
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests
+
+STDIN = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
+FUNCTIONAL = {"input": "[1, 2]\n7", "output": "9", "testtype": "functional"}
+
+
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_apps_taco_and_verl_rows():
+    pairs = {"inputs": ["1 2\n", ["3 4", "5"]], "outputs": ["3\n", ["7", "5"]]}
+    expected = [StdioTest("1 2\n", "3\n"), StdioTest("3 4\n5", "7\n5")]
+    for form in (pairs, json.dumps(pairs), {"input_output": json.dumps(pairs)}):
+        assert parse_tests(form) == expected
+
+
+def test_calls():
+    found = parse_tests({"fn_name": "add", "inputs": [[1, {"2": 3}], "[1, 2]\n7"], "outputs": [[3], "9"]})
+    assert found == [CallTest("add", [1, {2: 3}], [3]), CallTest("add", [[1, 2], 7], 9)]
+
+
+def test_livecodebench_rows():
+    row = {
+        "public_test_cases": json.dumps([STDIN]),
+        "private_test_cases": packed(json.dumps([FUNCTIONAL])),
+        "metadata": json.dumps({"func_name": "solve"}),
+    }
+    assert parse_tests(row) == [StdioTest("1 2\n", "3\n"), CallTest("solve", [[1, 2], 7], 9)]
+    listed = [FUNCTIONAL | {"metadata": {"func_name": "solve"}}]
+    assert parse_tests(json.dumps(listed)) == [CallTest("solve", [[1, 2], 7], 9)]
+
+
+def test_humaneval_rows():
+    row = {
+        "prompt": "def f(x):\n    'doc'\n",
+        "test": "def check(candidate):\n    assert candidate(1)",
+        "entry_point": "f",
+    }
+    (test,) = parse_tests(row)
+    assert isinstance(test, AssertTest)
+    assert test.functions == {"candidate": "f"}
+    assert test.prompt == row["prompt"]
+    assert test.tests.endswith("check(candidate)\n")
+
+
+def test_assertions_name_the_functions_that_they_call():
+    setup = "import math\ndef near(a, b):\n    return math.isclose(a, b)"
+    row = {"test_list": ["assert near(area(2), max(scale(1), 4))"], "test_setup_code": setup}
+    (test,) = parse_tests(row)
+    assert test.functions == {"area": "area", "scale": "scale"}
+    assert len(parse_tests({"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]})) == 2
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("called",))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("not json", "ground_truth is no JSON"),
+        (None, "no known layout: NoneType"),
+        ({"a": 1}, r"no known layout: \['a'\]"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "has no test"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "input 0 is '1', not a list of arguments"),
+        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is no JSON"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "fn_name is 3"),
+        ([FUNCTIONAL], "test 0 is functional, and metadata names no func_name"),
+        ([{"input": 3}], "test 0 is"),
+        ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is no Python"),
+        ({"assert_case": ["assert ("]}, "assertion 0 of the row is no Python"),
+        ({"public_test_cases": "!!"}, "neither JSON nor LiveCodeBench's packed form"),
+        ({"public_test_cases": packed(Evil())}, "names builtins.print"),
+        ({"public_test_cases": "[]"}, "has no test"),
+    ],
+)
+def test_what_does_not_parse_is_named(row, message, capsys):
+    with pytest.raises(ValueError, match=message):
+        parse_tests(row)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,83 @@
+"""Which block of a response is the program, and which output is right."""
+
+import json
+
+import pytest
+
+from tether.rewards.sandbox.cases import CallTest, StdioTest
+from tether.rewards.sandbox.harness import decode, encode
+from tether.rewards.sandbox.judge import Answer, find_answer, job_for, same_output
+from tether.rewards.sandbox.limits import Finished
+
+
+@pytest.mark.parametrize(
+    ("response", "languages", "expected"),
+    [
+        ("so:\n```python\na\n```\nor\n```python\nb\n```", ("python",), ("python", "b\n")),
+        ("```py\na\n```\n```\nb\n```", ("python",), ("python", "a\n")),
+        ("```\na\n```", ("cpp", "python"), ("cpp", "a\n")),
+        ("```c++\na\n```", ("python", "cpp"), ("cpp", "a\n")),
+        ("```rust\na\n```", ("python",), None),
+        ("```python\nwas cut of", ("python",), ("python", "was cut of")),
+        ("no block", ("python",), None),
+    ],
+)
+def test_the_program_of_a_response(response, languages, expected):
+    assert find_answer(response, languages) == (Answer(*expected) if expected else None)
+
+
+def test_a_completion_needs_no_block():
+    assert find_answer("    return 1", ("python",), raw=True) == Answer("python", "    return 1")
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("1  2 \n3\n\n", "1 2\n3", True),
+        ("1 2 3", "1 2\n3", False),
+        ("0.3333333", "0.33333334", True),
+        ("0.3333", "0.33333334", False),
+        ("2.0", "2", True),
+        ("10000001", "10000000", False),  # whole numbers, within 1e-6
+        ("yes", "Yes", False),
+        ("", "3", False),
+        ("nan", "nan", True),
+    ],
+)
+def test_outputs(printed, expected, same):
+    assert same_output(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "passes"),
+    [
+        (3, 3, True),
+        (3, [3], True),
+        ((1, 2), [1, 2], True),
+        ([1, (2, "a")], [[1, [2, "a"]]], True),
+        ({1: 2}, {"1": 2}, True),
+        (0.1 + 0.2, 0.3, True),
+        (10**20 + 1, 10**20, False),
+        ("3", 3, False),
+        (None, None, True),
+        (object(), [], False),
+    ],
+)
+def test_results(result, expected, passes):
+    job = job_for(CallTest("f", [], expected), Answer("python", ""))
+    assert job.passed(Finished("exit", 0, json.dumps(encode(result)).encode(), b"", 0.0)) is passes
+    assert not job.passed(Finished("exit", 0, b"no json", b"", 0.0))
+
+
+def test_plain_data_survives_the_way_through_json():
+    value = [1, 2.5, float("inf"), "a", None, True, (1, (2,)), {1, 2}, {"a": [1], (1, 2): {3: 4}}]
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+    assert encode(type("Always", (), {"__eq__": lambda *_: True})()) == {"other": "Always"}
+
+
+def test_the_answer_never_meets_what_is_expected():
+    for test in (StdioTest("1", "SECRET"), CallTest("f", [1], "SECRET")):
+        job = job_for(test, Answer("python", "code"))
+        assert b"SECRET" not in job.stdin
+        assert "SECRET" not in job.source

@@ -1,0 +1,223 @@
+"""Programs scored on this machine, in every language that is installed, from the call to the pool."""
+
+import shutil
+import threading
+import time
+
+import psutil
+import pytest
+
+from tests.rewards.sandbox.machine import confined, no_prlimit
+from tether.rewards.outcome import RewardError, RewardRequest, Score
+from tether.rewards.router import check_sources
+from tether.rewards.sandbox import bubblewrap, run
+from tether.rewards.sandbox.languages import LANGUAGES
+from tether.rewards.sandbox.limits import Limits, Program, SandboxError
+from tether.rewards.sandbox.options import ProgramOptions
+from tether.rewards.sandbox.reward import ProgramReward
+from tether.rewards.service.pool import RewardPool
+
+LIMITS = Limits(seconds=10, memory_mb=1024, processes=64)
+SHORT = Limits(seconds=0.5, memory_mb=256, processes=32, startup=1)
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+HUMANEVAL = {
+    "prompt": 'from typing import List\n\ndef total(xs: List[int]) -> int:\n    """Their sum."""\n',
+    "entry_point": "total",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
+}
+IN_LANGUAGES = {
+    "python": "a, b = map(int, input().split())\nprint(a + b)",
+    "c": '#include <stdio.h>\nint main() { int a, b; scanf("%d %d", &a, &b); printf("%d", a + b); }',
+    "cpp": "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }",
+    "javascript": "console.log(require('fs').readFileSync(0, 'utf8').split(' ').map(Number).reduce((a, b) => a + b))",
+    "java": "import java.util.*; public class Main { public static void main(String[] x) "
+    "{ Scanner s = new Scanner(System.in); System.out.println(s.nextInt() + s.nextInt()); } }",
+    "bash": "read a b\necho $((a + b))",
+    "perl": "my ($a, $b) = split ' ', <STDIN>;\nprint $a + $b",
+}
+both = pytest.mark.parametrize(
+    "unconfined", [pytest.param(False, marks=confined), pytest.param(True, marks=no_prlimit)], ids=["confined", "plain"]
+)
+
+
+def score(code, tests, *, tag="python", **options):
+    reward = ProgramReward(ProgramOptions(**{"limits": LIMITS} | options))
+    return reward("apps", f"```{tag}\n{code}\n```", tests, {})
+
+
+@both
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_language_reads_and_prints(language, unconfined):
+    if missing := [name for name in LANGUAGES[language].needs if not shutil.which(name, path=bubblewrap.PATH)]:
+        pytest.skip(f"not installed: {missing}")
+    options = {"languages": (language,), "unconfined": unconfined}
+    assert score(IN_LANGUAGES[language], SUMS, tag=language, **options)["score"] == 1
+    assert score("(", SUMS, tag=language, **options)["score"] == 0
+
+
+@both
+@pytest.mark.parametrize(
+    ("code", "tests", "expected"),
+    [
+        ("def f(x):\n    print(1)\n    return [x, x]",
+         {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 1], [0]]}, 0.5),
+        ("class Solution:\n    def f(self, x: List[int]):\n        return deque(x)[0]",
+         {"fn_name": "f", "inputs": [[[7]]], "outputs": [[7]]}, 1),
+        ("    return sum(xs)", HUMANEVAL, 1),
+        ("def total(xs):\n    return sum(xs)", HUMANEVAL, 1),
+        ("def total(xs):\n    return 3", HUMANEVAL, 0),
+        ("def f(x):\n    if x < 0:\n        raise ValueError\n    return {x}", {"assert_case": [
+            "assert f(1) == {1}", "assert f(x=2) == {2}",
+            "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"]}, 1),
+    ],
+)  # fmt: skip
+def test_functions_are_called(code, tests, expected, unconfined):
+    assert score(code, tests, unconfined=unconfined)["score"] == expected
+
+
+@both
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos._exit(0)",
+        "raise SystemExit",
+        "class Equal:\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
+        "def total(xs):\n    import os, sys\n    os.write(1, b'[3]')\n    os.kill(os.getppid(), 9)",
+    ],
+)
+def test_an_answer_that_only_says_that_it_passes_does_not(code, unconfined):
+    """Rewards that run asserts beside the answer in one process give full marks to the first three."""
+    assert score(code, HUMANEVAL, unconfined=unconfined)["score"] == 0
+
+
+@confined
+@pytest.mark.parametrize("file", ["mem", "environ", "fd/0"])
+def test_an_answer_cannot_look_at_its_tests(file):
+    peek = f"def total(xs):\n    import os\n    open(f'/proc/{{os.getppid()}}/{file}', 'rb')\n    return sum(xs)"
+    assert score(peek, HUMANEVAL)["score"] == 0
+    assert score(peek.replace("getppid", "getpid"), HUMANEVAL)["score"] == 1
+
+
+@confined
+def test_limits_are_a_wrong_answer_and_said():
+    loop = {"score": 0.0, "acc": False, "timed_out": True}
+    assert score("while True: pass", SUMS, limits=SHORT) == loop
+    assert score("x = bytearray(1 << 30)", SUMS, limits=SHORT) == loop | {"timed_out": False}
+    after_one = "n = int(input().split()[0])\nprint(3)\nwhile n > 1: pass"
+    assert score(after_one, SUMS, limits=SHORT) == loop | {"score": 0.5}
+
+
+def test_a_response_without_a_program_is_wrong():
+    reward = ProgramReward(ProgramOptions())
+    assert reward("apps", "I do not know", SUMS, {}) == {"score": 0.0, "acc": False, "timed_out": False}
+
+
+@confined
+def test_only_the_first_tests_count():
+    tests = {"inputs": ["", "", ""], "outputs": ["1", "2", "1"]}
+    assert score("print(1)", tests)["score"] == pytest.approx(2 / 3)
+    assert score("print(1)", tests, max_tests=1)["score"] == 1
+
+
+# --- what is refused, and what is an error ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch, tmp_path):
+    bubblewrap.why_not.cache_clear()
+    monkeypatch.setattr(bubblewrap, "PATH", str(tmp_path))
+    monkeypatch.setattr(bubblewrap, "plain_user", dict)
+    yield
+    bubblewrap.why_not.cache_clear()
+
+
+def test_a_machine_that_cannot_confine_is_refused_at_the_start(nothing_installed):
+    with pytest.raises(ValueError, match=r"reward_model.sandbox: bwrap is not installed .*unconfined=true"):
+        check_sources(["openai/gsm8k", "apps"], ProgramOptions())
+    check_sources(["openai/gsm8k"], ProgramOptions())
+    check_sources(["apps"], ProgramOptions(unconfined=True))
+
+
+def test_a_kernel_that_does_not_allow_it_is_refused_with_its_words(nothing_installed, tmp_path):
+    for name, text in {"bwrap": "echo 'No permissions to create new namespace' >&2; exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("prlimit", "python3"):
+        (tmp_path / name).symlink_to("/bin/true")
+    with pytest.raises(ValueError, match=r"No permissions to create new namespace\. .*sandbox_fusion\.url"):
+        ProgramOptions().check()
+
+
+@pytest.mark.parametrize(
+    ("languages", "message"), [((), "names no language"), (("cobol",), "cobol is not one of python")]
+)
+def test_languages_are_checked(languages, message):
+    with pytest.raises(ValueError, match=message):
+        ProgramOptions(languages=languages, unconfined=True).check()
+
+
+def test_a_language_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("tether.rewards.sandbox.languages.PATH", "/nowhere")
+    with pytest.raises(ValueError, match=r"sandbox\.languages: perl needs perl in /nowhere"):
+        ProgramOptions(languages=("perl",), unconfined=True).check()
+
+
+@confined
+@pytest.mark.parametrize("word", ["--no-such-option", "--ro-bind"])
+def test_a_sandbox_that_fails_is_an_error_and_never_a_score(word, monkeypatch):
+    whole = bubblewrap.command
+    monkeypatch.setattr(bubblewrap, "command", lambda *a, **k: [*whole(*a, **k)[:1], word, *whole(*a, **k)[1:]])
+    with pytest.raises(SandboxError, match="could not be set up"):
+        score("print(3)", SUMS)
+
+
+@no_prlimit
+def test_nothing_of_a_plain_run_is_left():
+    program = Program(("sh", "-c", "setsid sleep 60 & setsid sleep 60"), {"x": b""})
+    ended = run.run(program, b"", SHORT, confined=False)
+    assert ended.reason == "time"
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+# --- in the pool --------------------------------------------------------------------------------------------------
+
+
+@confined
+def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
+    """The pool's own deadline of half a second is not the programs'."""
+    options = ProgramOptions(limits=SHORT)
+    rows = [
+        RewardRequest("apps", f"```python\n{code}\n```", tests)
+        for code, tests in (
+            ("print(sum(map(int, input().split())))", SUMS),
+            ("while True: pass", SUMS),
+            ("1", {"x": 1}),
+        )
+    ]
+    with RewardPool(num_workers=2, timeout=0.5, programs=options) as pool:
+        right, slow, broken = pool.score(rows)
+    assert right == Score(1.0, {"acc": True, "timed_out": False})
+    assert slow == Score(0.0, {"acc": False, "timed_out": True})
+    assert isinstance(broken, RewardError)
+    assert "no known layout" in broken.message
+
+
+@confined
+def test_a_pool_that_is_closed_leaves_no_program():
+    options = ProgramOptions(limits=LIMITS)
+    pool = RewardPool(num_workers=1, timeout=30, programs=options)
+    pool.submit(0, RewardRequest("apps", "```python\nimport time\ntime.sleep(60)\n```", SUMS))
+    mine = psutil.Process()
+
+    def running():
+        return [p for p in mine.children(recursive=True) if "bwrap" in p.name()]
+
+    end = time.monotonic() + 20
+    while not running():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not running()
