@@ -9,6 +9,7 @@ from tether.batch import Prompt
 from tether.rewards.audit import Audit, audit, share_of_differing_groups, verdicts, wrong_replies
 from tether.rewards.outcome import Abstention, RewardError, RewardRequest, outcome_of
 from tether.rewards.router import find_reward
+from tether.rewards.sandbox import ProgramOptions
 
 ANSWERS = ("72", "10", "5", "42", "624", "35", "48", "16")
 PROMPTS = [
@@ -59,7 +60,7 @@ def test_a_worked_solution_counts_as_the_truth() -> None:
 
 
 def test_all_formats_of_gsm8k_are_one_of_those_tried() -> None:
-    rule = find_reward("openai/gsm8k")
+    rule = find_reward("openai/gsm8k", ProgramOptions())
     audited = tried(lambda r: rule("openai/gsm8k", r.solution_str, r.ground_truth, {}))
     assert audited.truth.mean == 1
     assert faults(audited) == []
