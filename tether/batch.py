@@ -237,7 +237,7 @@ class EnvBatch:
     """T steps of N environments, E times: M = E N rows, with everything that the losses need.
 
     A policy decides on the actions of K steps at once, so that T = C K for C decisions; R is T, or C where rewards are
-    summed over a chunk. The optional fields are filled in along the step. The buffers are filled anew by the next
+    summed over a chunk. The optional fields are filled in along the step. The buffers are overwritten by the next
     rollout.
     """
 

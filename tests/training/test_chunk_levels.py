@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tether.algorithms import aggregate_loss, count_valid
-from tether.training.control.chunk_levels import at_level, mask_at, to_columns
+from tether.training.control.chunk_levels import mask_at, sum_to_level, to_columns
 from tether.training.control.samples import loss_weights
 
 MASK = torch.tensor([[True, True], [True, False]])  # of 2 actions of 3 columns
@@ -13,11 +13,11 @@ LEVELS = {"token_level": 6, "action_level": 2, "chunk_level": 1}
 
 
 def test_sums_by_hand():
-    assert at_level(COLUMNS, "action_level", 2).tolist() == [[3.0, 12.0], [21.0, 30.0]]
-    assert at_level(COLUMNS, "action_level", 2, MASK).tolist() == [[3.0, 12.0], [21.0, 0.0]]
-    assert at_level(COLUMNS, "chunk_level", 2, MASK).tolist() == [[15.0], [21.0]]
-    assert at_level(COLUMNS, "token_level", 2, MASK)[1].tolist() == [6.0, 7.0, 8.0, 0.0, 0.0, 0.0]
-    assert at_level(COLUMNS, "action_level").tolist() == [[15.0], [51.0]]  # one action of six columns
+    assert sum_to_level(COLUMNS, "action_level", 2).tolist() == [[3.0, 12.0], [21.0, 30.0]]
+    assert sum_to_level(COLUMNS, "action_level", 2, MASK).tolist() == [[3.0, 12.0], [21.0, 0.0]]
+    assert sum_to_level(COLUMNS, "chunk_level", 2, MASK).tolist() == [[15.0], [21.0]]
+    assert sum_to_level(COLUMNS, "token_level", 2, MASK)[1].tolist() == [6.0, 7.0, 8.0, 0.0, 0.0, 0.0]
+    assert sum_to_level(COLUMNS, "action_level").tolist() == [[15.0], [51.0]]  # one action of six columns
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -25,7 +25,7 @@ def test_sums_by_hand():
 def test_gradients_go_back_the_same_way(level, mask):
     columns = COLUMNS.clone().requires_grad_()
     grad = torch.randn(2, LEVELS[level], generator=torch.Generator().manual_seed(0))
-    (expected,) = torch.autograd.grad(at_level(columns, level, 2, mask), columns, grad)
+    (expected,) = torch.autograd.grad(sum_to_level(columns, level, 2, mask), columns, grad)
     assert torch.equal(to_columns(grad, 6, mask).expand(2, 6), expected)
 
 
@@ -33,7 +33,7 @@ def test_gradients_go_back_the_same_way(level, mask):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_weights_are_the_derivatives_of_the_aggregation(mode, level, mask):
-    loss = at_level(COLUMNS, level, 2, mask).requires_grad_()
+    loss = sum_to_level(COLUMNS, level, 2, mask).requires_grad_()
     counted = mask_at(level, mask, 6)
     full = torch.ones_like(loss, dtype=torch.bool) if counted is None else counted
     tokens, rows = count_valid(full)

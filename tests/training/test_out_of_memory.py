@@ -16,7 +16,7 @@ from tether.batch import TrainBatch
 from tether.models.control.mlp import Mlp
 from tether.models.control.mlp_policy import ControlPolicy
 from tether.models.control.network_policy import Torso
-from tether.models.control.spec import PolicySpec, Review
+from tether.models.control.spec import PolicySpec, RolloutEvaluation
 from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import Samples
 from tether.training.engines.flat import within_policy_memory
@@ -77,7 +77,7 @@ def test_gradients_of_text_are_the_same(fail, backward: bool, master, batch: Tra
             outputs.log_probs = fits(len(micro), outputs.log_probs)
             return outputs
 
-        with caplog.at_level(logging.WARNING):
+        with caplog.sum_to_level(logging.WARNING):
             for _ in range(2):
                 engine.accumulate_gradients(batch, LossSpec(forward, PolicyLoss()))
         found[rows] = [parameter.grad.clone() for parameter in engine.trained]
@@ -239,7 +239,7 @@ def test_perceptrons_that_do_not_fit_are_split(caplog, monkeypatch) -> None:
     final_at = (torch.tensor([0, 2]), torch.tensor([1, 1]))
     nothing = torch.zeros(0)
 
-    def review() -> Review:
+    def review() -> RolloutEvaluation:
         return policy.review(rollout, nothing, nothing, rollout[1, :2], final_at)
 
     expected = review()
@@ -265,7 +265,7 @@ def test_a_long_rollout_with_pictures_is_split_below_a_column(name: str, monkeyp
     rollout, final = rows[:14].reshape(2, 7), rows[14:]
     at = (torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long))
 
-    def review() -> Review:
+    def review() -> RolloutEvaluation:
         return policy.review(rollout, torch.zeros(2, 7), torch.zeros(2, 0), final, at)
 
     expected = review()

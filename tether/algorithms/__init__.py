@@ -15,8 +15,6 @@ from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.aggregation import (
     AGGREGATIONS,
     aggregate_loss,
-    episode_weights,
-    loss_divisors,
     masked_mean_ratio,
 )
 from tether.algorithms.checks import checked
@@ -32,7 +30,7 @@ from tether.algorithms.policy_losses import (
     interpolate_proximal,
 )
 from tether.algorithms.ratio import MAX_LOG_RATIO
-from tether.algorithms.registry import needs, uniform
+from tether.algorithms.registry import needs
 from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
 from tether.algorithms.rollout_correction import (
     importance_metrics,
@@ -66,11 +64,11 @@ __all__ = [
     "TokenLoss",
     "advantages",
     "aggregate_loss",
+    "aggregation",
     "apply_kl_penalty",
     "count_valid",
     "discounted_sums",
     "entropy_from_logits",
-    "episode_weights",
     "episodic_gae",
     "explained_variance",
     "full_kl",
@@ -80,7 +78,6 @@ __all__ = [
     "interpolate_proximal",
     "kl_penalty",
     "length_adaptive_lambda",
-    "loss_divisors",
     "masked_mean",
     "masked_mean_ratio",
     "masked_sum",
@@ -93,11 +90,11 @@ __all__ = [
     "overlong_penalty",
     "parse_rejection",
     "pf_ppo_indices",
+    "registry",
     "rejection_mask",
     "rejection_metrics",
     "select",
     "sum_pi_squared",
-    "uniform",
     "value_loss",
     "veto_mask",
 ]

@@ -16,7 +16,7 @@ import torch
 from tether.algorithms import REQUIRED_AGGREGATION
 from tether.assembly.learners import build_optimizer, policy_loss_options, token_selection
 from tether.assembly.off_policy import build_critic_warmup
-from tether.assembly.policies import acted_in, start_policy
+from tether.assembly.policies import env_for_policy, start_policy
 from tether.assembly.run import Run, begin_run, find_start
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
@@ -43,7 +43,7 @@ from tether.trainer.control import (
 from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
 from tether.trainer.preflight import Need, preflight
 from tether.training import Learner, LossSpec, UpdatePlan
-from tether.training.control import EPISODES_ALIKE, ControlLoss, RolloutForward, RolloutOutputs
+from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
 from tether.training.engines import FlatEngine
 
 
@@ -77,7 +77,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         source = StartStates(train.seed, train.rollout_epoch, train.auto_reset)
         rollouts = EnvRollouts(
             policy=policy,
-            collector=_collector(config, acted_in(env, policy), policy),
+            collector=_collector(config, env_for_policy(env, policy), policy),
             evaluation=evaluation,
             seed=trainer_config.seed,
             env_seed=train.seed,
@@ -118,7 +118,7 @@ def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
     few = train.model_copy(
         update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
     )
-    return acted_in(make_env(few, "env.train", _pacing(config), view_of(config)), policy)
+    return env_for_policy(make_env(few, "env.train", _pacing(config), view_of(config)), policy)
 
 
 def _tests(config: RunConfig, *, resumes: bool) -> bool:
@@ -141,7 +141,7 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
     pacing = {"chunk": config.policy.num_action_chunks}
     env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
     envs.callback(env.close)
-    acted = acted_in(env, policy)
+    acted = env_for_policy(env, policy)
     _check_fit(acted, policy.spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
     return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
@@ -278,7 +278,7 @@ def _advantages(config: RunConfig) -> ControlAdvantages:
 
 def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
     actor, train, episode_length = config.actor_rollout_ref.actor, config.env.train, None
-    if _aggregation(config) == EPISODES_ALIKE:
+    if _aggregation(config) == EPISODES_WEIGH_EQUALLY:
         limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
         episode_length = _given_scale(actor) or limit
     return LearnedDecisions(policy.state_width > 0, episode_length, keeps_observed=policy.normalizer is not None)
@@ -286,7 +286,7 @@ def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
 
 def _aggregation(config: RunConfig) -> str:
     actor = config.actor_rollout_ref.actor
-    usual = "token-mean" if config.env.train.auto_reset else EPISODES_ALIKE
+    usual = "token-mean" if config.env.train.auto_reset else EPISODES_WEIGH_EQUALLY
     return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
 
 

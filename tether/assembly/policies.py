@@ -20,10 +20,10 @@ from tether.trainer.control import CRITIC, POLICY
 START = "actor_rollout_ref.model.path"
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """Lowest and highest of each column of an action."""
-OF_THE_START = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
+SET_BY_CHECKPOINT = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
 """Fields of a policy's shape in which the one that a run starts from may be another."""
 
-_OTHERS = (ControlPolicy, NetworkPolicy)
+_WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
 """Policies that choose no action tokens."""
 
 
@@ -103,7 +103,7 @@ def saved_policy(path: Path, key: str) -> Policy:
     return load_policy(checkpoint / POLICY)
 
 
-def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv:
+def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     """The environments as the policy acts in them: with bins for actions, where it chooses action tokens."""
     bounds = bounds_of(policy)
     if bounds is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != len(bounds[0]):
@@ -115,7 +115,7 @@ def acted_in(env: VectorEnv, policy: Policy) -> VectorEnv:
 
 def bounds_of(policy: Policy) -> Bounds | None:
     """The bounds of the action tokens of a policy; None: it has none."""
-    if isinstance(policy, _OTHERS):
+    if isinstance(policy, _WITHOUT_TRANSFORMERS):
         return None
     return policy.spec.low, policy.spec.high
 
@@ -157,22 +157,22 @@ def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy
 
 
 def _take_over(policy: Policy, start: Policy, path: str) -> None:
-    """Put the weights and statistics of one policy into another; a critic of another width starts anew.
+    """Put the weights and statistics of one policy into another; a critic of another width starts untrained.
 
     Raises:
         ValueError: the policies are of different shapes; names the field.
     """
     for field, wanted in vars(policy.spec).items():
         found = getattr(start.spec, field, None)
-        if field not in OF_THE_START and found != wanted:
+        if field not in SET_BY_CHECKPOINT and found != wanted:
             raise ValueError(
                 f"{START}={path}: its policy has {field}={found}, this run {wanted}. Give the policy.* keys, and the "
                 "environment, that it was made with."
             )
     same_critic = start.spec.value_width == policy.spec.value_width
-    weights = start.state_dict() if isinstance(start, _OTHERS) else start.plain_state()
+    weights = start.state_dict() if isinstance(start, _WITHOUT_TRANSFORMERS) else start.plain_state()
     weights = {name: value for name, value in weights.items() if same_critic or not _of_critic(name)}
-    if isinstance(policy, _OTHERS):
+    if isinstance(policy, _WITHOUT_TRANSFORMERS):
         policy.load_state_dict(weights, strict=same_critic)
     else:
         policy.load_plain(weights)

@@ -79,7 +79,7 @@ class Run:
 
 
 def build_run(loaded: LoadedConfig) -> Run:
-    """Build everything that a run needs, and go on from a checkpoint where ``trainer.resume_mode`` says so.
+    """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
 
     Raises:
         ValueError: the inputs are not usable; see the message.

@@ -40,7 +40,7 @@ def train(
     env: Callable[..., object] | None = None,
     policy: object = None,
 ) -> TrainingResult:
-    """Train, as `tether train` does: a run that was begun in its folder goes on; a signal stops it after a step.
+    """Train, as `tether train` does: a run that was begun in its folder resumes; a signal stops it after a step.
 
     Args:
         config: a YAML file, or its content as a mapping; None: the overrides are all of it.

@@ -53,7 +53,7 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
 
 
 def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps: int) -> str:
-    """The command that goes on after one that ended at a step."""
+    """The command that resumes a run which ended at a step."""
     trainer = loaded.config.trainer
     if trainer.resume_mode != "auto":
         command += " trainer.resume_mode=auto '~trainer.resume_from_path'"

@@ -18,7 +18,7 @@ from tether.training import named_out_of_memory
 
 @named_out_of_memory()
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
-    """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder goes on.
+    """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder resumes.
 
     Raises:
         ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.

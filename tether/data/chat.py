@@ -32,7 +32,7 @@ TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
 def render(
     row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template_kwargs: Mapping[str, Any]
 ) -> str:
-    """Write a row's conversation as the text that the policy goes on from.
+    """Write a row's conversation as the text that the policy continues.
 
     Args:
         row: its messages are rendered, and the opening of the assistant's turn is added.

@@ -19,7 +19,7 @@ class CustomDataset(Protocol):
 
     It is built once for the training files and once for the validation files, and every item is read once, in
     order. An item is either a row in the layout of `tether.data.rows`, which is then templated and tokenized like
-    any other, or a `tether.batch.Prompt` whose `token_ids` are used as they are (its `index` is set anew).
+    any other, or a `tether.batch.Prompt` whose `token_ids` are used as they are (its `index` is replaced).
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class Renders(Protocol):
 
 
 class HeldEnv(Protocol):
-    """N environments that wait after an end until they are told to begin anew."""
+    """N environments that wait after an episode's end until they are reset."""
 
     id: str
     num_envs: int

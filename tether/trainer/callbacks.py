@@ -1,4 +1,4 @@
-"""Objects of the user's that are told how a run goes on."""
+"""Callbacks: objects of the user's that are told of each step, evaluation and checkpoint."""
 
 from __future__ import annotations
 

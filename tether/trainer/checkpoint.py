@@ -87,7 +87,7 @@ def restore(checkpoint: Path, load: Mapping[str, Callable[[dict[str, Any]], None
 
 
 def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
-    """Refuse to go on with other data or another model than the run began with.
+    """Refuse to resume with other data or another model than the run began with.
 
     Raises:
         ValueError: names each key whose content is another one now.
@@ -96,8 +96,8 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
     changed = [key for key, fingerprint in identity.items() if before.get(key, fingerprint) != fingerprint]
     if changed:
         raise ValueError(
-            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again to go on, or start "
-            "anew with trainer.resume_mode=disable and another trainer.default_local_dir."
+            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again to resume, or start "
+            "again with trainer.resume_mode=disable and another trainer.default_local_dir."
         )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Advantages, TokenLoss, uniform
+from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Advantages, TokenLoss
+from tether.algorithms.registry import uniform
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
 

@@ -15,7 +15,7 @@ from tether.spelling import did_you_mean
 
 
 class EnvPool:
-    """A pool that is made anew for each seed, since envpool takes seeds only when it starts.
+    """A pool that is made again for each seed, since envpool takes seeds only when it starts.
 
     Args:
         id: name in envpool's list.

@@ -11,7 +11,7 @@ from metaworld import env_dict
 from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 
-from tether.envs.adapters.metaworld_pictures import Seen
+from tether.envs.adapters.metaworld_pictures import PictureObservations
 from tether.envs.gymnasium_types import Arguments, Env, Info, Raw, Simulator
 from tether.envs.make import EnvOptions
 from tether.envs.vectorization.action_repeat import Repeated
@@ -117,7 +117,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     Args:
         options: of the environments.
         arguments: of `gymnasium.make`, and of this adapter: ``camera`` and ``picture_size``, see
-            `tether.envs.adapters.metaworld_pictures.Seen`; ``action_repeat``, how often an action is carried out;
+            `PictureObservations`; ``action_repeat``, how often an action is carried out;
             ``reward``, see `MetaWorldTasks`.
 
     Raises:
@@ -134,7 +134,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     env: Env = MetaWorldTasks(names, given, reward)
     if repeat > 1:
         env = Repeated(env, repeat)
-    return Seen(env, max(len(in_words(name)) for name in names), **seen) if seen else env
+    return PictureObservations(env, max(len(in_words(name)) for name in names), **seen) if seen else env
 
 
 def _names(options: EnvOptions) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION,
 LETTERS = string.ascii_lowercase + " "
 
 
-class Seen(Wrapper):
+class PictureObservations(Wrapper):
     """Shows a picture, the hand's numbers (``state``) and the ``task`` in place of MetaWorld's numbers.
 
     Where object and goal are has to be seen. Pictures are drawn by mujoco, which needs a display, or the environment

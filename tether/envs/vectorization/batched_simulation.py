@@ -27,7 +27,7 @@ class Simulation(Protocol):
         ...
 
     def step(self, action: Raw) -> tuple[Raw, Raw, Raw, Raw, Info]:
-        """Observations, rewards, terminations, truncations and infos; nothing begins anew by itself."""
+        """Observations, rewards, terminations, truncations and infos; nothing is reset by itself."""
         ...
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class BatchedEnv:
         ends, cut = self._flags(terminated), self._flags(truncated)
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
-        # Before episodes begin anew, which may write over these tensors.
+        # Before environments are reset, which may write over these tensors.
         obs, told = self._seen(raw), info.get("success")
         rewards = np.array(_host(reward), dtype=np.float32).reshape(self.num_envs)
         success = None if told is None else self._flags(told)

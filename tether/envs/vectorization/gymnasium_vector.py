@@ -16,7 +16,7 @@ from tether.observations import Array, Observation
 
 
 class GymnasiumVectorEnv:
-    """Brings the three ways of beginning anew to one.
+    """Brings the three ways of resetting to one.
 
     - ``SAME_STEP``: the step that ends an episode returns the first observation of the next one; the last of the old
       stands in the infos.

@@ -1,4 +1,4 @@
-"""The screen: a live display on a terminal, a line a step elsewhere.
+"""The screen: a live display on a terminal, a line per step otherwise.
 
 On a terminal each step leaves a row, and below the rows stands what the run is doing now::
 

@@ -19,9 +19,9 @@ from tether.models.control.actors import Actor
 from tether.models.control.mlp import Mlp
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.normalize import RunningNormalizer
-from tether.models.control.observations import Seen
+from tether.models.control.observations import ObservationBatch
 from tether.models.control.own_policy import OwnPolicy
-from tether.models.control.spec import Memory, Passed, PolicySpec, Review
+from tether.models.control.spec import ForwardPass, Memory, PolicySpec, RolloutEvaluation
 from tether.observations import ObsPart
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class ControlPolicy(nn.Module):
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [*self.actor.parameters(), *self.head.parameters()], critic
 
-    def inputs(self, obs: Seen) -> Tensor:
+    def inputs(self, obs: ObservationBatch) -> Tensor:
         """What the networks read of observations: a flat row [..., O], normalised."""
         row = self.row(obs)
         return row if self.normalizer is None else self.normalizer(row)
 
-    def update_statistics(self, obs: Seen) -> None:
+    def update_statistics(self, obs: ObservationBatch) -> None:
         """Take the numbers of observations [B, ...] into the statistics by which they are normalised."""
         if self.normalizer is not None:
             self.normalizer.update(self.row(obs))
@@ -93,15 +93,15 @@ class ControlPolicy(nn.Module):
         """Outputs [B, outputs] of normalised observations [B, O]."""
         return self._in_parts(self.actor, obs)
 
-    def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> Passed:
+    def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> ForwardPass:
         """Say something of normalised observations [B, O], for `backward`."""
         pieces = obs.split(self.micro_batch or len(obs))
         if len(pieces) == 1:
             hidden, valued = self._activations(obs)
-            return Passed(hidden[-1], valued[-1] if valued else None, (pieces, hidden, valued))
+            return ForwardPass(hidden[-1], valued[-1] if valued else None, (pieces, hidden, valued))
         ends = [(hidden[-1], valued[-1:]) for hidden, valued in map(self._activations, pieces)]
         values = [value for _, end in ends for value in end]
-        return Passed(torch.cat([end for end, _ in ends]), torch.cat(values) if values else None, (pieces, [], []))
+        return ForwardPass(torch.cat([end for end, _ in ends]), torch.cat(values) if values else None, (pieces, [], []))
 
     def _activations(self, obs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Of the actor, and of the critic; none where there is no critic."""
@@ -110,11 +110,11 @@ class ControlPolicy(nn.Module):
             return hidden, []
         return hidden, self.critic.activations(hidden[-2] if self.spec.share_critic else obs)
 
-    def _in_parts(self, say: Callable[[Tensor], Tensor], obs: Tensor) -> Tensor:
+    def _in_parts(self, network: Callable[[Tensor], Tensor], obs: Tensor) -> Tensor:
         pieces = obs.split(self.micro_batch or max(1, len(obs)))
-        return torch.cat([say(piece) for piece in pieces]) if len(pieces) > 1 else say(obs)
+        return torch.cat([network(piece) for piece in pieces]) if len(pieces) > 1 else network(obs)
 
-    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+    def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every parameter but the head's into its existing ``grad``.
 
         Args:
@@ -143,13 +143,13 @@ class ControlPolicy(nn.Module):
         final_obs: Tensor,
         final_at: tuple[Tensor, Tensor],
         actions: Tensor | None = None,
-    ) -> Review:
+    ) -> RolloutEvaluation:
         """Pass over a rollout: normalised observations [M, C + 1, O] and [F, O]; see `NetworkPolicy.review`."""
         outputs = self._in_parts(self.actor, obs[:, :-1].flatten(0, 1)).unflatten(0, (len(obs), -1))
         if self.critic is None:
-            return Review(outputs, None, None)
+            return RolloutEvaluation(outputs, None, None)
         values = self._in_parts(self.values, obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
-        return Review(outputs, values, self._in_parts(self.values, final_obs))
+        return RolloutEvaluation(outputs, values, self._in_parts(self.values, final_obs))
 
 
 Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy"

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from tether.models.control.actors import NetworkActor
 from tether.models.control.cnn import Cnn
 from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
-from tether.models.control.micro_batches import back_in_parts, pass_in_parts
+from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
 from tether.models.control.normalize import RunningNormalizer
-from tether.models.control.observations import NUMBERS, PICTURE, Seen
+from tether.models.control.observations import NUMBERS, PICTURE, ObservationBatch
 from tether.models.control.spec import (
+    ForwardPass,
     Memory,
     Observations,
-    Passed,
     PolicySpec,
-    Review,
+    RolloutEvaluation,
     numbers_of,
     picture_of,
 )
@@ -125,7 +125,7 @@ class NetworkPolicy(nn.Module):
         """What is trained besides the head."""
         return [part for part in (self.torso, self.actor, self.critic_torso, self.critic) if part is not None]
 
-    def inputs(self, obs: Seen) -> Observations:
+    def inputs(self, obs: ObservationBatch) -> Observations:
         """What the networks read of observations [..., *shape]: numbers [..., O], normalised, and the picture."""
         row = self.row(obs)
         row = row if self.normalizer is None else self.normalizer(row)
@@ -133,7 +133,7 @@ class NetworkPolicy(nn.Module):
             return row
         return TensorDict({NUMBERS: row, PICTURE: self.pictures(obs)}, batch_size=row.shape[:-1])
 
-    def update_statistics(self, obs: Seen) -> None:
+    def update_statistics(self, obs: ObservationBatch) -> None:
         """Take the numbers of observations [B, ...] into the statistics by which they are normalised."""
         if self.normalizer is not None:
             self.normalizer.update(self.row(obs))
@@ -181,7 +181,7 @@ class NetworkPolicy(nn.Module):
         """Outputs [B, outputs], as `run`."""
         return torch.cat([self._kept(*piece)[0] for piece in self._pieces(obs, memory)])
 
-    def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Passed:
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> ForwardPass:
         """Say something of B decisions, for `backward`.
 
         Args:
@@ -189,9 +189,9 @@ class NetworkPolicy(nn.Module):
             memory: with an LSTM: the rest; the B decisions that it keeps are the result.
             actions: those that were taken, for policies whose outputs depend on them.
         """
-        return pass_in_parts(self._kept, self._pieces(obs, memory))
+        return forward_in_micro_batches(self._kept, self._pieces(obs, memory))
 
-    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+    def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every parameter but the head's into its existing ``grad``.
 
         Args:
@@ -201,7 +201,7 @@ class NetworkPolicy(nn.Module):
         """
         for network in self.networks():
             network.zero_grad(set_to_none=False)
-        back_in_parts(self._kept, passed, outputs_grad, values_grad)
+        backward_in_micro_batches(self._kept, passed, outputs_grad, values_grad)
 
     @torch.no_grad()
     def review(
@@ -212,7 +212,7 @@ class NetworkPolicy(nn.Module):
         final_obs: Observations,
         final_at: tuple[Tensor, Tensor],
         actions: Tensor | None = None,
-    ) -> Review:
+    ) -> RolloutEvaluation:
         """Pass over a rollout.
 
         Args:
@@ -227,19 +227,19 @@ class NetworkPolicy(nn.Module):
             outputs, values = self._in_parts(obs.flatten(0, 1))
             outputs = outputs.unflatten(0, starts.shape)[:, :-1]
             if values is None:
-                return Review(outputs, None, None)
-            return Review(outputs, values.unflatten(0, starts.shape), self._in_parts(final_obs)[1])
+                return RolloutEvaluation(outputs, None, None)
+            return RolloutEvaluation(outputs, values.unflatten(0, starts.shape), self._in_parts(final_obs)[1])
         columns, decisions = starts.shape
         size = columns if self.micro_batch is None else max(1, self.micro_batch // decisions)
         pieces = [slice(first, first + size) for first in range(0, columns, size)]
         parts = [self.step(obs[piece], starts[piece], state[piece]) for piece in pieces]
         outputs = torch.cat([part[0] for part in parts])[:, :-1]
         if self.critic is None:
-            return Review(outputs, None, None)
+            return RolloutEvaluation(outputs, None, None)
         values = torch.cat([part[1] for part in parts if part[1] is not None])
         after = torch.cat([part[2] for part in parts])[final_at]
         _, final_values, _ = self.step(final_obs.unsqueeze(1), None, after)
-        return Review(outputs, values, None if final_values is None else final_values[:, 0])
+        return RolloutEvaluation(outputs, values, None if final_values is None else final_values[:, 0])
 
     def _states(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States of the actor and of a critic with a torso of its own."""
@@ -255,9 +255,9 @@ class NetworkPolicy(nn.Module):
 
     def _in_parts(self, obs: Observations) -> tuple[Tensor, Tensor | None]:
         """Outputs and values of observations [B, ...], without a memory."""
-        said = [self._kept(*piece) for piece in self._pieces(obs, None)]
-        values = [part for _, part in said if part is not None]
-        return torch.cat([part for part, _ in said]), torch.cat(values) if values else None
+        results = [self._kept(*piece) for piece in self._pieces(obs, None)]
+        values = [part for _, part in results if part is not None]
+        return torch.cat([part for part, _ in results]), torch.cat(values) if values else None
 
     def _kept(self, obs: Observations, memory: Memory | None) -> tuple[Tensor, Tensor | None]:
         """Outputs and values of the decisions that are kept."""

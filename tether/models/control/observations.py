@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tether.observations import ObsLayout, ObsPart, row_width
 
 NUMBERS, PICTURE, TEXT = "numbers", "picture", "text"
-Seen: TypeAlias = Mapping[str, Tensor] | TensorDict
+ObservationBatch: TypeAlias = Mapping[str, Tensor] | TensorDict
 """Part -> [..., *shape], as the environments show it."""
 
 
@@ -32,7 +32,7 @@ class FlatRow:
         self.is_part = alone.name if alone is not None and (alone.dtype, alone.choices) == ("float32", ()) else None
         """Name of the part that is the row already; None: it has to be made."""
 
-    def __call__(self, obs: Seen) -> Tensor:
+    def __call__(self, obs: ObservationBatch) -> Tensor:
         """Parts [..., *shape] -> [..., width]."""
         if self.is_part is not None:
             row: Tensor = obs[self.is_part]
@@ -58,7 +58,7 @@ class Pictures:
         self.shape: tuple[int, int, int] = (sum(channels for *_, channels in shapes), height, width)
         """Channels, height, width."""
 
-    def __call__(self, obs: Seen) -> Tensor:
+    def __call__(self, obs: ObservationBatch) -> Tensor:
         """Bytes [..., channels, height, width]."""
         return torch.cat([obs[name] for name in self._names], dim=-1).movedim(-1, -3).contiguous()
 

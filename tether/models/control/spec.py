@@ -98,8 +98,8 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What a policy said of B decisions, and what its ``backward`` has to know of that."""
+class ForwardPass:
+    """The outputs of a policy for B decisions, and what its ``backward`` needs."""
 
     outputs: Tensor
     """[B, outputs of the head]"""
@@ -109,8 +109,8 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Review:
-    """What a policy says of a whole rollout of C decisions in M columns."""
+class RolloutEvaluation:
+    """The outputs of a policy for a whole rollout of C decisions in M columns."""
 
     outputs: Tensor
     """[M, C, outputs of the head]"""

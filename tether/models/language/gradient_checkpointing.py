@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers keep their inputs alone, and run again on the way back."""
+"""Gradient checkpointing: layers keep their inputs alone, and run again in the backward pass."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path
 def from_checkpoint(
     auto_class: Any, path: Path | str, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load weights, and refuse a checkpoint that lacks some: transformers would draw them at random and go on.
+    """Load weights, and refuse a checkpoint that lacks some: transformers would draw them at random without a word.
 
     Raises:
         ValueError: names weights that lack or have another shape, or says why the files could not be read.

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tether.models.control.observations import NUMBERS, PICTURE, TEXT, FlatRow, Pictures, Seen
+from tether.models.control.observations import NUMBERS, PICTURE, TEXT, FlatRow, ObservationBatch, Pictures
 from tether.models.control.spec import Observations
 from tether.models.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
 
@@ -117,7 +117,7 @@ class VlaModel(nn.Module):
         oft = spec.model_type == "openvla_oft"
         self.placeholders = nn.Parameter(torch.zeros(spec.action_tokens - 1, width)) if oft else None
 
-    def inputs(self, obs: Seen) -> TensorDict:
+    def inputs(self, obs: ObservationBatch) -> TensorDict:
         """What is read of observations [..., *shape]: numbers, and where there are any, pictures and a text."""
         numbers = self.row(obs)
         read = {NUMBERS: numbers}

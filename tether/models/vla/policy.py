@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tether.models.control.actors import as_tensors
 from tether.models.control.heads import CategoricalHead
-from tether.models.control.micro_batches import back_in_parts, pass_in_parts
-from tether.models.control.observations import Seen
-from tether.models.control.spec import Memory, Observations, Passed, Review
+from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
+from tether.models.control.observations import ObservationBatch
+from tether.models.control.spec import ForwardPass, Memory, Observations, RolloutEvaluation
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
 from tether.observations import Observation
@@ -68,11 +68,11 @@ class VlaPolicy(nn.Module):
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad], critic
 
-    def inputs(self, obs: Seen) -> TensorDict:
+    def inputs(self, obs: ObservationBatch) -> TensorDict:
         """What the networks read of observations [..., *shape]."""
         return self.model.inputs(obs)
 
-    def update_statistics(self, obs: Seen) -> None:
+    def update_statistics(self, obs: ObservationBatch) -> None:
         """Nothing is normalised, so there are no statistics."""
 
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -118,25 +118,25 @@ class VlaPolicy(nn.Module):
         final_obs: Observations,
         final_at: tuple[Tensor, Tensor],
         actions: Tensor,
-    ) -> Review:
+    ) -> RolloutEvaluation:
         """Pass over a rollout: observations [M, C + 1, ...] and [F, ...], actions [M, C, A]."""
         shape = actions.shape[:2]
         pieces = zip(obs[:, :-1].flatten(0, 1).split(self._rows), actions.flatten(0, 1).split(self._rows), strict=True)
-        said = [self(*piece) for piece in pieces]
-        outputs = torch.cat([scores for scores, _ in said]).unflatten(0, shape)
+        results = [self(*piece) for piece in pieces]
+        outputs = torch.cat([scores for scores, _ in results]).unflatten(0, shape)
         if self.critic is None:
-            return Review(outputs, None, None)
-        values = torch.cat([piece for _, piece in said if piece is not None]).unflatten(0, shape)
+            return RolloutEvaluation(outputs, None, None)
+        values = torch.cat([piece for _, piece in results if piece is not None]).unflatten(0, shape)
         values = torch.cat([values, self.values(obs[:, -1])[:, None]], dim=1)
-        return Review(outputs, values, self.values(final_obs))
+        return RolloutEvaluation(outputs, values, self.values(final_obs))
 
-    def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Passed:
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> ForwardPass:
         """Say something of B decisions, for `backward`; see
         `tether.models.control.network_policy.NetworkPolicy.run`.
         """
-        return pass_in_parts(self, self._pieces(obs, actions))
+        return forward_in_micro_batches(self, self._pieces(obs, actions))
 
-    def backward(self, passed: Passed, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+    def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every trained parameter into its existing ``grad``.
 
         Args:
@@ -148,7 +148,7 @@ class VlaPolicy(nn.Module):
             for parameter in group:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
-        back_in_parts(self, passed, outputs_grad, values_grad)
+        backward_in_micro_batches(self, passed, outputs_grad, values_grad)
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
         """Take over weights as `plain_state` gives them; LoRA adapters and what is not among them stay."""
@@ -159,7 +159,7 @@ class VlaPolicy(nn.Module):
             own[adapted if adapted in own else name].copy_(value)
 
     def plain_state(self) -> dict[str, Tensor]:
-        """The weights of a policy without LoRA that says the same."""
+        """The weights of a policy without LoRA that computes the same."""
         if not self.spec.lora_rank:
             return self.state_dict()
         prefix = "model.language."

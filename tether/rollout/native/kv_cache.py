@@ -18,7 +18,7 @@ from torch import Tensor
 from tether.kernels import AttentionSpec, kernels_for
 from tether.models.layers import Packed
 
-_MORE = 64  # tokens that there is room for at least, after which a cache is made anew
+_MORE = 64  # tokens that there is room for at least, after which a new cache is made
 _MULTIPLE = 32  # of tokens: what kernels take at a time
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from tether.algorithms import (
     ADVANTAGE_ESTIMATORS,
     Advantages,
-    episode_weights,
     episodic_gae,
     explained_variance,
     masked_sum,
     masked_whiten,
 )
+from tether.algorithms.aggregation import episode_weights
 from tether.batch import EnvBatch, filled
 from tether.metrics.data import group_metrics
 from tether.models.control import Memory, numbers_of, with_numbers

@@ -115,7 +115,7 @@ def _read(path: Path) -> Iterator[StoredResponse]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); mend or delete the file") from error
+                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); fix or delete the file") from error
             response = _response(record, f"{path}:{number}")
             if record["score"] is not None and any(response.response_mask):
                 yield response

@@ -4,10 +4,10 @@ from tether.training.control.behaviour_cloning import Cloning, CloningData, Clon
 from tether.training.control.chunk_levels import per_column
 from tether.training.control.forward import RolloutForward, RolloutOutputs
 from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import EPISODES_ALIKE, Samples
+from tether.training.control.samples import EPISODES_WEIGH_EQUALLY, Samples
 
 __all__ = [
-    "EPISODES_ALIKE",
+    "EPISODES_WEIGH_EQUALLY",
     "Cloning",
     "CloningData",
     "CloningOptions",

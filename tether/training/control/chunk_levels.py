@@ -15,7 +15,7 @@ from torch import Tensor
 Level = Literal["token_level", "action_level", "chunk_level"]
 
 
-def at_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | None = None) -> Tensor:
+def sum_to_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | None = None) -> Tensor:
     """Sum columns [..., K * D] to a level, [..., L].
 
     Args:
@@ -34,7 +34,7 @@ def at_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | None 
 
 
 def to_columns(grad: Tensor, width: int, mask: Tensor | None = None) -> Tensor:
-    """Gradient of the columns, [B, width], from that of `at_level`, [B, L]; [B, 1] where it is the same for all."""
+    """Gradient of the columns, [B, width], from that of `sum_to_level`, [B, L]; [B, 1] where it is the same for all."""
     if mask is not None:
         return torch.where(per_column(mask, width), per_column(grad, width), 0.0)
     return grad if grad.shape[1] == 1 else per_column(grad, width)
@@ -46,7 +46,7 @@ def per_column(values: Tensor, width: int) -> Tensor:
 
 
 def mask_at(level: Level, mask: Tensor | None, width: int) -> Tensor | None:
-    """The mask of `at_level`'s result, [B, L]; None: all count, as every chunk has one action that was carried out."""
+    """The mask of `sum_to_level`'s result, [B, L]; None: all count, every chunk has an action that was carried out."""
     if mask is None or level == "chunk_level":
         return None
     return per_column(mask, width) if level == "token_level" else mask

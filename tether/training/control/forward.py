@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.models.control import ControlPolicy, NetworkPolicy, Observations, Policy
-from tether.training.control.chunk_levels import Level, at_level
+from tether.training.control.chunk_levels import Level, sum_to_level
 from tether.training.control.samples import Samples
 
 
@@ -46,7 +46,7 @@ class RolloutForward:
         )
         mask = batch.valid.unflatten(1, (-1, chunk)) if chunk > 1 else None
         columns = policy.head.evaluate(passed.outputs, batch.actions).log_probs
-        log_probs = at_level(columns, self.logprob_level, chunk, mask)
+        log_probs = sum_to_level(columns, self.logprob_level, chunk, mask)
         return RolloutOutputs(log_probs, seen, passed.values, passed.final_values)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tether.algorithms import TokenLoss, masked_mean, merge_metrics, value_loss
 from tether.batch import filled
-from tether.training.control.chunk_levels import Level, at_level, mask_at, per_column
+from tether.training.control.chunk_levels import Level, mask_at, per_column, sum_to_level
 from tether.training.control.closed_form_gradients import Draws, LossGradient, policy_gradient, value_gradient
 from tether.training.control.forward import DecisionOutputs
-from tether.training.control.samples import EPISODES_ALIKE, Samples, loss_weights
+from tether.training.control.samples import EPISODES_WEIGH_EQUALLY, Samples, loss_weights
 from tether.training.own_functions import policy_loss
 from tether.training.protocol import LossSizes, LossTerm
 
@@ -78,7 +78,7 @@ class ControlLoss:
         weights = loss_weights(self.aggregation, log_probs, counted, samples.weights, self.max_length, whole)
         policy = (token_loss.loss * weights).sum()
         total, metrics = policy, dict(token_loss.metrics)
-        entropy = at_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
+        entropy = sum_to_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
         total = total - self.entropy_coeff * entropy.sum() / self._elements(self.entropy_level, sizes, width, chunk)
         if outputs.values is not None:
             counted, weights = self._value_weights(outputs.values, samples, sizes)
@@ -93,7 +93,7 @@ class ControlLoss:
 
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Log-probabilities [B, L] at the level of the loss, from those of the columns [B, K * D]."""
-        return at_level(columns, self.logprob_level, chunk, mask)
+        return sum_to_level(columns, self.logprob_level, chunk, mask)
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
         """Gradient of the policy loss by the log-probabilities, weighted by the aggregation.
@@ -143,7 +143,7 @@ class ControlLoss:
         if not outputs:
             return {}
         columns = torch.cat([output.entropy for output in outputs])
-        entropy = at_level(columns, self.entropy_level, chunk, rows.mask)
+        entropy = sum_to_level(columns, self.entropy_level, chunk, rows.mask)
         counted = mask_at(self.entropy_level, rows.mask, width)
         found = {"actor/entropy": float(entropy.mean() if counted is None else masked_mean(entropy, counted))}
         if not self.critic_only:
@@ -198,7 +198,7 @@ class ControlLoss:
             sizes: of the mini-batch; None: the rows are all of it.
         """
         counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one of the chunk
-        mode = EPISODES_ALIKE if self.aggregation == EPISODES_ALIKE else "token-mean"
+        mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
         whole = None
         if sizes is not None:
             whole = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)

@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from tether.algorithms import loss_divisors
+from tether.algorithms.aggregation import loss_divisors
 from tether.models.control import Memory, Observations
 
-EPISODES_ALIKE = "masked_mean_ratio"
+EPISODES_WEIGH_EQUALLY = "masked_mean_ratio"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def loss_weights(
     elements = loss.numel() if mask is None else mask.sum()
     if whole is not None:
         rows, elements = whole
-    if mode == EPISODES_ALIKE:
+    if mode == EPISODES_WEIGH_EQUALLY:
         assert episode_weights is not None
         alike = episode_weights / (rows * columns)
         return alike if mask is None else alike * mask

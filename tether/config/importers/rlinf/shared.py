@@ -38,7 +38,7 @@ def loggers(value: Any, values: Values) -> Any:
 
 
 def resume_path(value: object, values: Values) -> object:
-    """Null and auto both go on where the run stopped, if it has begun."""
+    """Null and auto both resume the run where it stopped, if it has begun."""
     return None if value in (None, "auto") else value
 
 
