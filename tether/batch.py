@@ -1,4 +1,4 @@
-"""What flows through a training step: typed batches, and the weights that go back to the sampler.
+"""The data of a training step: typed batches, and the weights that go back to the sampler.
 
 Legend: B = rows (one sampled response each), P = prompt width, T = response width. Rows are right-padded, never
 left-padded: row b holds prompt tokens ``prompt_ids[b, :prompt_length[b]]`` and then response tokens
@@ -39,7 +39,7 @@ class Prompt:
     data_source: str
     """Which reward scores it, for example ``openai/gsm8k``."""
     ground_truth: Any
-    """What the reward compares the answer with; None where the reward needs none."""
+    """The reference that the reward compares the answer with; None where the reward needs none."""
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation before the chat template."""
     extra_info: dict[str, Any] = field(default_factory=dict)

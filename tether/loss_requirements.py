@@ -1,4 +1,4 @@
-"""What an algorithm demands of the rest of a run: read by `tether.algorithms` and by the rules of the configuration.
+"""Requirements of algorithms on the rest of a run: read by `tether.algorithms` and by the rules of the configuration.
 
 It stands below both, because the configuration loads no torch.
 """

@@ -1,4 +1,4 @@
-"""What the command line does before training in a simulator: collect episodes, imitate them."""
+"""Commands before training in a simulator: collect episodes, imitate them."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _dtype_advice(device: torch.device) -> str:
-    """What auto is here, and a matrix product measured in both formats: how much depends on it."""
+    """The format that auto is here, and a matrix product measured in both formats: how much depends on it."""
     single, half = (_matmul_gflops(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     chosen = "bfloat16 over float32 master weights" if computes_in_bfloat16(device) else "float32"
     return f"{chosen} (matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32)"

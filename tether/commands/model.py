@@ -1,4 +1,4 @@
-"""What the command line does with a model alone: generate, pull, list. It imports little: whoever asks waits for it."""
+"""Commands for a model alone: generate, pull, list. Heavy imports are inside the functions: listing is quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of a run, read from the files in its folder."""
+"""The result of a run, read from the files in its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.metrics.loggers import read_metrics, validation_means
 HELD_OUT = "val-core"
 """Name of the score of several data sources: the mean of their held-out scores."""
 SCORES = ("eval/return", "critic/score/mean", "env/return")
-"""What a run without held-out prompts is judged by: the first of these that it logged."""
+"""The score of a run without held-out prompts: the first of these that it logged."""
 
 
 @dataclass(frozen=True)

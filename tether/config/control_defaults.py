@@ -110,7 +110,7 @@ def is_embodied(given: Given) -> bool:
 
 
 def with_defaults(given: Given) -> Given:
-    """What the user gave, over the defaults of embodied runs where it is one."""
+    """The given values over the defaults of embodied runs, where the run is one."""
     if not is_embodied(given):
         return given
     name = str(given[SWITCH].value)

@@ -1,4 +1,4 @@
-"""What `tether config explain` and `tether config show` print."""
+"""The output of `tether config explain` and `tether config show`."""
 
 from __future__ import annotations
 

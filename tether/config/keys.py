@@ -55,7 +55,7 @@ class Key:
     null_is_unset: bool
     """Null means the same as leaving the key out."""
     acts_if: ActsIf | None
-    """What switches the key on, with absolute keys; None: it always acts."""
+    """Conditions that switch the key on, with absolute keys; None: it always acts."""
     in_embodied: bool
     """Embodied runs read it."""
     refuses: Refuses | None

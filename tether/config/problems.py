@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: all of it at once, one line each."""
+"""Problems of a configuration: all of them at once, one line each."""
 
 from __future__ import annotations
 

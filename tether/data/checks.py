@@ -1,4 +1,4 @@
-"""What can be wrong with prompts although every step worked.
+"""Checks for mistakes in prompts that no single step notices.
 
 Each check returns None, or a sentence that names the cause and the fix.
 """

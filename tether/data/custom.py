@@ -15,7 +15,7 @@ from tether.spelling import did_you_mean
 
 
 class CustomDataset(Protocol):
-    """What the user's class offers; it needs no base class.
+    """The methods of the user's class; it needs no base class.
 
     It is built once for the training files and once for the validation files, and every item is read once, in
     order. An item is either a row in the layout of `tether.data.rows`, which is then templated and tokenized like

@@ -52,7 +52,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What happened to the rows on the way; lengths are in tokens."""
+    """Counts of the rows kept and dropped; lengths are in tokens."""
 
     num_rows: int
     """In the files."""

@@ -56,7 +56,7 @@ class Source:
     name: str
     records: Records
     keys: tuple[str, ...]
-    """What the source calls its columns; empty where every row stands for itself."""
+    """The names of the columns in the source; empty where every row stands for itself."""
     generated: bool = False
     """The rows were drawn at random, so that they may repeat."""
     columns: Columns = field(default_factory=Columns)

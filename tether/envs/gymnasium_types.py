@@ -14,9 +14,9 @@ Raw: TypeAlias = Any
 """An observation or an action as an environment gives or takes it."""
 Info: TypeAlias = dict[str, Any]
 Begun: TypeAlias = tuple[Raw, Info]
-"""What `reset` returns."""
+"""The result of `reset`."""
 Stepped: TypeAlias = tuple[Raw, SupportsFloat, bool, bool, Info]
-"""What `step` returns."""
+"""The result of `step`."""
 Arguments: TypeAlias = Mapping[str, Any]
 """Of a simulator's constructor."""
 Simulator: TypeAlias = Any

@@ -50,7 +50,7 @@ MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 
 @dataclass(frozen=True)
 class View:
-    """What of an environment's observations is seen."""
+    """The view: which of an environment's observations a policy sees."""
 
     drop: tuple[str, ...] = ()
     """Parts of a Dict that are left out."""
@@ -206,7 +206,7 @@ def _import_simulator(options: EnvOptions) -> None:
 
 @cache
 def _definitions(file: str, key: str) -> dict[str, object]:
-    """What a file of the user's defines, which is imported once in a process."""
+    """An object of a file of the user's, which is imported once per process."""
     return vars(import_python_file(file, key))
 
 

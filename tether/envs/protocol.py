@@ -45,7 +45,7 @@ Saved: TypeAlias = Any
 
 @dataclass(frozen=True)
 class EnvStep:
-    """What one step of N environments gave. The arrays may be overwritten by the next step."""
+    """The result of one step of N environments. The arrays may be overwritten by the next step."""
 
     obs: Observation
     """[N, ...]: what the next actions are chosen from; of a new episode where one has just ended."""

@@ -1,4 +1,4 @@
-"""What a linear layer is followed by in a decoder, and the form of weights that a kernel has put in its own order."""
+"""Operations fused to the end of a linear layer, and weights packed in a kernel's own order."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _LISTED = 100
 
 @dataclass(frozen=True)
 class ProbeScores:
-    """What one kind of reply scored."""
+    """The scores of one kind of reply."""
 
     kind: str
     requests: Sequence[RewardRequest]
@@ -61,7 +61,7 @@ class ProbeScores:
 
 @dataclass(frozen=True)
 class Audit:
-    """What every kind of reply scored: the ground truth first, then the wrong ones, then the sampled ones."""
+    """The scores of every kind of reply: the ground truth first, then the wrong ones, then the sampled ones."""
 
     truth: ProbeScores
     wrong: Sequence[ProbeScores]

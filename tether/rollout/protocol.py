@@ -1,4 +1,4 @@
-"""What a rollout engine is: prompts in, sampled responses out."""
+"""The protocol of a rollout engine: prompts in, sampled responses out."""
 
 from __future__ import annotations
 

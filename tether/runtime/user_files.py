@@ -26,7 +26,7 @@ def missing_file(path: Path) -> str:
 
 
 def definition(name: str, key: str) -> object:
-    """What a file of the user's defines: ``FILE.py:NAME``, which `key` names.
+    """The object ``FILE.py:NAME`` of a file of the user's, which `key` names.
 
     Raises:
         ValueError: see `import_python_file`; or it defines no such name.

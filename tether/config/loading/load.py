@@ -36,7 +36,7 @@ class LoadedConfig:
     sources: dict[str, str]
     """Dotted key -> where its value comes from: default, the file's name, command line, or inherits KEY."""
     notes: tuple[str, ...]
-    """What was settled between two names of one quantity, and what was set without effect here."""
+    """Notes: which of two names of one quantity was taken, and which keys have no effect here."""
 
     def tree(self) -> dict[str, object]:
         """The resolved config as plain nested data; as a YAML file it loads to an equal config."""

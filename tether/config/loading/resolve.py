@@ -20,7 +20,7 @@ class Resolved:
     """A value for every key, and what came up on the way."""
 
     given: Given = field(default_factory=dict)
-    """What the user gave, without what was null, unreadable, or under a second name."""
+    """The values that the user gave, without what was null, unreadable, or under a second name."""
     values: dict[str, Any] = field(default_factory=dict)
     """Plain values; a required key that nobody gave is missing."""
     sources: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ def type_problems(error: ValidationError, resolved: Resolved) -> list[Problem]:
 
 
 def expected(key: Key) -> str:
-    """What a key takes, in words; of names, only those that work here."""
+    """The values that a key takes, in words; of names, only those that work here."""
     return key.type_text.replace(", ".join(key.choices), ", ".join(key.allowed)) if key.allowed else key.type_text
 
 

@@ -1,4 +1,4 @@
-"""What every section of the schema is made of: the base class, the marks on a field and the named types."""
+"""The building blocks of the schema: the base class, the marks on a field and the named types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run should know about its configuration and would not see in it."""
+"""Notes on a valid configuration: effects that its keys do not show by themselves."""
 
 from __future__ import annotations
 

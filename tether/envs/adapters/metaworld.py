@@ -79,11 +79,11 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
 
     @property
     def task(self) -> str:
-        """What is to be done, in words: ``pick place`` for ``pick-place-v3``."""
+        """The task in words: ``pick place`` for ``pick-place-v3``."""
         return in_words(self._names[self._number])
 
     def scripted_action(self) -> NDArray[np.float32]:
-        """What MetaWorld's scripted policy of the task does now; it reads the numbers, whatever a policy sees."""
+        """The action of MetaWorld's scripted policy for the task; it reads the numbers, whatever a policy sees."""
         policy = ENV_POLICY_MAP[self._names[self._number]]()
         return np.clip(policy.get_action(self._obs[:STATE]), -1, 1).astype(np.float32)
 

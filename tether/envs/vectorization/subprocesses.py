@@ -180,7 +180,7 @@ class WorkerVectorEnv:
         return answers
 
     def _announced(self) -> tuple[ActionSpec, ObsLayout]:
-        """What the first worker says of its environments."""
+        """The description that the first worker gives of its environments."""
         first = self._workers[0]
         with contextlib.suppress(ProcessEnded):
             first.process.send(b"", self._timeout + PATIENCE)  # its own deadline, which says more, comes before

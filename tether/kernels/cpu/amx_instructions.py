@@ -41,7 +41,7 @@ def has_amx() -> bool:
 
 
 def shapes_of(tiles: Mapping[int, tuple[int, int]]) -> NDArray[np.uint8]:
-    """What `configure_tiles` reads: for each tile in use its rows and the bytes of a row."""
+    """The argument of `configure_tiles`: for each tile in use its rows and the bytes of a row."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1  # the only palette that there is
     for tile, (rows, width) in tiles.items():

@@ -19,7 +19,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a head makes of given actions."""
+    """The statistics of given actions under a head."""
 
     log_probs: Tensor
     """[B, width]: of each column."""

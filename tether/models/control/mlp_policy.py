@@ -65,7 +65,7 @@ class ControlPolicy(nn.Module):
         return [*self.actor.parameters(), *self.head.parameters()], critic
 
     def inputs(self, obs: ObservationBatch) -> Tensor:
-        """What the networks read of observations: a flat row [..., O], normalised."""
+        """The inputs of the networks from observations: a flat row [..., O], normalised."""
         row = self.row(obs)
         return row if self.normalizer is None else self.normalizer(row)
 
@@ -75,7 +75,7 @@ class ControlPolicy(nn.Module):
             self.normalizer.update(self.row(obs))
 
     def acting(self) -> Actor:
-        """What acts with the weights of this moment."""
+        """An actor with the current weights."""
         return Actor(self)
 
     @torch.no_grad()

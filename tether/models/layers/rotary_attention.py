@@ -26,7 +26,7 @@ REPLACED = (
 
 
 def spec_of(attention: Any) -> AttentionSpec:
-    """What one of `REPLACED` says of its attention."""
+    """The attention settings of one of `REPLACED`."""
     has_own_window = hasattr(attention, "sliding_window")
     window = attention.sliding_window if has_own_window else getattr(attention.config, "sliding_window", None)
     softcap = getattr(attention, "attn_logit_softcapping", None)

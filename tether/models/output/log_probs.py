@@ -26,7 +26,7 @@ from tether.models.output.truncation_record import KeptSets
 
 @dataclass(frozen=True)
 class LmHead:
-    """What turns hidden states into logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+    """The map from hidden states to logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
 
     weight: Tensor  # [V, E]
     bias: Tensor | None = None  # [V]

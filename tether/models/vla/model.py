@@ -118,7 +118,7 @@ class VlaModel(nn.Module):
         self.placeholders = nn.Parameter(torch.zeros(spec.action_tokens - 1, width)) if oft else None
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """What is read of observations [..., *shape]: numbers, and where there are any, pictures and a text."""
+        """The inputs from observations [..., *shape]: numbers, and where there are any, pictures and a text."""
         numbers = self.row(obs)
         read = {NUMBERS: numbers}
         if self.pictures is not None:
@@ -128,7 +128,7 @@ class VlaModel(nn.Module):
         return TensorDict(read, batch_size=numbers.shape[:-1])
 
     def prompt(self, obs: Observations) -> Tensor:
-        """What stands before the action tokens of B observations, as `inputs` gave them, embedded, [B, P, E]."""
+        """The embedded prompt before the action tokens of B observations of `inputs`, [B, P, E]."""
         assert isinstance(obs, TensorDict)
         embed = self.language.get_input_embeddings()
         marks = embed(torch.tensor([[BEGIN, END]], device=obs[NUMBERS].device)).expand(len(obs), -1, -1)
@@ -183,7 +183,7 @@ class VlaModel(nn.Module):
         return hidden @ weight.T / self.spec.temperature
 
     def _following(self, bins: Tensor) -> Tensor:
-        """What is read behind the prompt: bins [B, n] as tokens, or placeholders."""
+        """The tokens behind the prompt: bins [B, n] as tokens, or placeholders."""
         if self.placeholders is not None:
             return self.placeholders.expand(len(bins), -1, -1)
         return self.language.get_input_embeddings()(self.spec.vocab_size - 1 - bins)

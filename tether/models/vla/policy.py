@@ -64,12 +64,12 @@ class VlaPolicy(nn.Module):
         return min(ROWS, self.micro_batch or ROWS)
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """What is trained: of the policy, and of the value head."""
+        """The trained parameters: of the policy, and of the value head."""
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad], critic
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """What the networks read of observations [..., *shape]."""
+        """The inputs of the networks from observations [..., *shape]."""
         return self.model.inputs(obs)
 
     def update_statistics(self, obs: ObservationBatch) -> None:
@@ -100,7 +100,7 @@ class VlaPolicy(nn.Module):
         return self.model.choose(self.model.prompt(obs), shaped)
 
     def acting(self) -> VlaActor:
-        """What acts."""
+        """An actor with the current weights."""
         return VlaActor(self)
 
     @torch.no_grad()

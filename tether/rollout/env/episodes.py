@@ -69,7 +69,7 @@ class EpisodeTracker:
 
 
 def broken(env_id: str, what: str, number: int, step: int) -> str:
-    """What to say of a number that is not finite in environment `number`."""
+    """The error for a number that is not finite in environment `number`."""
     fix = "Fix the environment, or end its episodes before it diverges."
     return f"{env_id}: {what} in environment {number} at step {step}. {fix}"
 

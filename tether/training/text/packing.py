@@ -21,7 +21,7 @@ from tether.training.text.micro_batches import RowSize
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What one forward pass reads, and where its outputs belong."""
+    """The inputs of one forward pass, and where its outputs belong."""
 
     input_ids: Tensor  # [R, S]
     position_ids: Tensor  # [R, S]
@@ -44,7 +44,7 @@ def sequence_lengths(batch: RolloutBatch) -> Tensor:
 
 
 def row_sizes(batch: RolloutBatch) -> list[RowSize]:
-    """What each row costs a micro-batch."""
+    """The tokens that each row adds to a micro-batch."""
     columns = (batch.uid, batch.prompt_length, batch.response_length)
     return [RowSize(*size) for size in zip(*(column.tolist() for column in columns), strict=True)]
 

@@ -44,7 +44,7 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def _obstacles(imported: Imported, arguments: Sequence[str]) -> str:
-    """What keeps the file from being run besides the keys that are not supported."""
+    """Problems that keep the file from being run, besides the keys that are not supported."""
     try:
         load_config(Path(arguments[0]), arguments[1:])
     except ConfigError as error:

@@ -48,7 +48,7 @@ HARMLESS = ("hybrid_engines", "training_backend", "weight_syncer")
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key."""
+    """The outcome for one key."""
 
     key: str
     value: Any
@@ -57,7 +57,7 @@ class Line:
     """The native keys that it sets."""
     why: str = ""
     fix: str = "leave it out"
-    """What to do where the value is not supported."""
+    """The fix where the value is not supported."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Imported:
     lines: tuple[Line, ...]
     """One for each key of the file, then one for each that RLinf has a default for."""
     problems: tuple[Problem, ...]
-    """What is wrong with the file: unknown keys, contradictions, what cannot be read."""
+    """Problems of the file: unknown keys, contradictions, what cannot be read."""
     rest: tuple[Override, ...] = ()
     """Overrides that are not in RLinf's keys."""
 
@@ -163,7 +163,7 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
 
 
 def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
-    """What becomes of a given key; None: there is no such key."""
+    """The row of a given key; None: there is no such key."""
     row = look_up(table, key)
     if row is None:
         return None

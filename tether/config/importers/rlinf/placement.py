@@ -155,12 +155,12 @@ def parse_rank_map(text: str | int, count: int | None) -> Processes | None:
 
 
 def check_embodied(placements: Sequence[Placement]) -> list[Problem]:
-    """What an embodied run asks of its placement: any resources, for these three components."""
+    """Requirements of an embodied run on its placement: any resources, for these three components."""
     return list(_missing(placements, ("actor", "env", "rollout"), "an embodied run"))
 
 
 def check_reasoning(placements: Sequence[Placement], critic: bool) -> list[Problem]:
-    """What a text run asks: runs of neighbouring resources, either shared by all or apart.
+    """Requirements of a text run: runs of neighbouring resources, either shared by all or apart.
 
     Args:
         placements: of all components.

@@ -1,4 +1,4 @@
-"""What `tether config import-rlinf` prints: the native YAML, and what became of every key."""
+"""The output of `tether config import-rlinf`: the native YAML, and what became of every key."""
 
 from __future__ import annotations
 

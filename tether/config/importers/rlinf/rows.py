@@ -1,4 +1,4 @@
-"""What a row of the tables says about a key of RLinf, and the conversions that rows name."""
+"""Kinds of rows in the tables of RLinf keys, and the conversions that rows name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Mapped:
     to: Mapping[str, Convert]
     """Native key -> how its value follows."""
     default: Any = UNSET
-    """What RLinf takes where the key is left out; UNSET: the native default stands."""
+    """The default of RLinf where the key is left out; UNSET: the native default stands."""
 
 
 def to(*keys: str, by: Convert = same, default: Any = UNSET) -> Mapped:

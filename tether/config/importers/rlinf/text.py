@@ -63,7 +63,7 @@ def mini_batch(value: object, values: Values) -> Any:
 
 
 def response_length(value: object, values: Values) -> Any:
-    """What RLinf leaves to the response: the sequence without the longest prompt, or the limit that is given."""
+    """RLinf's room for the response: the sequence without the longest prompt, or the limit that is given."""
     limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
     total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
     if limit is not None or total is None or prompt is None:
