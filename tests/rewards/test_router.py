@@ -1,5 +1,6 @@
 import pytest
 
+from tests.rewards.sandbox.machine import needs_prlimit
 from tether.rewards import router
 from tether.rewards.router import REWARDS, check_sources, find_reward
 from tether.rewards.rules import gsm8k, math, reasoning_gym
@@ -28,6 +29,10 @@ def test_sources_find_their_rule(source, rule):
 
 def test_all_rules_exist():
     assert all(callable(find_reward(source, PROGRAMS)) for source in REWARDS)
+
+
+@needs_prlimit
+def test_all_sources_are_taken():
     check_sources(REWARDS, PROGRAMS)
 
 

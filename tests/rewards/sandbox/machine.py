@@ -8,4 +8,5 @@ from tether.rewards.sandbox import bubblewrap
 
 REASON = bubblewrap.why_not()
 confined = pytest.mark.skipif(REASON is not None, reason=f"programs cannot be confined here: {REASON}")
-no_prlimit = pytest.mark.skipif(shutil.which("prlimit") is None, reason="limits need prlimit (util-linux)")
+MISSING = [name for name in ("prlimit", "python3") if shutil.which(name, path=bubblewrap.PATH) is None]
+needs_prlimit = pytest.mark.skipif(bool(MISSING), reason=f"plain runs need {MISSING} in {bubblewrap.PATH}")

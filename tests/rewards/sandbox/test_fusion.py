@@ -24,8 +24,8 @@ def server():
         yield server
 
 
-def options(url, *, concurrency=64, **others):
-    return ProgramOptions(limits=Limits(2.0, 256, 32), server=Server(url, 512, concurrency), **others)
+def options(url, *, concurrency=64, seconds=20.0, **others):
+    return ProgramOptions(limits=Limits(seconds, 256, 32), server=Server(url, 512, concurrency), **others)
 
 
 def score(server, answer, tests, **others):
@@ -37,7 +37,7 @@ def test_a_request_is_what_the_server_and_verl_define(server):
     assert len(server.bodies) == 4
     for body in server.bodies:
         assert set(body) == FIELDS
-        assert body["run_timeout"] == body["compile_timeout"] == 2.0
+        assert body["run_timeout"] == body["compile_timeout"] == 20.0
         assert body["memory_limit_MB"] == 512
         assert (body["language"], body["files"], body["fetch_files"]) == ("python", {}, [])
         assert body["stdin"] in TESTS["inputs"]
@@ -59,7 +59,7 @@ def test_calls_and_assertions_run_there_too(server, answer, tests, expected):
 
 def test_a_program_that_takes_too_long_is_wrong(server):
     tests = {"inputs": ["", ""], "outputs": ["1", "1"]}
-    got = score(server, "```python\nimport time\ntime.sleep(9)\n```", tests)
+    got = score(server, "```python\nimport time\ntime.sleep(60)\n```", tests, seconds=1.0)
     assert got == {"score": 0.0, "acc": False, "timed_out": True}
 
 

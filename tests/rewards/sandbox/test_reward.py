@@ -3,11 +3,12 @@
 import shutil
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from tests.rewards.sandbox.machine import confined, no_prlimit
+from tests.rewards.sandbox.machine import confined, needs_prlimit
 from tether.rewards.outcome import RewardError, RewardRequest, Score
 from tether.rewards.router import check_sources
 from tether.rewards.sandbox import bubblewrap, run
@@ -18,7 +19,7 @@ from tether.rewards.sandbox.reward import ProgramReward
 from tether.rewards.service.pool import RewardPool
 
 LIMITS = Limits(seconds=10, memory_mb=1024, processes=64)
-SHORT = Limits(seconds=0.5, memory_mb=256, processes=32, startup=1)
+SHORT = Limits(seconds=1, memory_mb=256, processes=32)
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 HUMANEVAL = {
     "prompt": 'from typing import List\n\ndef total(xs: List[int]) -> int:\n    """Their sum."""\n',
@@ -36,7 +37,9 @@ IN_LANGUAGES = {
     "perl": "my ($a, $b) = split ' ', <STDIN>;\nprint $a + $b",
 }
 both = pytest.mark.parametrize(
-    "unconfined", [pytest.param(False, marks=confined), pytest.param(True, marks=no_prlimit)], ids=["confined", "plain"]
+    "unconfined",
+    [pytest.param(False, marks=confined), pytest.param(True, marks=needs_prlimit)],
+    ids=["confined", "plain"],
 )
 
 
@@ -131,13 +134,14 @@ def nothing_installed(monkeypatch, tmp_path):
     bubblewrap.why_not.cache_clear()
 
 
+@needs_prlimit
 def test_a_machine_that_cannot_confine_is_refused_at_the_start(nothing_installed):
     with pytest.raises(ValueError, match=r"reward_model.sandbox: bwrap is not installed .*unconfined=true"):
         check_sources(["openai/gsm8k", "apps"], ProgramOptions())
     check_sources(["openai/gsm8k"], ProgramOptions())
-    check_sources(["apps"], ProgramOptions(unconfined=True))
 
 
+@needs_prlimit
 def test_a_kernel_that_does_not_allow_it_is_refused_with_its_words(nothing_installed, tmp_path):
     for name, text in {"bwrap": "echo 'No permissions to create new namespace' >&2; exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -156,6 +160,13 @@ def test_languages_are_checked(languages, message):
         ProgramOptions(languages=languages, unconfined=True).check()
 
 
+@needs_prlimit
+def test_plain_runs_need_their_limits_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(bubblewrap, "PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"reward_model\.sandbox\.unconfined: prlimit is not installed"):
+        ProgramOptions(unconfined=True).check()
+
+
 def test_a_language_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("tether.rewards.sandbox.languages.PATH", "/nowhere")
     with pytest.raises(ValueError, match=r"sandbox\.languages: perl needs perl in /nowhere"):
@@ -171,10 +182,10 @@ def test_a_sandbox_that_fails_is_an_error_and_never_a_score(word, monkeypatch):
         score("print(3)", SUMS)
 
 
-@no_prlimit
+@needs_prlimit
 def test_nothing_of_a_plain_run_is_left():
     program = Program(("sh", "-c", "setsid sleep 60 & setsid sleep 60"), {"x": b""})
-    ended = run.run(program, b"", SHORT, confined=False)
+    ended = run.run(program, b"", Limits(0.5, 256, 32, startup=0.5), confined=False)
     assert ended.reason == "time"
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
@@ -184,8 +195,8 @@ def test_nothing_of_a_plain_run_is_left():
 
 @confined
 def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
-    """The pool's own deadline of half a second is not the programs'."""
-    options = ProgramOptions(limits=SHORT)
+    """The pool's own deadline of two seconds is not the programs'."""
+    options = ProgramOptions(limits=replace(SHORT, seconds=3))
     rows = [
         RewardRequest("apps", f"```python\n{code}\n```", tests)
         for code, tests in (
@@ -194,7 +205,7 @@ def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
             ("1", {"x": 1}),
         )
     ]
-    with RewardPool(num_workers=2, timeout=0.5, programs=options) as pool:
+    with RewardPool(num_workers=2, timeout=2, programs=options) as pool:
         right, slow, broken = pool.score(rows)
     assert right == Score(1.0, {"acc": True, "timed_out": False})
     assert slow == Score(0.0, {"acc": False, "timed_out": True})

@@ -69,15 +69,22 @@ def why_not() -> str | None:
 
     A program that makes 64 processes is run, and has to be stopped at 16.
     """
-    for name, package in (("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("python3", "python3")):
-        if shutil.which(name, path=PATH) is None:
-            return f"{name} is not installed in {PATH} (apt-get install {package}). {_SUGGESTION}"
+    if missing := missing_package(("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("python3", "python3")):
+        return f"{missing}. {_SUGGESTION}"
     if not is_known_processor():
         return f"there is no filter of system calls for {os.uname().machine}. {_SUGGESTION}"
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         return f"this kernel does not list the children of a process (CONFIG_PROC_CHILDREN). {_SUGGESTION}"
     problem = _probe()
     return problem and f"bwrap cannot confine a program here: {problem}. {_SUGGESTION}"
+
+
+def missing_package(*needed: tuple[str, str]) -> str | None:
+    """What is wrong where one of these commands, given with its package, is not where programs look for it."""
+    for name, package in needed:
+        if shutil.which(name, path=PATH) is None:
+            return f"{name} is not installed in {PATH} (apt-get install {package})"
+    return None
 
 
 def _probe() -> str | None:

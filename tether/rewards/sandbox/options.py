@@ -69,5 +69,8 @@ class ProgramOptions:
             from tether.rewards.sandbox.fusion import check_server
 
             check_server(self.server.url)
-        elif not self.unconfined and (reason := bubblewrap.why_not()):
+        elif self.unconfined:
+            if reason := bubblewrap.missing_package(("prlimit", "util-linux")):
+                raise ValueError(f"reward_model.sandbox.unconfined: {reason}")
+        elif reason := bubblewrap.why_not():
             raise ValueError(f"reward_model.sandbox: {reason}")
