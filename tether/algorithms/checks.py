@@ -77,6 +77,7 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[An
     annotations = get_type_hints(inspect.unwrap(function), include_extras=True)
     names = tuple(inspect.signature(function).parameters)
     rules = {key: _Rule.of(annotations[key]) for key in names if key in annotations}
+    admitted: dict[str, Any] = {}  # the last number or string of each argument: most calls have the same again
 
     def check(args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         given = [*zip(names, args, strict=False), *keywords.items()]
@@ -84,12 +85,14 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[An
         device: torch.device | None = None
         for key, value in given:
             rule = rules.get(key)
-            if rule is None or (value is None and rule.optional):
+            if rule is None or (value is None and rule.optional) or (key in admitted and admitted[key] is value):
                 continue
             dims = rule.dims_of(value)
             if dims is None:
                 if not rule.admits(value):
                     raise ValueError(f"{name}: {key} {_describe(value)}; expected {rule.expected}")
+                if isinstance(value, float | int | str):
+                    admitted[key] = value
                 continue
             if not _fits(dims, _shape(value), sizes):
                 raise ValueError(f"{name}: {_misfit([(k, v, rules[k]) for k, v in given if k in rules])}")
@@ -159,8 +162,9 @@ class _Rule:
                 array.dtypes is None or getattr(value, "dtype", None) in array.dtypes
             ):
                 return array.dims
-        is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        return self.arrays[0].dims if is_sequence and Sequence in self.classes else None
+        # The type is looked for first: to ask whether a number is a Sequence takes longer than all the rest.
+        is_sequence = Sequence in self.classes and isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        return self.arrays[0].dims if is_sequence else None
 
     def admits(self, value: Any) -> bool:
         """Whether a value that is no array is allowed."""

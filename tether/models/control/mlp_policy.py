@@ -103,6 +103,11 @@ class ControlPolicy(nn.Module):
         values = [value for _, end in ends for value in end]
         return ForwardPass(torch.cat([end for end, _ in ends]), torch.cat(values) if values else None, (pieces, [], []))
 
+    def decide(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Outputs [B, outputs] and values [B, V] of normalised observations [B, O], differentiable."""
+        hidden, valued = self._activations(obs)
+        return hidden[-1], valued[-1] if valued else None
+
     def _activations(self, obs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Of the actor, and of the critic; none where there is no critic."""
         hidden = self.actor.activations(obs)

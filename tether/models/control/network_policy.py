@@ -179,7 +179,7 @@ class NetworkPolicy(nn.Module):
     @torch.no_grad()
     def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
         """Outputs [B, outputs], as `run`."""
-        return torch.cat([self._kept(*piece)[0] for piece in self._pieces(obs, memory)])
+        return torch.cat([self.decide(*piece)[0] for piece in self._pieces(obs, memory)])
 
     def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> ForwardPass:
         """Say something of B decisions, for `backward`.
@@ -189,7 +189,7 @@ class NetworkPolicy(nn.Module):
             memory: with an LSTM: the rest; the B decisions that it keeps are the result.
             actions: those that were taken, for policies whose outputs depend on them.
         """
-        return forward_in_micro_batches(self._kept, self._pieces(obs, memory))
+        return forward_in_micro_batches(self.decide, self._pieces(obs, memory))
 
     def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every parameter but the head's into its existing ``grad``.
@@ -201,7 +201,7 @@ class NetworkPolicy(nn.Module):
         """
         for network in self.networks():
             network.zero_grad(set_to_none=False)
-        backward_in_micro_batches(self._kept, passed, outputs_grad, values_grad)
+        backward_in_micro_batches(self.decide, passed, outputs_grad, values_grad)
 
     @torch.no_grad()
     def review(
@@ -255,12 +255,14 @@ class NetworkPolicy(nn.Module):
 
     def _in_parts(self, obs: Observations) -> tuple[Tensor, Tensor | None]:
         """Outputs and values of observations [B, ...], without a memory."""
-        results = [self._kept(*piece) for piece in self._pieces(obs, None)]
+        results = [self.decide(*piece) for piece in self._pieces(obs, None)]
         values = [part for _, part in results if part is not None]
         return torch.cat([part for part, _ in results]), torch.cat(values) if values else None
 
-    def _kept(self, obs: Observations, memory: Memory | None) -> tuple[Tensor, Tensor | None]:
-        """Outputs and values of the decisions that are kept."""
+    def decide(
+        self, obs: Observations, memory: Memory | None, actions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs [B, outputs] and values [B, V] of the B decisions of `run`, differentiable."""
         if memory is None:
             return self(obs, None, torch.zeros(len(obs), 0))
         outputs, values = self(obs, memory.starts, memory.state)

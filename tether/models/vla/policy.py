@@ -80,6 +80,10 @@ class VlaPolicy(nn.Module):
         scores, hidden = self.model(self.model.prompt(obs), actions)
         return scores.flatten(1), None if self.critic is None else self.critic(hidden)
 
+    def decide(self, obs: Observations, memory: Memory | None, actions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Outputs and values, as `forward`; there is no memory."""
+        return self(obs, actions)
+
     def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
         """Log-probabilities [B, A] of actions [B, A], differentiable."""
         return self.head.evaluate(self(obs, actions)[0], actions).log_probs

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorClass
 from torch import Tensor
 
 from tether.batch import EnvBatch
-from tether.models.control import ControlPolicy, NetworkPolicy, Observations, Policy
+from tether.models.control import Observations, Policy
 from tether.training.control.chunk_levels import Level, sum_to_level
 from tether.training.control.samples import Samples
 
@@ -50,30 +49,22 @@ class RolloutForward:
         return RolloutOutputs(log_probs, seen, passed.values, passed.final_values)
 
 
-class DecisionOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
-    """A policy's outputs for B decisions on K actions of D columns."""
+@dataclass(frozen=True)
+class DecisionOutputs:
+    """A policy's outputs for B decisions on K actions of D columns, differentiable."""
 
+    outputs: Tensor
+    """[B, outputs of the head]: before its distribution."""
     log_probs: Tensor
     """[B, K * D]"""
     entropy: Tensor
     """[B, K * D]"""
-    values: Tensor | None  # type: ignore[assignment]
+    values: Tensor | None
     """[B, V]; None: there is no critic."""
 
 
-@dataclass(frozen=True)
-class DecisionForward:
-    """Differentiable log-probabilities, entropies and values of a policy without a memory."""
-
-    def __call__(
-        self, policy: ControlPolicy | NetworkPolicy, samples: Samples, reference: object = None
-    ) -> DecisionOutputs:
-        """See `tether.training.protocol.Forward`."""
-        assert samples.memory is None
-        if isinstance(policy, ControlPolicy):
-            passed = policy.run(samples.obs, None)
-            outputs, values = passed.outputs, passed.values
-        else:
-            outputs, values = policy(samples.obs, None, samples.actions.new_zeros(len(samples), 0))
-        done = policy.head.evaluate(outputs, samples.actions)
-        return DecisionOutputs(done.log_probs, done.entropy, values, batch_size=[len(samples)])
+def decision_outputs(policy: Policy, samples: Samples) -> DecisionOutputs:
+    """What a policy says of the decisions of `samples`; of sequences, of those that are kept."""
+    outputs, values = policy.decide(samples.obs, samples.memory, samples.actions)
+    done = policy.head.evaluate(outputs, samples.decisions().actions)
+    return DecisionOutputs(outputs, done.log_probs, done.entropy, values)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tether.algorithms import TokenLoss, masked_mean, merge_metrics, value_loss
+from tether.algorithms import TOKEN_SELECTIONS, TokenLoss, masked_mean, merge_metrics, value_loss
 from tether.batch import filled
 from tether.training.control.chunk_levels import Level, mask_at, per_column, sum_to_level
 from tether.training.control.closed_form_gradients import Draws, LossGradient, policy_gradient, value_gradient
@@ -63,23 +63,21 @@ class ControlLoss:
     def __call__(self, outputs: DecisionOutputs, samples: Samples, sizes: LossSizes) -> LossTerm:
         """One micro-batch's share of the loss, differentiable; see `tether.training.protocol.LossFunction`.
 
-        `tether.training.engines.flat` takes the same loss by its closed forms.
+        `FlatEngine` takes the same loss by its closed forms.
         """
         width = outputs.log_probs.shape[1]
         chunk = 1 if samples.mask is None else samples.mask.shape[1]
         counted = mask_at(self.logprob_level, samples.mask, width)
         log_probs = self.log_probs(outputs.log_probs, samples.mask, chunk)
-        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
-        token_loss = policy_loss(self.name)(
-            log_probs, samples.old_log_probs, samples.advantages, mask, rollout_log_probs=samples.old_log_probs,
-            **self.options,
-        )  # fmt: skip
+        token_loss = self.token_loss(log_probs, samples, width)
         whole = (sizes.num_sequences, self._elements(self.logprob_level, sizes, width, chunk))
         weights = loss_weights(self.aggregation, log_probs, counted, samples.weights, self.max_length, whole)
         policy = (token_loss.loss * weights).sum()
         total, metrics = policy, dict(token_loss.metrics)
         entropy = sum_to_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
         total = total - self.entropy_coeff * entropy.sum() / self._elements(self.entropy_level, sizes, width, chunk)
+        if self.critic_only:
+            total = torch.zeros_like(total)
         if outputs.values is not None:
             counted, weights = self._value_weights(outputs.values, samples, sizes)
             mask = torch.ones_like(outputs.values, dtype=torch.bool) if counted is None else counted
@@ -94,6 +92,27 @@ class ControlLoss:
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Log-probabilities [B, L] at the level of the loss, from those of the columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
+
+    @property
+    def selects(self) -> bool:
+        """The policy loss treats some elements apart."""
+        return self.name in TOKEN_SELECTIONS
+
+    def token_loss(self, log_probs: Tensor, rows: Samples, width: int) -> TokenLoss:
+        """The policy's loss of each element; for the arguments see `policy_gradient`."""
+        counted = mask_at(self.logprob_level, rows.mask, width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        return policy_loss(self.name)(
+            log_probs, rows.old_log_probs, rows.advantages, mask, rollout_log_probs=rows.old_log_probs,
+            selected=rows.selected, **self.options,
+        )  # fmt: skip
+
+    def select(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> Tensor:
+        """The elements [B, L] that the policy loss treats apart; for the arguments see `policy_gradient`."""
+        counted = mask_at(self.logprob_level, rows.mask, width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        choose = TOKEN_SELECTIONS[self.name]
+        return choose(log_probs, rows.old_log_probs, rows.advantages, mask, generator=draws(), **self.selection)
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
         """Gradient of the policy loss by the log-probabilities, weighted by the aggregation.
@@ -170,9 +189,7 @@ class ControlLoss:
                 torch.cat([piece.loss for piece in known]), merge_metrics(piece.metrics for piece in known)
             )
         else:
-            counted = mask_at(self.logprob_level, rows.mask, width)
-            mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
-            loss = policy_loss(self.name)(log_probs, rows.old_log_probs, rows.advantages, mask, **self.options)
+            loss = self.token_loss(log_probs, rows, width)
         found = {name: float(metric) for name, metric in loss.metrics.items()}
         norms = [float(output.policy_grad_norm) for output in outputs if output.policy_grad_norm is not None]
         return found | {

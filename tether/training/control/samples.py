@@ -43,6 +43,8 @@ class Samples:
     memory: Memory | None = None
     observed: TensorDict | None = None
     """[N]: observations that the policy's statistics take in after the update; they belong to no row."""
+    selected: Tensor | None = None
+    """[S, L]: elements that the policy loss treats apart."""
 
     def __len__(self) -> int:
         """Rows, or sequences."""
