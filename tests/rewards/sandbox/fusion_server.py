@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from tempfile import NamedTemporaryFile
 
 FIELDS = {"compile_timeout", "run_timeout", "memory_limit_MB", "code", "stdin", "language", "files", "fetch_files"}
 
@@ -75,12 +76,13 @@ def run(body):
         return result | {"status": "Failed", "compile_result": made, "run_result": None}
     begun = time.monotonic()
     try:
-        with open(f"/tmp/tether-fusion-{threading.get_ident()}.py", "w") as file:
+        with NamedTemporaryFile("w", suffix=".py") as file:
             file.write(body["code"])
-        ended = subprocess.run(
-            [sys.executable, file.name], input=body["stdin"] or "", capture_output=True, text=True,
-            timeout=body["run_timeout"], check=False,
-        )  # fmt: skip
+            file.flush()
+            ended = subprocess.run(
+                [sys.executable, file.name], input=body["stdin"] or "", capture_output=True, text=True,
+                timeout=body["run_timeout"], check=False,
+            )  # fmt: skip
         run = {"status": "Finished", "return_code": ended.returncode, "stdout": ended.stdout, "stderr": ended.stderr}
     except subprocess.TimeoutExpired:
         run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
