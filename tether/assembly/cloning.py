@@ -16,7 +16,7 @@ from tether.assembly.control import env_options, make_env, view_of
 from tether.assembly.policies import Bounds, bounds_of, new_policy, saved_policy
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import VLA_TYPES
-from tether.data import Demonstration
+from tether.data.demonstrations import Demonstration
 from tether.data.lerobot import read_dataset
 from tether.envs import DiscreteActions, VectorEnv
 from tether.models.control import Policy

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.loading import load_engine
-from tether.data import Row, render, tokenize
+from tether.data.chat import render, tokenize
+from tether.data.rows import Row
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rollout.native import NativeEngine

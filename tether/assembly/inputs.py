@@ -9,7 +9,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.config import RunConfig
-from tether.data import PromptDataset, PromptOptions, load_custom_dataset, load_rows, rows_of_object
+from tether.data.custom import load_custom_dataset, rows_of_object
+from tether.data.prompts import PromptDataset, PromptOptions
+from tether.data.sources import load_rows
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_ground_truth, check_sources

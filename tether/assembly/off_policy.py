@@ -12,7 +12,8 @@ from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
 from tether.assembly.advantages import asks_for
 from tether.config import RunConfig
 from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
-from tether.data import PromptDataset, PromptSampler
+from tether.data.prompts import PromptDataset
+from tether.data.sampler import PromptSampler
 from tether.trainer import OldLogProbs
 from tether.trainer.parts import Collector, CriticWarmup, DynamicSampling, PolicyFiltration, RolloutCorrection
 from tether.trainer.text import RolloutFiles

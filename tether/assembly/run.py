@@ -40,7 +40,7 @@ from tether.assembly.off_policy import (
 from tether.checkpoints import CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
-from tether.data import PromptSampler
+from tether.data.sampler import PromptSampler
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.rollout import SamplingParams
 from tether.rollout.native import NativeEngine, eos_token_ids

@@ -15,7 +15,7 @@ from tether.assembly.number_formats import decided_formats
 from tether.assembly.run import sampling_params, validation_sampling
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
-from tether.data import decode
+from tether.data.chat import decode
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards.service import Rewards

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.generator import Encode, build_generator
 from tether.checkpoints import find_checkpoint
 from tether.config import load_config
-from tether.data import decode
+from tether.data.chat import decode
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
 from tether.runtime.objects import holding, is_object

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tether.data import Demonstration
+from tether.data.demonstrations import Demonstration
 from tether.envs.gymnasium_types import Env, Raw
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, RolloutBatch
-from tether.data import decode
+from tether.data.chat import decode
 from tether.rewards import RewardOutcome, RewardReport, RewardRequest, check_error_rate, summarize
 from tether.rewards.service import Rewards
 from tether.rollout import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tether.algorithms import informative_rows
 from tether.batch import Prompt
-from tether.data import PromptDataset, PromptSampler
+from tether.data.prompts import PromptDataset
+from tether.data.sampler import PromptSampler
 from tether.rewards import RewardOutcome, RewardReport, Score
 from tether.rollout import NoiseKey, SamplingParams, join_rollouts
 from tether.trainer.parts.collector import Collector, ScoredResponses

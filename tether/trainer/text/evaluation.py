@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tether.batch import Prompt
-from tether.data import PromptDataset, decode
+from tether.data.chat import decode
+from tether.data.prompts import PromptDataset
 from tether.metrics.loggers import Sample
 from tether.metrics.validation import ValidationRow, validation_metrics
 from tether.rewards import RewardError, Score

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.batch import Prompt, TokenIds
-from tether.data import bos_problem, control_token_problem, cut_problem, decode, repeated_problem, template_problem
+from tether.data.chat import decode
+from tether.data.checks import bos_problem, control_token_problem, cut_problem, repeated_problem, template_problem
 from tether.metrics.loggers import Sample
 from tether.rollout import NoiseKey
 from tether.runtime.terminal import shortened

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch, filled
-from tether.data import decode
+from tether.data.chat import decode
 from tether.metrics.loggers import LogFailed
 from tether.rewards import Score
 from tether.trainer.parts.collector import ScoredResponses

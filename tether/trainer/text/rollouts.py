@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, TrainBatch, WeightUpdate
-from tether.data import PromptDataset, PromptSampler
+from tether.data.prompts import PromptDataset
+from tether.data.sampler import PromptSampler
 from tether.metrics.timing import Timer
 from tether.rollout import NoiseKey, SamplingParams
 from tether.trainer.parts.collector import Collector, ScoredResponses
