@@ -173,7 +173,7 @@ def _store(given: Given, items: Iterable[Item | Problem], source: str, position:
         rival = given[path].value if path in given and given[path].position == position == 0 else None
         if rival is None or interpolates(rival):
             if path not in keys():
-                _forget(given, path)
+                _make_room(given, path)
             given[path] = Setting(value, source, position, written)
         elif value is not None and value != rival and not interpolates(value):
             what = (
@@ -210,6 +210,13 @@ def _forget(given: Given, path: str) -> None:
     """Take out a key, or a section with all of its keys."""
     for key in [key for key in given if key == path or key.startswith(path + ".")]:
         del given[key]
+
+
+def _make_room(given: Given, path: str) -> None:
+    """Take out what a key without a schema replaces: the value that it was a part of, and its own parts."""
+    _forget(given, path)
+    for end in [at for at, letter in enumerate(path) if letter == "."]:
+        given.pop(path[:end], None)
 
 
 def _mapping_key(path: str) -> str | None:
