@@ -25,14 +25,14 @@ LEAVES = (type(None), bool, int, float, complex, str, bytes, Path, torch.dtype, 
 
 def plan_of(run: Any, loaded: LoadedConfig) -> Plan:
     """Lay out a built run, and what building it set in this process."""
-    copies = (run.trainer.persistence.run_yaml, loaded.tree())
+    copies = (run.trainer.persistence.run_yaml, loaded.tree(), run.loaded.tree())
     return dict(_entries("run", run, copies, {})) | {"threads": str(torch.get_num_threads())}
 
 
 def _entries(
-    path: str, value: Any, copies: tuple[str, Mapping[str, Any]], seen: dict[int, Any]
+    path: str, value: Any, copies: tuple[str | Mapping[str, Any], ...], seen: dict[int, Any]
 ) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Section) or any(type(value) is type(copy) and value == copy for copy in copies):
+    if isinstance(value, Section | LoadedConfig) or any(type(value) is type(copy) and value == copy for copy in copies):
         return
     if (leaf := _leaf(value)) is not None:
         yield path, leaf

@@ -137,7 +137,7 @@ def test_norms_and_gated_mlps(installed: Cuda, offset: float) -> None:
 
 def test_the_choice_is_named(installed: Cuda, caplog: pytest.LogCaptureFixture) -> None:
     maker.cache_clear()
-    with caplog.sum_to_level("INFO"):
+    with caplog.at_level("INFO"):
         assert maker("cuda", torch.float16) is maker("cuda", torch.float16)
     assert caplog.text.count("kernels for torch.float16 on cuda: norms and gated MLPs: ") == 1
     assert "Liger" in installed.describe()

@@ -140,7 +140,7 @@ def test_an_incident_that_cannot_be_kept_is_a_warning(
         policy.a_function = lambda x: x
     else:
         folder.write_text("")
-    with caplog.sum_to_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
         assert update(folder, policy)["skipped_updates"] == 1
     assert f"{folder / 'step_1'}: the skipped update could not be kept" in caplog.text
     assert not list(folder.glob("*")) if folder.is_dir() else folder.read_text() == ""

@@ -77,7 +77,7 @@ def test_gradients_of_text_are_the_same(fail, backward: bool, master, batch: Tra
             outputs.log_probs = fits(len(micro), outputs.log_probs)
             return outputs
 
-        with caplog.sum_to_level(logging.WARNING):
+        with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 engine.accumulate_gradients(batch, LossSpec(forward, PolicyLoss()))
         found[rows] = [parameter.grad.clone() for parameter in engine.trained]
@@ -163,13 +163,13 @@ def test_gradients_of_control_are_the_same(name: str, loss_name: str, caplog, mo
     samples = random_samples(policy)
     whole = control_gradients(policy, samples, loss)
     fits = Fits(on_the_cpu, 4 if policy.state_width else 3, backward=True)  # 4: one sequence
-    kept = type(policy)._kept
+    decide = type(policy).decide
 
-    def fail_on_many(self, obs, memory):
-        outputs, values = kept(self, obs, memory)
+    def fail_on_many(self, obs, memory, actions=None):
+        outputs, values = decide(self, obs, memory, actions)
         return fits(len(obs) * (memory.kept.shape[1] if memory is not None else 1), outputs), values
 
-    monkeypatch.setattr(type(policy), "_kept", fail_on_many)
+    monkeypatch.setattr(type(policy), "decide", fail_on_many)
     split = control_gradients(policy, samples, loss)
     for name_, gradient in whole.items():
         torch.testing.assert_close(split[name_], gradient, rtol=1e-10, atol=1e-10)

@@ -6,6 +6,7 @@ import platform
 import socket
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import psutil
@@ -27,18 +28,21 @@ CALLS = {**seccomp._DENIED, **seccomp._ABSENT, "clone": seccomp._CLONE}
 def host(tmp_path, monkeypatch):
     """The machine outside: a secret, a mark in the environment, a process, and sockets that listen."""
     (tmp_path / "secret").write_text(SECRET)
-    monkeypatch.setenv("TETHER_SANDBOX_MARK", SECRET)
+    name = f"TETHER_SANDBOX_MARK_{os.getpid()}"  # another run of these tests may listen beside this one
+    monkeypatch.setenv(name, SECRET)
     with (
-        subprocess.Popen(["sleep", "600"]) as process,
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as unix,
+        subprocess.Popen(["sleep", "600"]) as process,
+        ExitStack() as stack,
     ):
-        unix.bind("\0TETHER_SANDBOX_MARK")
+        stack.callback(process.kill)
+        unix.bind(f"\0{name}")
         unix.listen()
         yield {
             "folder": str(tmp_path),
             "secret": str(tmp_path / "secret"),
-            "mark": "TETHER_SANDBOX_MARK",
+            "mark": name,
             "pid": process.pid,
             "port": tcp.getsockname()[1],
             "name": socket.gethostname(),
@@ -46,7 +50,6 @@ def host(tmp_path, monkeypatch):
         }
         assert process.poll() is None, "a process outside was ended"
         assert sorted(os.listdir(tmp_path)) == ["secret"]
-        process.kill()
 
 
 def attack(body, host, *, limits=PATIENT, is_confined=True):
