@@ -44,6 +44,7 @@ def host(tmp_path, monkeypatch):
             "secret": str(tmp_path / "secret"),
             "mark": name,
             "pid": process.pid,
+            "spared": [child.pid for child in psutil.Process().children(recursive=True)],  # of tests before this one
             "port": tcp.getsockname()[1],
             "name": socket.gethostname(),
             "calls": {name: numbers[platform.machine() != "x86_64"] for name, numbers in CALLS.items()},
@@ -58,13 +59,13 @@ def attack(body, host, *, limits=PATIENT, is_confined=True):
 
 
 def below(spared):
-    return [child for child in psutil.Process().children(recursive=True) if child.pid != spared]
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
 
 
 def assert_nothing_left(host):
     end = time.monotonic() + 10
-    while [child for child in below(host["pid"]) if child.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < end, f"processes are left: {below(host['pid'])}"
+    while [child for child in below(host["spared"]) if child.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < end, f"processes are left: {below(host['spared'])}"
         time.sleep(0.02)
 
 
