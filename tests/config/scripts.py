@@ -145,14 +145,13 @@ MOONLIGHT = {
 OFFLOAD = [f"{s}.megatron.{part}_offload=False" for s in (A, "critic") for part in ("param", "optimizer", "grad")]
 TRUST = ["data.trust_remote_code=True", f"{M}.trust_remote_code=True", "critic.model.trust_remote_code=True"]
 
-GPUS = "trainer.n_gpus_per_node"
 SP = "ulysses_sequence_parallel_size"
 REFUSED_TP_PP = {text.split("=")[0] for text in TP2_PP2}
 RM = "reward_model.enable"
 
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
-    "run_deepseek7b_llm": ([*F, "trainer.use_legacy_worker_impl=auto"], {GPUS}),
-    "run_deepseek7b_llm_modelscope": (F, {GPUS}),
+    "run_deepseek7b_llm": ([*F, "trainer.use_legacy_worker_impl=auto"], set()),
+    "run_deepseek7b_llm_modelscope": (F, set()),
     "run_deepseek7b_llm_pfppo": (
         [
             *F,
@@ -161,7 +160,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             "algorithm.pf_ppo.weight_pow=2.0",
             f"{R}.n=5",
         ],
-        {GPUS},
+        set(),
     ),
     "run_deepseek7b_llm_sandbox_fusion": (
         [
@@ -170,7 +169,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             "reward_model.sandbox_fusion.max_concurrent=128",
             "reward_model.reward_manager=prime",
         ],
-        {GPUS, "reward_model.reward_manager"},
+        {"reward_model.reward_manager"},
     ),
     "run_deepseek7b_llm_sp2": (
         [
@@ -183,9 +182,9 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             "critic.ppo_micro_batch_size_per_gpu=64",
             "trainer.test_freq=5",
         ],
-        {GPUS, f"{A}.{SP}", f"critic.{SP}"},
+        {f"{A}.{SP}", f"critic.{SP}"},
     ),
-    "run_gemma": ([*F, *GEMMA], {GPUS}),
+    "run_gemma": ([*F, *GEMMA], set()),
     "run_qwen2-7b_rm": (
         [
             *F,
@@ -201,14 +200,14 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             *reward_model("/models/FsfairX-LLaMA3-RM-v0.1", 1, 2048, 1024),
             "trainer.val_before_train=False",
         ],
-        {GPUS, RM},
+        {RM},
     ),
     "run_qwen2-7b_rm_seq_balance": (
         [*Q, "critic.use_dynamic_bsz=True", *reward_model("sfairXC/FsfairX-LLaMA3-RM-v0.1", 1, 8192, 4096)],
-        {GPUS, RM},
+        {RM},
     ),
-    "run_qwen2-7b_seq_balance": ([*Q, f"{R}.mode=async", f"{R}.multi_turn.format=hermes"], {GPUS}),
-    "run_qwen2-7b_sglang_seq_balance": ([*Q, f"{R}.name=sglang"], {GPUS}),
+    "run_qwen2-7b_seq_balance": ([*Q, f"{R}.mode=async", f"{R}.multi_turn.format=hermes"], set()),
+    "run_qwen2-7b_sglang_seq_balance": ([*Q, f"{R}.name=sglang"], set()),
     "run_qwen2.5-32b": (
         [
             *F,
@@ -222,12 +221,12 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             "critic.model.enable_gradient_checkpointing=False",
             "trainer.nnodes=4",
         ],
-        {GPUS, "trainer.nnodes"},
+        {"trainer.nnodes"},
     ),
-    "run_deepseek_math_gsm8k_megatron": ([*MEGATRON, *TP2_PP2], {GPUS, *REFUSED_TP_PP}),
+    "run_deepseek_math_gsm8k_megatron": ([*MEGATRON, *TP2_PP2], {*REFUSED_TP_PP}),
     "run_qwen2-7b_math_gsm8k_megatron": (
         [*MEGATRON, *TP2_PP2, *paths("Qwen/Qwen2-7B-Instruct")],
-        {GPUS, *REFUSED_TP_PP},
+        {*REFUSED_TP_PP},
     ),
     "run_deepseek_full_hh_rlhf": (
         [
@@ -238,12 +237,11 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             f"{A}.ppo_mini_batch_size=128",
             *reward_model("deepseek-ai/deepseek-llm-7b-chat", 4, 256, 128),
         ],
-        {GPUS, RM},
+        {RM},
     ),
     "run_qwen1.5_moe_a2.7b-gsm8k_megatron": (
         [*MEGATRON, *GSM8K, "trainer.nnodes=4", *megatron_moe(QWEN_MOE)],
-        {GPUS, "trainer.nnodes"}
-        | {text.split("=")[0] for text in megatron_moe(QWEN_MOE) if "context_parallel" not in text},
+        {"trainer.nnodes"} | {text.split("=")[0] for text in megatron_moe(QWEN_MOE) if "context_parallel" not in text},
     ),
     "run_moonlight16b_a3b_gsm8k_megatron": (
         [
@@ -256,7 +254,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             *megatron_moe(MOONLIGHT),
             *OFFLOAD,
         ],
-        {GPUS, "trainer.nnodes", f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage"}
+        {"trainer.nnodes", f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage"}
         | {text.split("=")[0] for text in megatron_moe(MOONLIGHT) if "expert_tensor" not in text},
     ),
 }

@@ -81,6 +81,7 @@ def test_text_keys_are_said_to_do_nothing():
         ("env.train.total_num_envs=1", "actor_rollout_ref.actor.ppo_mini_batch_size", "set it to at most 128"),
         ("env.train.ignore_terminations=True", "env.train.ignore_terminations", "set env.train.max_episode_steps"),
         ("trainer.device=cuda", "trainer.device", "leave it out"),
+        ("trainer.n_gpus_per_node=2", "trainer.n_gpus_per_node", "leave it out"),
         ("algorithm.adv_estimator=grpo", "env.train.auto_reset", "set env.train.auto_reset=False"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator", "reinforce_plus_plus_baseline, opo, gpg, raw"),
         (f"{LOSS}=bypass_mode", LOSS, "use vanilla, which is the same here"),

@@ -141,6 +141,12 @@ CASES = {
         "512 leaves a prompt of data.max_prompt_length=512 tokens no room",
         [f"{ROLLOUT}.max_model_len=513"],
     ),
+    "adapters_train_on_one_device": (
+        ["actor_rollout_ref.model.lora_rank=4", "trainer.n_gpus_per_node=2"],
+        "trainer.n_gpus_per_node",
+        "2 devices train no adapters so far",
+        ["trainer.n_gpus_per_node=1"],
+    ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",

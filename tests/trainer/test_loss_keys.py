@@ -11,7 +11,15 @@ from transformers import PreTrainedModel
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from tether.assembly.inputs import build_inputs
-from tether.assembly.learners import build_actor, build_critic, build_reference, load_policy, load_reference
+from tether.assembly.learners import (
+    actor_engine,
+    asks_reference,
+    build_actor,
+    build_critic,
+    critic_engine,
+    load_policy,
+    load_reference,
+)
 from tether.assembly.run import Run, build_run
 from tether.batch import TrainBatch
 from tether.config import RunConfig, load_config
@@ -52,8 +60,9 @@ def config_of(inputs: Path, *overrides: str) -> RunConfig:
 
 def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[TrainBatch, PolicyOutputs]:
     inputs = build_inputs(config)
-    policy = policy or load_policy(config, inputs, CPU, None)
-    return build_actor(config, policy, load_reference(config, inputs, policy, CPU), inputs.tokenizer, 3, Path("unused"))
+    policy = policy or load_policy(config, inputs.model_path, CPU, None)
+    reference = load_reference(config, inputs.model_path, policy, CPU)
+    return build_actor(config, actor_engine(config, policy, reference, inputs.tokenizer, 3, Path("unused")))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +133,7 @@ def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) 
 def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
     config = config_of(inputs, *GAE, *overrides)
     read = build_inputs(config)
-    critic = build_critic(config, read.critic_path, CPU, read.tokenizer, 3, tmp_path)
-    assert critic is not None
+    critic = build_critic(config, critic_engine(config, read.critic_path, CPU, read.tokenizer, 3, tmp_path))
     assert critic.loss.function == expected
 
 
@@ -145,9 +153,7 @@ def test_the_reference_runs_where_a_kl_needs_it(inputs: Path, overrides: list[st
     actor = actor_of(config)
     assert isinstance(actor.loss.forward, PolicyForward)
     assert actor.loss.forward.with_full_kl == (actor.engine.reference is not None) == beside
-    read = build_inputs(config)
-    reference = load_reference(config, read, load_policy(config, read, CPU, None), CPU)
-    assert (build_reference(config, reference) is not None) == apart
+    assert asks_reference(config) == apart
 
 
 @pytest.fixture(scope="module")

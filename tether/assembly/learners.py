@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.assembly.advantages import asks_for
-from tether.assembly.inputs import Inputs
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
@@ -26,7 +26,7 @@ from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
 from tether.runtime.objects import held, is_object
-from tether.training import Learner, LossSpec, UpdatePlan
+from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.engines import LocalEngine, OptimizerOptions
 from tether.training.text import (
     Aggregation,
@@ -42,6 +42,10 @@ from tether.training.text import (
 )
 
 Reference = Callable[[TrainBatch], PolicyOutputs]
+PolicyEngine = Engine[TrainBatch, PolicyOutputs]
+ValueEngine = Engine[TrainBatch, ValueOutputs]
+MakeEngine = Callable[..., Any]
+"""`LocalEngine`, or an engine with the same arguments."""
 
 
 def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
@@ -68,11 +72,11 @@ def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool, secti
     return MicroBatching(max_rows=rows, packed=packed, key=f"{section}.{kind}_micro_batch_size_per_gpu")
 
 
-def load_policy(config: RunConfig, inputs: Inputs, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:
+def load_policy(config: RunConfig, path: Path | str, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:
     """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it."""
     model_config = config.actor_rollout_ref.model
-    source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else inputs.model_path
-    own = type(held(str(inputs.model_path))) if is_object(inputs.model_path) else AutoModelForCausalLM
+    source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else path
+    own = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
     model = load_causal_lm(
         source,
         dtype=torch.float32,
@@ -126,19 +130,19 @@ def _save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, fold
     tokenizer.save_pretrained(folder)
 
 
-def build_actor(
+def actor_engine(
     config: RunConfig,
     model: PreTrainedModel,
     reference: ReferenceModel | None,
     tokenizer: PreTrainedTokenizerBase,
     total_steps: int,
     incidents: Path,
-) -> Learner[TrainBatch, PolicyOutputs]:
-    """The policy's learner."""
+    make: MakeEngine = LocalEngine,
+) -> Any:
+    """What runs and updates the policy."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
-    temperature, correction = rollout.temperature, config.algorithm.rollout_correction
-    engine: LocalEngine[PolicyOutputs] = LocalEngine(
+    return make(
         model,
         _update_micro(actor, packed),
         build_optimizer(actor.optim, total_steps),
@@ -151,16 +155,23 @@ def build_actor(
             kind="log_prob",
         ),
         compute_dtype=DTYPES[actor.fsdp_config.dtype],
-        reference=reference if _needs_full_kl(actor) else None,
+        reference=reference if needs_full_kl(config) else None,
         save=partial(_save_with_adapter if config.actor_rollout_ref.model.lora_rank else _save_model, tokenizer),
         incident_dir=incidents / "actor",
     )
+
+
+def build_actor(config: RunConfig, engine: PolicyEngine) -> Learner[TrainBatch, PolicyOutputs]:
+    """The policy's learner."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    temperature, correction = rollout.temperature, config.algorithm.rollout_correction
     loss = LossSpec(
         PolicyForward(
             temperature,
             packed,
             with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
-            with_full_kl=_needs_full_kl(actor),
+            with_full_kl=needs_full_kl(config),
         ),
         _policy_loss(actor, correction, config.data.max_response_length),
         token_selection(actor),
@@ -174,7 +185,7 @@ def build_actor(
 
 
 def load_reference(
-    config: RunConfig, inputs: Inputs, policy: PreTrainedModel, device: torch.device
+    config: RunConfig, path: Path | str, policy: PreTrainedModel, device: torch.device
 ) -> ReferenceModel | None:
     """The policy that training started from; None where no KL asks for it.
 
@@ -186,7 +197,7 @@ def load_reference(
     if settings.model.lora_rank:
         return ReferenceModel(policy, during=_lora().adapter_off)
     model = load_causal_lm(
-        inputs.model_path,
+        path,
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
@@ -194,37 +205,43 @@ def load_reference(
     return ReferenceModel(on_device(model, device))
 
 
-def build_reference(config: RunConfig, reference: ReferenceModel | None) -> Reference | None:
-    """Log-probabilities of the sampled tokens under the reference; None where no KL is estimated from them."""
+def asks_reference(config: RunConfig) -> bool:
+    """Whether a KL is estimated from the reference's log-probabilities of the sampled tokens."""
+    by_tokens = config.actor_rollout_ref.actor.use_kl_loss and not needs_full_kl(config)
+    return config.algorithm.use_kl_in_reward or by_tokens
+
+
+def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:
+    """What runs the reference."""
     settings = config.actor_rollout_ref
-    is_asked = config.algorithm.use_kl_in_reward or not _needs_full_kl(settings.actor)
-    if reference is None or not is_asked:
-        return None
-    packed = settings.model.use_remove_padding
     micro = micro_batching(
         dynamic=settings.ref.log_prob_use_dynamic_bsz,
         rows=settings.ref.log_prob_micro_batch_size_per_gpu,
         tokens=settings.ref.log_prob_max_token_len_per_gpu,
-        packed=packed,
+        packed=settings.model.use_remove_padding,
         section="actor_rollout_ref.ref",
         kind="log_prob",
     )
-    engine: LocalEngine[PolicyOutputs] = LocalEngine(reference.model, micro, during=reference.during)
-    return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, packed))
+    return make(reference.model, micro, during=reference.during)
 
 
-def build_critic(
+def build_reference(config: RunConfig, engine: PolicyEngine) -> Reference:
+    """Log-probabilities of the sampled tokens under the reference."""
+    settings = config.actor_rollout_ref
+    return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding))
+
+
+def critic_engine(
     config: RunConfig,
     path: Path | str,
     device: torch.device,
     tokenizer: PreTrainedTokenizerBase,
     total_steps: int,
     incidents: Path | None,
-) -> Learner[TrainBatch, ValueOutputs] | None:
-    """The learner of the critic at `path`; None where the advantage estimator needs no values."""
+    make: MakeEngine = LocalEngine,
+) -> Any:
+    """What runs and updates the critic at `path`."""
     critic = config.critic
-    if not critic.enable:
-        return None
     packed = critic.model.use_remove_padding
     model = load_critic(
         path,
@@ -235,7 +252,7 @@ def build_critic(
     on_device(model, device)
     if critic.model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    engine: LocalEngine[ValueOutputs] = LocalEngine(
+    return make(
         model,
         _update_micro(critic, packed),
         build_optimizer(critic.optim, total_steps),
@@ -251,6 +268,12 @@ def build_critic(
         save=partial(_save_model, tokenizer),
         incident_dir=incidents / "critic" if incidents else None,
     )
+
+
+def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, ValueOutputs]:
+    """The critic's learner."""
+    critic = config.critic
+    packed = critic.model.use_remove_padding
     aggregation = Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length)
     bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
     return Learner(
@@ -304,8 +327,9 @@ def token_selection(actor: ActorConfig) -> TokenSelection | None:
     return TokenSelection(loss.loss_mode, options)
 
 
-def _needs_full_kl(actor: ActorConfig) -> bool:
+def needs_full_kl(config: RunConfig) -> bool:
     """Whether the loss compares whole distributions, for which the reference runs beside the policy."""
+    actor = config.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.assembly.advantages import (
     build_advantage_estimator,
@@ -21,13 +19,6 @@ from tether.assembly.advantages import (
     check_own_functions,
 )
 from tether.assembly.inputs import Inputs, build_inputs, build_rewards
-from tether.assembly.learners import (
-    build_actor,
-    build_critic,
-    build_reference,
-    load_policy,
-    load_reference,
-)
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_critic_warmup,
@@ -37,13 +28,13 @@ from tether.assembly.off_policy import (
     build_rollout_files,
     old_log_probs_from,
 )
+from tether.assembly.roles import build_roles, sources_of
 from tether.checkpoints import CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
 from tether.data.sampler import PromptSampler
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.rollout import SamplingParams
-from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
@@ -105,16 +96,16 @@ def build_run(loaded: LoadedConfig) -> Run:
         resources.callback(rewards.close)
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
-        policy = load_policy(config, inputs, device, checkpoint)
-        reference = load_reference(config, inputs, policy, device)
-        incidents = directory / "incidents"
-        # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-        actor = build_actor(config, policy, reference, inputs.tokenizer, schedule.total_steps, incidents)
-        collector = Collector(
-            _rollout_engine(config, policy), rewards, inputs.tokenizer, config.reward_model.max_error_rate
+        sources = sources_of(
+            config,
+            inputs,
+            checkpoint,
+            device=device,
+            total_steps=schedule.total_steps,
+            incidents=directory / "incidents",
         )
-        critic_path = checkpoint / "critic" if checkpoint else inputs.critic_path
-        critic = build_critic(config, critic_path, device, inputs.tokenizer, schedule.total_steps, incidents)
+        roles = build_roles(config, sources, directory / "ranks", resources)
+        collector = Collector(roles.sampler, rewards, inputs.tokenizer, config.reward_model.max_error_rate)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
         resources.callback(loggers.close)
         filtration = build_policy_filtration(config)
@@ -134,9 +125,9 @@ def build_run(loaded: LoadedConfig) -> Run:
         trainer = Trainer(
             source=source,
             rollouts=rollouts,
-            actor=actor,
-            critic=critic,
-            reference=build_reference(config, reference),
+            actor=roles.actor,
+            critic=roles.critic,
+            reference=roles.reference,
             reward_transforms=[transform for transform in transforms if transform],
             estimate_advantages=build_advantage_estimator(config.algorithm),
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
@@ -152,7 +143,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        learners: list[Learner[Any, Any]] = [actor, critic] if critic else [actor]
+        learners: list[Learner[Any, Any]] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
         if formats:
             about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
@@ -196,16 +187,6 @@ def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
         val_before_train=trainer.val_before_train,
-    )
-
-
-def _rollout_engine(config: RunConfig, policy: PreTrainedModel) -> NativeEngine:
-    rollout = config.actor_rollout_ref.rollout
-    return NativeEngine(
-        policy,
-        eos_token_ids=eos_token_ids(policy),
-        max_num_seqs=rollout.max_num_seqs,
-        dtype=DTYPES[rollout.dtype],
     )
 
 

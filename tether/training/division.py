@@ -82,11 +82,6 @@ def divide(
     return shares
 
 
-def in_order(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The first rows to the first rank, and so on; whatever they cost."""
-    return [part.tolist() for part in torch.arange(len(costs)).tensor_split(ranks)]
-
-
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Rows to ranks so that each has about as much to do; each rank's rows ascend.
 

@@ -53,6 +53,14 @@ def device_is_a_cpu(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.device", what, "leave it out")
 
 
+def one_device_trains(cfg: RunConfig) -> Problem | None:
+    """Several devices share the work of text runs alone."""
+    devices = cfg.trainer.n_gpus_per_node
+    if devices == 1:
+        return None
+    return Problem("trainer.n_gpus_per_node", f"{devices} devices train no embodied runs so far", "leave it out")
+
+
 def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
     """Estimators without a critic compare whole episodes, each of which begins with the rollout."""
     estimator, train, key = cfg.algorithm.adv_estimator, cfg.env.train, "algorithm.adv_estimator"
@@ -166,6 +174,7 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
 
 RULES = (
     device_is_a_cpu,
+    one_device_trains,
     loss_has_no_second_sampler,
     estimator_fits_episodes,
     critic_exists,

@@ -84,6 +84,15 @@ def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.max_model_len", what, f"set it above {longest}, or lower data.max_prompt_length")
 
 
+def adapters_train_on_one_device(cfg: RunConfig) -> Problem | None:
+    """Shards of a model with an adapter are not made yet."""
+    devices, rank = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.lora_rank
+    if devices == 1 or not rank:
+        return None
+    what = f"{devices} devices train no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
+    return Problem("trainer.n_gpus_per_node", what, "set it to 1, or leave actor_rollout_ref.model.lora_rank out")
+
+
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
     """Greedy answers to one prompt are all the same."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
@@ -151,6 +160,7 @@ RULES: tuple[Rule, ...] = (
     same(f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
     same(f"{ROLLOUT}.response_length", "data.max_response_length"),
     longest_prompt_leaves_room,
+    adapters_train_on_one_device,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

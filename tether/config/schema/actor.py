@@ -64,7 +64,7 @@ class ActorConfig(Section):
     ppo_mini_batch_size: Annotated[Positive, EMBODIED_TOO] = 256
     """Prompts an optimizer step; each counts with its rollout.n responses."""
     ppo_micro_batch_size: Annotated[Positive | None, AliasOf(".ppo_micro_batch_size_per_gpu")] = None
-    """verl's older key, over all devices; on one device the same as ppo_micro_batch_size_per_gpu."""
+    """verl's older key, over all devices; here the same as ppo_micro_batch_size_per_gpu, of each device."""
     ppo_micro_batch_size_per_gpu: Annotated[
         Positive, NullIsUnset(), ActsIf(".use_dynamic_bsz", on=(False,)), EMBODIED_TOO
     ] = 8
@@ -126,7 +126,7 @@ class RefConfig(Section):
     """The frozen reference: used with algorithm.use_kl_in_reward or actor.use_kl_loss."""
 
     log_prob_micro_batch_size: Annotated[Positive | None, AliasOf(".log_prob_micro_batch_size_per_gpu")] = None
-    """verl's older key, over all devices; on one device the same as log_prob_micro_batch_size_per_gpu."""
+    """verl's older key, over all devices; here the same as log_prob_micro_batch_size_per_gpu, of each device."""
     log_prob_micro_batch_size_per_gpu: Annotated[
         Positive,
         Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),

@@ -27,7 +27,7 @@ class CriticConfig(Section):
     ppo_mini_batch_size: Annotated[Positive, Inherits("actor_rollout_ref.actor.ppo_mini_batch_size")]
     """Prompts an optimizer step; each counts with its rollout.n responses."""
     ppo_micro_batch_size: Annotated[Positive | None, AliasOf(".ppo_micro_batch_size_per_gpu")] = None
-    """verl's older key, over all devices; on one device the same as ppo_micro_batch_size_per_gpu."""
+    """verl's older key, over all devices; here the same as ppo_micro_batch_size_per_gpu, of each device."""
     ppo_micro_batch_size_per_gpu: Annotated[
         Positive,
         Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),

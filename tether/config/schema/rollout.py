@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     """Responses that are sampled at a time."""
     val_kwargs: ValKwargsConfig
     log_prob_micro_batch_size: Annotated[Positive | None, AliasOf(".log_prob_micro_batch_size_per_gpu")] = None
-    """verl's older key, over all devices; on one device the same as log_prob_micro_batch_size_per_gpu."""
+    """verl's older key, over all devices; here the same as log_prob_micro_batch_size_per_gpu, of each device."""
     log_prob_micro_batch_size_per_gpu: Annotated[
         Positive,
         Inherits("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),

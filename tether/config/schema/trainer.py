@@ -79,5 +79,7 @@ class TrainerConfig(Section):
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
     """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
+    n_gpus_per_node: Positive = 1
+    """Devices of this machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
     """CPU threads; null: one a core. (tether's own key.)"""

@@ -1,0 +1,87 @@
+"""Ranks in processes: each gets its own, answers come in order, and what went wrong on which rank is said."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from tests.execution.parts import make
+from tether.execution.ray_group import RayGroup
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+from tests.execution.parts import make
+from tether.execution.ray_group import RayGroup
+if __name__ == "__main__":
+    group = RayGroup(1, "cpu", 1, Path(sys.argv[1]))
+    group.build(make)
+    print(*group.call("part", "pid", [()]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[RayGroup]:
+    before, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
+    group = RayGroup(2, "cpu", 4, tmp_path)
+    group.build(make)
+    yield group
+    group.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert os.environ.get("PYTHONBREAKPOINT") == debugger
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_work_together_until_one_of_them_dies(group: RayGroup) -> None:
+    found = group.call("part", "summed", [(torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)])
+    assert [value.tolist() for value in found] == [[11.0, 22.0]] * 2
+    assert group.call("part", "threads", [(), ()]) == [(2, "2")] * 2
+    mine = group.call("part", "pid", [(), ()])
+    assert len({*mine, os.getpid()}) == 3
+    assert group.call("part", "pid", [None, ()]) == [None, mine[1]]
+    assert group.call("part", "summed", [(group.share(torch.ones(1)),)] * 2)[0].tolist() == [2.0]
+    group.call("part", "speak", [None, ("the last words",)])
+    os.kill(mine[1], signal.SIGKILL)
+    # Rank 0, which waits for it, fails at once, too.
+    with pytest.raises(ValueError, match=r"(?s)^rank 1 died .*rank_1\.log:.*the last words"):
+        group.call("part", "hang", [(), ()])
+    with pytest.raises(ValueError, match="rank 1 died"):
+        group.call("part", "pid", [(), None])
+
+
+@pytest.mark.slow
+def test_an_error_of_a_rank_names_it(group: RayGroup) -> None:
+    with pytest.raises(ValueError, match=r"^rank 1: data\.train_files: not this one$"):
+        group.call("part", "refuse", [None, ("data.train_files: not this one",)])
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    pid, until = int(ended.stdout), time.monotonic() + PATIENCE
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not is_alive(pid)

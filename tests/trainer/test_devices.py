@@ -1,0 +1,99 @@
+"""Training on several devices: the run of one device, and checkpoints without a number of devices."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
+from tether.assembly.run import build_run
+from tether.checkpoints import load_state
+from tether.config import load_config
+from tether.metrics.loggers.jsonl import read_samples
+
+KEY = "trainer.n_gpus_per_node"
+FLOAT32 = [
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "critic.model.fsdp_config.dtype=float32",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def overrides(inputs: Path, folder: Path, devices: int, steps: int) -> list[str]:
+    steady = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
+    length = [f"trainer.total_training_steps={steps}", "trainer.save_freq=1"]
+    where = ["trainer.device=cpu", f"{KEY}={devices}"]
+    return [*base_overrides(inputs, folder), *GAE, *FLOAT32, steady, *length, *where]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def saved_again(inputs: Path, folder: Path, devices: int, checkpoint: Path) -> bool:
+    """Whether a run that resumes on so many devices holds the bits of the checkpoint."""
+    run = build_run(load_config(None, overrides(inputs, folder, devices, 3)))
+    try:
+        for role, learner in (("actor", run.trainer.actor), ("critic", run.trainer.critic)):
+            learner.engine.save(folder / "again" / role)
+            files = [where / role for where in (checkpoint, folder / "again")]
+            if not same(*map(torch_weights, files)):
+                return False
+            if not same(learner.engine.state_dict(), load_state(checkpoint / "training" / f"{role}.pt")):
+                return False
+    finally:
+        run.close()
+    return True
+
+
+def torch_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    one = train(overrides(inputs, tmp_path / "one", 1, 3))
+    two = train(overrides(inputs, tmp_path / "two", 2, 2))
+    expected, found = measured(one), measured(two)
+    for step in (1, 2):
+        assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
+        assert found[step].keys() == expected[step].keys()
+        for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy"):
+            assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4)
+    left, right = weights(one / "global_step_2"), weights(two / "global_step_2")
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(right[name], left[name], rtol=1e-3, atol=1e-4)
+    assert saved_again(inputs, tmp_path / "two", 1, two / "global_step_2")
+    resumed = train(overrides(inputs, tmp_path / "two", 2, 3))
+    assert read_samples(resumed) == read_samples(one)
+    assert measured(resumed)[3]["critic/score/mean"] == expected[3]["critic/score/mean"]
+    assert saved_again(inputs, tmp_path / "one", 2, one / "global_step_3")
+
+
+def test_without_ray_the_extra_is_named(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "tether.execution.ray_group", raising=False)
+    with pytest.raises(ValueError, match=rf"{KEY}=2: .* package ray, .*pip install 'tether\[ray\]'"):
+        build_run(load_config(None, overrides(inputs, tmp_path, 2, 1)))
+
+
+def test_more_devices_than_there_are_is_refused(inputs: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    given = [*overrides(inputs, tmp_path, 2, 1), "trainer.device=auto"]
+    with pytest.raises(ValueError, match=rf"{KEY}=2: this machine has no CUDA device"):
+        build_run(load_config(None, given))

@@ -1,0 +1,191 @@
+"""Policy, critic, reference and sampler of a text run: in this process, or in shards on several devices."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.assembly.inputs import Inputs
+from tether.assembly.learners import (
+    Reference,
+    actor_engine,
+    asks_reference,
+    build_actor,
+    build_critic,
+    build_reference,
+    critic_engine,
+    load_policy,
+    load_reference,
+    needs_full_kl,
+    reference_engine,
+)
+from tether.assembly.number_formats import DTYPES
+from tether.batch import RolloutBatch, TrainBatch
+from tether.config import RunConfig
+from tether.execution import ShardedEngine, ShardedSampler
+from tether.rollout import RolloutEngine
+from tether.rollout.native import NativeEngine, eos_token_ids
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.objects import is_object
+from tether.training import Learner
+from tether.training.engines import LocalEngine
+from tether.training.text import PolicyOutputs, ValueOutputs
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the models of a run are made of; it travels to where they are."""
+
+    model_path: Path | str
+    critic_path: Path | str
+    """Of the checkpoint, where there is one."""
+    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Path | None
+    device: torch.device
+    total_steps: int
+    incidents: Path
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run."""
+
+    actor: Learner[TrainBatch, PolicyOutputs]
+    critic: Learner[TrainBatch, ValueOutputs] | None
+    """None where the advantage estimator needs no values."""
+    reference: Reference | None
+    """None where no KL is estimated from it."""
+    sampler: RolloutEngine
+
+
+class RankSampler:
+    """Samples on one rank, with a whole copy of the actor's weights."""
+
+    def __init__(self, engine: NativeEngine, actor: Any) -> None:
+        self._engine, self._actor = engine, actor
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the actor's weights."""
+        self._engine.load_weights(self._actor.export())
+
+    def generate(self, *arguments: Any) -> RolloutBatch:
+        """See `RolloutEngine.generate`."""
+        return self._engine.generate(*arguments)
+
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        return self._engine.eos_token_ids
+
+
+def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **rest: Any) -> Sources:
+    """`rest`: the other fields."""
+    critic = checkpoint / "critic" if checkpoint else inputs.critic_path
+    return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **rest)
+
+
+def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: ExitStack) -> Roles:
+    """Load the models on the devices of a run.
+
+    Args:
+        config: of the run.
+        sources: of its models.
+        logs: folder for what ranks print.
+        resources: closes the processes of ranks.
+
+    Raises:
+        ValueError: models that cannot be loaded or trained, devices that are not there.
+    """
+    ranks = config.trainer.n_gpus_per_node
+    if ranks == 1:
+        engines = _engines(config, sources, LocalEngine)
+        return _roles(config, engines, engines["sampler"])
+    group = _group(config, sources.device, logs)
+    resources.callback(group.close)
+    group.build(build_parts, config, sources)
+    names = ["actor", *(["critic"] if config.critic.enable else []), *(["reference"] if asks_reference(config) else [])]
+    ends = group.call("sampler", "ends", [(), *[None] * (ranks - 1)])[0]
+    return _roles(config, {n: ShardedEngine(group, n) for n in names}, ShardedSampler(group, "sampler", ends))
+
+
+def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
+    """The parts of one rank; called on each."""
+    fsdp = importlib.import_module("tether.training.engines.fsdp")
+    seed_rng(config.trainer.seed)
+    return _engines(config, sources, partial(fsdp.FsdpEngine, mesh=fsdp.device_mesh(sources.device)))
+
+
+def _engines(config: RunConfig, sources: Sources, make: Any) -> dict[str, Any]:
+    """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
+    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+    policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
+    sampling = policy if make is LocalEngine else _copy_to_sample(config, policy)
+    reference = load_reference(config, sources.model_path, policy, sources.device)
+    # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
+    actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make)
+    parts: dict[str, Any] = {"actor": actor}
+    rollout = config.actor_rollout_ref.rollout
+    native = NativeEngine(
+        sampling,
+        eos_token_ids=eos_token_ids(sampling),
+        max_num_seqs=rollout.max_num_seqs,
+        dtype=DTYPES[rollout.dtype],
+    )
+    parts["sampler"] = native if make is LocalEngine else RankSampler(native, actor)
+    if config.critic.enable:
+        parts["critic"] = critic_engine(config, sources.critic_path, sources.device, tokenizer, steps, incidents, make)
+    if reference is not None and asks_reference(config):
+        beside_policy = needs_full_kl(config)  # then it is whole on every rank, as the actor's forward passes need it
+        parts["reference"] = reference_engine(config, reference, LocalEngine if beside_policy else make)
+    return parts
+
+
+def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the policy in the format that it is trained in."""
+    model = copy.deepcopy(policy)
+    torch.nn.Module.to(model, DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype])
+    return model.requires_grad_(False)
+
+
+def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine) -> Roles:
+    return Roles(
+        build_actor(config, engines["actor"]),
+        build_critic(config, engines["critic"]) if "critic" in engines else None,
+        build_reference(config, engines["reference"]) if "reference" in engines else None,
+        sampler,
+    )
+
+
+def _group(config: RunConfig, device: torch.device, logs: Path) -> Any:
+    """The processes of a run, one for each device.
+
+    Raises:
+        ValueError: Ray is not installed, or there are too few devices.
+    """
+    ranks, key = config.trainer.n_gpus_per_node, "trainer.n_gpus_per_node"
+    if is_object(config.actor_rollout_ref.model.path):
+        raise ValueError(f"{key}={ranks}: a model that is an object of this process has no other device. Save it first")
+    here = torch.cuda.device_count()
+    if device.type == "cuda" and ranks > here:
+        raise ValueError(f"{key}={ranks}: this machine has {here} CUDA devices. Set it to at most {here}")
+    if device.type != "cuda" and config.trainer.device != "cpu":
+        raise ValueError(
+            f"{key}={ranks}: this machine has no CUDA device. Set {key}=1, or trainer.device=cpu for {ranks} processes "
+            "on its cores"
+        )
+    try:
+        execution = importlib.import_module("tether.execution.ray_group")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{key}={ranks}: several devices need the package {error.name}, which is not installed. "
+            f"Run: pip install 'tether[ray]', or set {key}=1."
+        ) from error
+    return execution.RayGroup(ranks, device.type, config.trainer.num_threads, logs)

@@ -1,0 +1,130 @@
+"""What stands for an engine that is on many ranks: it has the engine's methods, and sends each rank its rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+
+from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
+from tether.execution.worker import Group
+from tether.rollout import FinishedResponse, NoiseKey, SamplingParams, join_rollouts
+from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
+from tether.training.division import balanced, divide, mini_batches
+from tether.training.engines import scattered
+from tether.training.text import sequence_lengths
+
+LINEAR = 24576
+"""Work of a token in the layers, in units of one token that another looks at: 6 times the hidden width of a 7B model
+(verl's figure)."""
+
+
+class ShardedEngine(Generic[Outputs]):
+    """Stands for the `FsdpEngine` of each rank; see `tether.training.protocol.Engine`.
+
+    Args:
+        group: the ranks.
+        part: what the engine is called there.
+    """
+
+    def __init__(self, group: Group, part: str) -> None:
+        self._group, self._part = group, part
+        self.version = 0
+
+    def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
+        """See `tether.training.protocol.Engine.infer`."""
+        dealt = balanced(_work(batch), self._group.size)
+        # A rank without rows runs along on one that is another's.
+        found = self._call("infer", [(batch[torch.tensor(rows or [0])], forward) for rows in dealt])
+        answers = [(answer, torch.tensor(rows)) for answer, rows in zip(found, dealt, strict=True) if rows]
+        return scattered([answer for answer, _ in answers], [rows for _, rows in answers], len(batch))
+
+    def update(
+        self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
+    ) -> Updated[Outputs]:
+        """See `tether.training.protocol.Engine.update`."""
+        minis = mini_batches(batch.response_mask, plan, step)
+        shares = divide(minis, _work(batch), self._group.size, balanced)
+        found = self._call("learn", [(batch[rows], loss, plan, parts, step) for rows, parts in shares])
+        self.version += 1
+        outputs, places = [], []
+        for updated, (rows, parts) in zip(found, shares, strict=True):
+            if updated.outputs is not None:
+                first = torch.cat([part.rows for part in parts if part.epoch == 0])  # later a row may be elsewhere
+                outputs.append(updated.outputs[first])
+                places.append(rows[first])
+        return Updated(found[0].metrics, scattered(outputs, places, len(batch)) if outputs else None)
+
+    def export(self) -> WeightUpdate:
+        """The weights stay on the ranks, where `ShardedSampler` takes them over."""
+        return WeightUpdate(self.version, ())
+
+    def save(self, folder: Path) -> None:
+        """See `tether.training.protocol.Engine.save`; rank 0 writes."""
+        self._call("save", [(folder,)] * self._group.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tether.training.protocol.Engine.state_dict`."""
+        state: dict[str, Any] = self._call("state_dict", [()] * self._group.size)[0]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of `state_dict`, of any number of ranks."""
+        self.version = state["version"]
+        self._call("load_state_dict", [(self._group.share(state),)] * self._group.size)
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._group.call(self._part, method, arguments)
+
+
+class ShardedSampler:
+    """Stands for a `RankSampler` on each rank, which draws for some of the prompts; see `RolloutEngine`.
+
+    Args:
+        group: the ranks.
+        part: what the sampler is called there.
+        eos_token_ids: tokens that end a response.
+    """
+
+    def __init__(self, group: Group, part: str, eos_token_ids: frozenset[int]) -> None:
+        self._group, self._part = group, part
+        self.eos_token_ids = eos_token_ids
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | TokenIds],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        on_finished: Callable[[FinishedResponse], None] | None = None,
+        on_progress: Callable[..., None] | None = None,
+    ) -> RolloutBatch:
+        """See `RolloutEngine.generate`; responses are reported once all are complete."""
+        dealt = [part.tolist() for part in torch.arange(len(prompts)).tensor_split(self._group.size)]
+        arguments = [([prompts[i] for i in part], sampling, _from(key, part[0] * sampling.n)) if part else None
+                     for part in dealt]  # fmt: skip
+        answers = self._group.call(self._part, "generate", arguments)
+        found = [(answer, part[0]) for answer, part in zip(answers, dealt, strict=True) if part]
+        rollout = join_rollouts([answer for answer, _ in found], [0] * len(found))
+        rollout.uid = torch.cat([answer.uid + first for answer, first in found])
+        rollout.policy_version = torch.cat([answer.policy_version for answer, _ in found])
+        if on_finished is not None:
+            for row, (ids, length) in enumerate(zip(rollout.response_ids, rollout.response_length, strict=True)):
+                on_finished(FinishedResponse(row, ids[: int(length)].tolist()))
+        return rollout
+
+    def load_weights(self, weights: WeightUpdate) -> None:
+        """See `RolloutEngine.load_weights`; each rank puts the actor's shards together."""
+        self._group.call(self._part, "refresh", [()] * self._group.size)
+
+
+def _from(key: NoiseKey, samples: int) -> NoiseKey:
+    return NoiseKey(key.seed, key.step, key.first_sample + samples)
+
+
+def _work(batch: TrainBatch) -> list[float]:
+    """What each row costs: its tokens in the layers, and their pairs in attention."""
+    tokens = sequence_lengths(batch).double()
+    work: list[float] = (tokens * (LINEAR + tokens)).tolist()
+    return work

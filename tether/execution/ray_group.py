@@ -1,0 +1,182 @@
+"""Worker processes as Ray actors in a placement group, one for each device of this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tether.execution.worker import RankFailed, Worker
+from tether.runtime.machine import usable_cores
+
+START_SECONDS, CALL_SECONDS = 300.0, 4 * 3600.0
+"""How long the driver waits for processes to start, and for the answer of one call: a model that loads, an update."""
+STARTS = 3
+"""A machine under load may start Ray too slowly for Ray's own patience."""
+SETTLE_SECONDS = 5.0
+"""How long it may take to hear of a rank's death after another rank failed because of it."""
+LINES = 5
+OBJECT_STORE = 1 << 30  # bytes
+
+
+class RayGroup:
+    """Ranks in processes of their own, which end when this process does; see `tether.execution.Group`.
+
+    Args:
+        size: ranks; one for each device.
+        device: ``cpu`` or ``cuda``.
+        threads: CPU threads of all ranks together; None: one a core.
+        logs: folder for what each rank prints.
+
+    Raises:
+        RankFailed: Ray or a rank does not start.
+    """
+
+    def __init__(self, size: int, device: str, threads: int | None, logs: Path) -> None:
+        self.size = size
+        self._logs = [logs / f"rank_{rank}.log" for rank in range(size)]
+        self._failure: RankFailed | None = None
+        self._actors: list[Any] = []
+        _start(size, device)
+        try:
+            self._launch(device, max(1, (threads or usable_cores()) // size))
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, device: str, threads: int) -> None:
+        """Start the ranks, which then know each other."""
+        size, gpus = self.size, int(device == "cuda")
+        group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * size, strategy="STRICT_PACK")
+        try:
+            ray.get(group.ready(), timeout=START_SECONDS)
+        except GetTimeoutError:
+            raise RankFailed(
+                f"trainer.n_gpus_per_node={size}: no room for as many ranks within {START_SECONDS:g} s; Ray has "
+                f"{ray.available_resources()}. Ask for fewer."
+            ) from None
+        actors = ray.remote(Worker)
+        self._actors = [
+            actors.options(
+                num_cpus=1,
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},  # Ray would set 1
+            ).remote(rank, threads, self._logs[rank])
+            for rank in range(size)
+        ]
+        address = self._answers("address", [(), *[None] * (size - 1)], START_SECONDS)[0]
+        self._answers("join", [(address, size, device)] * size, START_SECONDS)
+
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
+        """Have a factory, which is named by its module, make the parts on every rank."""
+        self._answers("build", [(factory, arguments)] * self.size, CALL_SECONDS)
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        """See `tether.execution.Group`."""
+        of_ranks = [None if given is None else (part, method, *given) for given in arguments]
+        return self._answers("call", of_ranks, CALL_SECONDS)
+
+    def share(self, value: Any) -> Any:
+        """See `tether.execution.Group`."""
+        return ray.put(value)
+
+    def close(self) -> None:
+        """End all ranks, and Ray."""
+        for actor in self._actors:
+            ray.kill(actor)
+        ray.shutdown()
+
+    def _answers(self, name: str, arguments: Sequence[tuple[Any, ...] | None], seconds: float) -> list[Any]:
+        if self._failure:
+            raise self._failure
+        calls = {
+            getattr(actor, name).remote(*given): rank
+            for rank, (actor, given) in enumerate(zip(self._actors, arguments, strict=True))
+            if given is not None
+        }
+        answers: list[Any] = [None] * self.size
+        waiting, until = list(calls), time.monotonic() + seconds
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(calls[ref]) for ref in waiting)
+                raise self._failed(f"rank {late} gave no answer to {name} within {seconds:g} s", calls[waiting[0]])
+            try:
+                for ref in ready:
+                    answers[calls[ref]] = ray.get(ref)
+            except RayError:
+                raise self._reason(calls) from None
+        return answers
+
+    def _reason(self, calls: Mapping[Any, int]) -> RankFailed:
+        """Which rank failed first; others that wait for it fail, too, and may be heard of before it."""
+        settled, _ = ray.wait(list(calls), num_returns=len(calls), timeout=SETTLE_SECONDS)
+        errors = {calls[ref]: error for ref in settled if (error := _error_of(ref))}
+        for rank, error in errors.items():
+            if isinstance(error, RayActorError):
+                return self._failed(f"rank {rank} died ({str(error).strip().splitlines()[-1].strip()})", rank)
+        rank, error = next(iter(errors.items()))
+        cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+        kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
+        return self._failed(f"rank {rank}: {kind}{cause}", None)
+
+    def _failed(self, what: str, rank: int | None) -> RankFailed:
+        """After a failure the ranks no longer are at the same place, so that every later call fails, too."""
+        lines = self._logs[rank].read_text(errors="replace").splitlines() if rank is not None else []
+        shown = "".join(f"\n  {line}" for line in lines[-LINES:])
+        last = f". Its last lines, of {self._logs[rank]}:{shown}" if rank is not None and lines else ""
+        self._failure = RankFailed(what + last)
+        return self._failure
+
+
+def _error_of(ref: Any) -> RayError | None:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return error
+    return None
+
+
+def _start(size: int, device: str) -> None:
+    """Start Ray on this machine; workers import from where this process does."""
+    for attempt in range(STARTS):
+        try:
+            with _signals_kept():
+                ray.init(
+                    address="local",
+                    num_cpus=max(size, usable_cores()) if device == "cpu" else None,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=OBJECT_STORE,
+                )
+        except Exception as error:  # Ray raises many kinds
+            ray.shutdown()
+            if attempt == STARTS - 1:
+                raise RankFailed(f"Ray does not start on this machine ({type(error).__name__}: {error})") from error
+        else:
+            return
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM and `breakpoint` over for good."""
+    term, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
+    yield
+    if signal.getsignal(signal.SIGTERM) is not term:
+        signal.signal(signal.SIGTERM, term)
+    if debugger is None:
+        os.environ.pop("PYTHONBREAKPOINT", None)
