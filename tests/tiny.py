@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -137,5 +138,17 @@ def tiny_tokenizer(*, chat_template: bool = True, add_bos: bool = False) -> PreT
 def save_tiny(path: Path, name: str = "llama", *, chat_template: bool = True, **kwargs: Any) -> Path:
     """Write model and tokenizer as a Hugging Face directory, the way a user's model looks; returns `path`."""
     tiny_model(name, **kwargs).save_pretrained(path)
+    tiny_tokenizer(chat_template=chat_template).save_pretrained(path)
+    return path
+
+
+def save_tiny_reward_model(
+    path: Path, name: str = "llama", *, chat_template: bool = True, seed: int = 0, **overrides: Any
+) -> Path:
+    """Write a sequence classifier with one output and its tokenizer as a Hugging Face directory; returns `path`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(TINY_CONFIGS[name](**{"num_labels": 1} | overrides))
+    model.save_pretrained(path)
     tiny_tokenizer(chat_template=chat_template).save_pretrained(path)
     return path

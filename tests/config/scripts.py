@@ -147,7 +147,6 @@ TRUST = ["data.trust_remote_code=True", f"{M}.trust_remote_code=True", "critic.m
 
 SP = "ulysses_sequence_parallel_size"
 REFUSED_TP_PP = {text.split("=")[0] for text in TP2_PP2}
-RM = "reward_model.enable"
 
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "run_deepseek7b_llm": ([*F, "trainer.use_legacy_worker_impl=auto"], set()),
@@ -200,11 +199,11 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             *reward_model("/models/FsfairX-LLaMA3-RM-v0.1", 1, 2048, 1024),
             "trainer.val_before_train=False",
         ],
-        {RM},
+        set(),
     ),
     "run_qwen2-7b_rm_seq_balance": (
         [*Q, "critic.use_dynamic_bsz=True", *reward_model("sfairXC/FsfairX-LLaMA3-RM-v0.1", 1, 8192, 4096)],
-        {RM},
+        set(),
     ),
     "run_qwen2-7b_seq_balance": ([*Q, f"{R}.mode=async", f"{R}.multi_turn.format=hermes"], set()),
     "run_qwen2-7b_sglang_seq_balance": ([*Q, f"{R}.name=sglang"], set()),
@@ -237,7 +236,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
             f"{A}.ppo_mini_batch_size=128",
             *reward_model("deepseek-ai/deepseek-llm-7b-chat", 4, 256, 128),
         ],
-        {RM},
+        set(),
     ),
     "run_qwen1.5_moe_a2.7b-gsm8k_megatron": (
         [*MEGATRON, *GSM8K, "trainer.nnodes=4", *megatron_moe(QWEN_MOE)],

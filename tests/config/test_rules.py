@@ -12,6 +12,7 @@ from tether.config.rules.text import RULES
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
 EXPLAINED = "trainer.critic_warmup_until_explained_variance"
+LEARNED = ["reward_model.enable=True", "reward_model.model.path=rm"]
 GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,format]", f"{ROLLOUT}.n=2"]
 
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
@@ -188,6 +189,24 @@ CASES = {
         "data.train_max_samples",
         "0 leaves no row",
         ["data.train_max_samples=-1"],
+    ),
+    "reward_model_is_named": (
+        ["reward_model.enable=True"],
+        "reward_model.model.path",
+        "missing with reward_model.enable=True. give a sequence classifier with one output",
+        ["reward_model.model.path=rm"],
+    ),
+    "functions_beside_a_model_have_a_weight": (
+        [*LEARNED, "custom_reward_function.path=x.py"],
+        "custom_reward_function.path",
+        "x.py is never called with reward_model.enable=True and reward_model.rule_weight=0",
+        ["reward_model.rule_weight=0.5"],
+    ),
+    "responses_are_decoded_by_the_policys_tokenizer": (
+        [*LEARNED, "reward_model.model.input_tokenizer=other/model"],
+        "reward_model.model.input_tokenizer",
+        "other/model is not the policy's tokenizer",
+        ["reward_model.model.input_tokenizer=null"],
     ),
 }
 CORRECTION, FILTER = "algorithm.rollout_correction", "algorithm.filter_groups"

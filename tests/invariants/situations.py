@@ -4,12 +4,19 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tiny import EOS, save_tiny
+from tests.tiny import EOS, save_tiny, save_tiny_reward_model
 from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
+LEARNED = ["reward_model.enable"] + [
+    f"reward_model.{name}"
+    for name in (
+        *("rule_weight", "micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length"),
+        *(f"model.{part}" for part in ("path", "input_tokenizer", "trust_remote_code", "fsdp_config.dtype")),
+    )
+]
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
     letters = sum(c.isalpha() for c in solution_str)
@@ -64,6 +71,8 @@ def write_files(folder: Path) -> None:
     """Everything that a key may name, twice."""
     write_inputs(folder)
     save_tiny(folder / "model2", seed=5)
+    for name, seed in (("rm", 1), ("rm2", 2)):
+        save_tiny_reward_model(folder / name, seed=seed)
     for name in ("reward.py", "reward2.py"):
         (folder / name).write_text(REWARDS)
     for name in ("datasets.py", "datasets2.py"):
@@ -81,6 +90,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
     """See `Situation.context`."""
     overlong = [f"data.train_files={folder / 'ragged.jsonl'}", "data.max_prompt_length=50"]
     own_class = ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"]
+    learned = ["reward_model.enable=True", f"reward_model.model.path={folder / 'rm'}", "reward_model.rule_weight=1"]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
     return {
         "data.truncation": [*overlong, "data.truncation=left"],
@@ -102,6 +112,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{CORRECTION}.rollout_rs": [f"{CORRECTION}.rollout_rs_threshold=2"],
         f"{CORRECTION}.rollout_rs_threshold": [f"{CORRECTION}.rollout_rs_threshold=2"],
         f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
+        **dict.fromkeys(LEARNED, learned),
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
@@ -127,6 +138,9 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{MODEL}.target_modules": ["[q_proj]"],
         f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
         "critic.model.path": [f"{folder / 'model2'}"],
+        "reward_model.model.path": [f"{folder / 'rm2'}"],
+        "reward_model.model.input_tokenizer": ["null"],
+        "reward_model.max_length": ["16"],
         "critic.model.override_config": ["{rms_norm_eps: 0.1}"],
         "algorithm.gdpo_reward_keys": ["[score]"],
         "algorithm.filter_groups.metric": ["acc"],

@@ -22,7 +22,7 @@ import pytest
 from tests.invariants import situations
 from tests.invariants.plan import Loader, Plan, plan_of
 from tests.invariants.situations import Situation
-from tether.assembly import inputs, learners
+from tether.assembly import inputs, learners, reward_model
 from tether.assembly.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
@@ -138,6 +138,7 @@ class Bench:
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),
             (learners, "load_critic", deepcopy),
+            (reward_model, "load_reward_model", deepcopy),
             (inputs, "load_tokenizer", deepcopy),
             *([(importlib.import_module("tether.envs.make"), "make_vector_env", None)] if HAS_ENVS else []),
         ):

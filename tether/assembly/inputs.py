@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.assembly.reward_model import build_reward_model, check_scoring
 from tether.config import RunConfig
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
@@ -17,7 +18,7 @@ from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_ground_truth, check_sources
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.sandbox import Limits, ProgramOptions, Server
-from tether.rewards.service import LocalRewards, RewardPool, Rewards
+from tether.rewards.service import LocalRewards, ModelRewards, RewardPool, Rewards
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object
@@ -49,9 +50,9 @@ def build_inputs(config: RunConfig) -> Inputs:
     if data.val_files:
         validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False)
         validation = validation.held_out_from(train)
-    if config.custom_reward_function.path is None:
-        for prompts in filter(None, (train, validation)):
-            check_rewards(config, prompts)
+    for prompts in filter(None, (train, validation)):
+        check_rewards(config, prompts)
+    check_scoring(config, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
         if is_gguf(path):  # its tokens and its embeddings are of one file
             continue
@@ -116,11 +117,13 @@ def build_dataset(
 
 
 def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
-    """Refuse prompts whose responses no rule can score. Not for runs with a function of their own.
+    """Refuse prompts whose responses no rule can score, where rules are asked.
 
     Raises:
         ValueError: a data source without a rule, tests that cannot be read, or programs that cannot be run.
     """
+    if config.custom_reward_function.path is not None or not _asks_rules(config):
+        return
     check_sources(prompts.data_sources(), program_options(config))
     prompts.check_ground_truths(check_ground_truth)
 
@@ -142,12 +145,24 @@ def _num_workers(config: RunConfig) -> int:
     return config.reward_model.num_workers or min(usable_cores(), most)
 
 
+def _asks_rules(config: RunConfig) -> bool:
+    return not config.reward_model.enable or config.reward_model.rule_weight != 0
+
+
 def build_rewards(config: RunConfig) -> Rewards:
-    """Start the reward processes; a user's function is loaded and checked in them. One that is an object runs here.
+    """Start what scores responses: processes of rules or of a user's function, a reward model, or both.
 
     Raises:
-        ValueError: the user's function cannot be loaded.
+        ValueError: the user's function or the reward model cannot be loaded.
     """
+    if not config.reward_model.enable:
+        return _build_rules(config)
+    model = build_reward_model(config)  # first: what it refuses leaves no process behind
+    return ModelRewards(model, _build_rules(config) if _asks_rules(config) else None, config.reward_model.rule_weight)
+
+
+def _build_rules(config: RunConfig) -> RewardPool | LocalRewards:
+    """A user's function is loaded and checked in the processes; one that is an object runs here."""
     custom = config.custom_reward_function
     if is_object(custom.path):
         function = load_reward_function(str(custom.path), custom.name, custom.reward_kwargs)

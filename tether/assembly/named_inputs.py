@@ -41,6 +41,8 @@ def _of_text(config: RunConfig) -> Named:
     yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, _model
     if config.critic.enable:
         yield "critic.model.path", config.critic.model.path, _model
+    if config.reward_model.enable and config.reward_model.model.path:
+        yield "reward_model.model.path", config.reward_model.model.path, _model
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:

@@ -15,6 +15,7 @@ DTYPE_KEYS = (
     "actor_rollout_ref.ref.fsdp_config.dtype",
     "actor_rollout_ref.rollout.dtype",
     "critic.model.fsdp_config.dtype",
+    "reward_model.model.fsdp_config.dtype",
 )
 
 

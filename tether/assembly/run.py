@@ -28,6 +28,7 @@ from tether.assembly.off_policy import (
     build_rollout_files,
     old_log_probs_from,
 )
+from tether.assembly.reward_model import reward_model_path
 from tether.assembly.roles import build_roles, sources_of
 from tether.checkpoints import CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
@@ -88,7 +89,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         loaded = loaded.with_values(formats, "what this device computes in")
         config = loaded.config
         inputs = build_inputs(config)
-        identity = _identity(inputs)
+        identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
@@ -162,7 +163,7 @@ def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
     return store, store.resolve(trainer.resume_mode, given)
 
 
-def _identity(inputs: Inputs) -> dict[str, str]:
+def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
     identity = {"data.train_files": inputs.train.fingerprint()}
     if is_object(inputs.model_path):
         identity["actor_rollout_ref.model.path"] = object_fingerprint(held(str(inputs.model_path)))
@@ -170,6 +171,8 @@ def _identity(inputs: Inputs) -> dict[str, str]:
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
+    if isinstance(scores := reward_model_path(config), Path):
+        identity["reward_model.model.path"] = model_fingerprint(scores)
     return identity
 
 

@@ -12,6 +12,7 @@ from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer
 from tether.assembly.learners import build_critic, critic_engine, update_plan
 from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
+from tether.assembly.reward_model import check_scoring
 from tether.assembly.run import sampling_params, validation_sampling
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
@@ -43,8 +44,8 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
     set_threads(config.trainer.num_threads)
     tokenizer = build_tokenizer(config, model)
     dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)
-    if config.custom_reward_function.path is None:
-        check_rewards(config, dataset)
+    check_rewards(config, dataset)
+    check_scoring(config, tokenizer)
     engine = load_engine(model, resolve_device(config.trainer.device), config.actor_rollout_ref.rollout.dtype)
     evaluation = Evaluation(dataset, validation_sampling(config), config.data.val_batch_size)
     with build_rewards(config) as rewards:
@@ -74,12 +75,17 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
     Raises:
         ValueError: unusable inputs.
     """
+    if config.reward_model.enable and config.reward_model.model.input_tokenizer is None:
+        raise ValueError(
+            "reward_model.model.input_tokenizer=null: the replies that are tried are texts, not the policy's tokens; "
+            "leave it out"
+        )
     set_threads(config.trainer.num_threads)
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
     dataset = build_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples, shuffle=False)
-    if config.custom_reward_function.path is None:
-        check_rewards(config, dataset)
+    check_rewards(config, dataset)
+    check_scoring(config, tokenizer)
     count = min(rows, len(dataset))
     prompts = [dataset[i * len(dataset) // count] for i in range(count)]
     sampled: list[str] = []

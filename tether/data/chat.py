@@ -49,18 +49,27 @@ def render(
             f"{tokenizer.name_or_path}: its tokenizer has no chat template, so conversations can't be written as "
             "tokens. Take the model's chat (instruct) version, or give a Jinja template with data.chat_template."
         )
-    arguments = {"add_generation_prompt": True, **template_kwargs}
+    arguments = {"add_generation_prompt": True, "chat_template": chat_template, **template_kwargs}
+    try:
+        return write_conversation(row.messages, tokenizer, **arguments)
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}. Change the row, or the template with data.chat_template.") from error
+
+
+def write_conversation(
+    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, **arguments: Any
+) -> str:
+    """Write a conversation as the tokenizer's chat template does, or as `arguments` ask it to.
+
+    Raises:
+        ValueError: the template has a syntax error, refuses the conversation, fails or does not end.
+    """
     try:
         with deadline(TEMPLATE_SECONDS):
-            text = tokenizer.apply_chat_template(
-                list(row.messages), tokenize=False, chat_template=chat_template, **arguments
-            )
+            text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **arguments)
     except TEMPLATE_ERRORS as error:
-        roles = ", ".join(message["role"] for message in row.messages)
-        raise ValueError(
-            f"{row.place}: the chat template refuses the conversation (roles: {roles}): {error}. "
-            "Change the row, or the template with data.chat_template."
-        ) from error
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error
     assert isinstance(text, str)
     return text
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
+from tether.rewards.outcome import Dialogue, RewardError, RewardOutcome, RewardRequest, Score
 from tether.rewards.summary import percentile
 
 if TYPE_CHECKING:  # this room imports no torch
@@ -101,7 +101,10 @@ def audit(
 
     def tried(kind: str, replies: Iterable[str], of: Sequence[Prompt] = prompts) -> ProbeScores:
         pairs = zip(of, replies, strict=True)
-        requests = [RewardRequest(q.data_source, text, q.ground_truth, dict(q.extra_info)) for q, text in pairs]
+        requests = [
+            RewardRequest(q.data_source, text, q.ground_truth, dict(q.extra_info), Dialogue(q.messages, q.token_ids))
+            for q, text in pairs
+        ]
         return ProbeScores(kind, requests, *score(requests))
 
     answers = {form: tried(TRUTH, [form.format(_text(q.ground_truth)) for q in prompts]) for form in FORMATS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -22,6 +23,17 @@ class RewardFailure(Exception):
 
 
 @dataclass(frozen=True)
+class Dialogue:
+    """What a reward model reads of a response beside its text."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Before the response."""
+    prompt_ids: Iterable[int]
+    response_ids: Iterable[int] | None = None
+    """As the policy sampled them; None: it did not."""
+
+
+@dataclass(frozen=True)
 class RewardRequest:
     """One response to score: the arguments of a reward function."""
 
@@ -30,6 +42,8 @@ class RewardRequest:
     """The response as text."""
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    dialogue: Dialogue | None = field(default=None, compare=False, repr=False)
+    """For reward models; functions do not see it."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_what_is_refused_stays_refused_in_the_written_file(tmp_path):
         load_config(native, [])
     (problem,) = error.value.problems
     assert problem.path == "not_supported.reward.use_reward_model"
-    assert "learned reward models are not supported yet" in str(problem)
+    assert "learned rewards of images are not supported yet" in str(problem)
     assert "take the line out" in problem.fix
     native.write_text(native.read_text().replace("  reward.use_reward_model: ", "  # "))
     assert load_config(native, []).config.env.train.id == "PickCube-v1"

@@ -132,6 +132,36 @@ def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def reward_model_is_named(cfg: RunConfig) -> Problem | None:
+    """verl's default is a model of the hub, which nobody means."""
+    if not cfg.reward_model.enable or cfg.reward_model.model.path is not None:
+        return None
+    key = "reward_model.model.path"
+    return Problem(key, "missing with reward_model.enable=True", "give a sequence classifier with one output")
+
+
+def functions_beside_a_model_have_a_weight(cfg: RunConfig) -> Problem | None:
+    """verl either never calls the function, or never the model, depending on its version."""
+    model, key = cfg.reward_model, "custom_reward_function.path"
+    path = cfg.custom_reward_function.path
+    if not model.enable or model.rule_weight or path is None:
+        return None
+    what = f"{path} is never called with reward_model.enable=True and reward_model.rule_weight=0"
+    return Problem(
+        key, what, "set reward_model.rule_weight to add its score to the model's, or leave one of the two out"
+    )
+
+
+def responses_are_decoded_by_the_policys_tokenizer(cfg: RunConfig) -> Problem | None:
+    """Whatever else the key named would decode other text than the policy wrote."""
+    policy, found = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
+    if not cfg.reward_model.enable or found in (None, policy.path, policy.tokenizer_path):
+        return None
+    key = "reward_model.model.input_tokenizer"
+    what = f"{found} is not the policy's tokenizer, by which its responses are decoded"
+    return Problem(key, what, f"leave {key} out, or set it to null where both models have the same tokenizer")
+
+
 def _critic_has_its_own_size(cfg: RunConfig) -> bool:
     """The actor's, which it inherits, is complained about once."""
     return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -169,6 +199,9 @@ RULES: tuple[Rule, ...] = (
     together("data.custom_cls.path", "data.custom_cls.name"),
     together("data.custom_cls.name", "data.custom_cls.path"),
     subsets_are_not_empty,
+    reward_model_is_named,
+    functions_beside_a_model_have_a_weight,
+    responses_are_decoded_by_the_policys_tokenizer,
     *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from tether.config.schema.engine import FsdpConfig
 from tether.config.schema.section import (
     ActsIf,
+    AliasOf,
     Count,
     Fraction,
+    Inherits,
     NonNegative,
     NullIsUnset,
     Options,
@@ -16,6 +19,9 @@ from tether.config.schema.section import (
     Section,
     Strings,
 )
+
+FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.rule_weight", off=(0.0,)))
+"""Read where functions score responses."""
 
 
 class CustomRewardFunctionConfig(Section):
@@ -68,12 +74,43 @@ class SandboxFusionConfig(Section):
     """MiB that a program has there."""
 
 
-class RewardModelConfig(Section):
-    """Computation of rewards."""
+class ScoringModelConfig(Section):
+    """`reward_model.model`: a sequence classifier with one output, which scores a prompt with its response."""
 
-    num_workers: Positive | None = 1
+    path: str | None = None
+    """Its directory or hub id; `tether rm train` makes one. (verl: a model of the hub.)"""
+    input_tokenizer: str | None = "${actor_rollout_ref.model.path}"
+    """The policy's: responses are decoded, and templated by the reward model's tokenizer. null: ids as they are."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own code."""
+    fsdp_config: FsdpConfig
+
+
+class RewardModelConfig(Section):
+    """Computation of rewards: by functions, and by a learned reward model."""
+
+    enable: bool = False
+    """Score responses by reward_model.model, in place of rules; see rule_weight."""
+    model: Annotated[ScoringModelConfig, ActsIf("reward_model.enable", on=(True,))]
+    rule_weight: Annotated[float, ActsIf("reward_model.enable", on=(True,))] = 0.0
+    """The score is the model's plus this times that of the rule or function; 0 calls none. (tether's own key.)"""
+    micro_batch_size: Annotated[Positive | None, AliasOf(".micro_batch_size_per_gpu")] = None
+    """verl's older key of micro_batch_size_per_gpu."""
+    micro_batch_size_per_gpu: Annotated[
+        Positive, Inherits("critic.forward_micro_batch_size_per_gpu"), ActsIf(".use_dynamic_bsz", on=(False,))
+    ]
+    """Rows a forward pass of the model."""
+    use_dynamic_bsz: Annotated[bool, Inherits("critic.use_dynamic_bsz"), ActsIf("reward_model.enable", on=(True,))]
+    """Fill each of its micro-batches up to forward_max_token_len_per_gpu tokens, not to a number of rows."""
+    forward_max_token_len_per_gpu: Annotated[
+        Positive, Inherits("critic.forward_max_token_len_per_gpu"), ActsIf(".use_dynamic_bsz", on=(True,))
+    ]
+    """Tokens such a pass when use_dynamic_bsz is on."""
+    max_length: Annotated[Positive | None, ActsIf("reward_model.enable", on=(True,))] = None
+    """Tokens of prompt and response that it scores; more are an error. null: as many as it has positions for."""
+    num_workers: Annotated[Positive | None, FUNCTIONS] = 1
     """Processes that score responses; null: one a core."""
-    timeout: PositiveFloat = 10.0
+    timeout: Annotated[PositiveFloat, FUNCTIONS] = 10.0
     """Seconds a reward call may take; then it is stopped and counts as an error. (tether's own key.)"""
     max_error_rate: Fraction = 0.1
     """The run stops when more than this share of a step's rewards are errors. (tether's own key.)"""

@@ -9,7 +9,7 @@ gradient passes through the head, waits one step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,52 @@ def load_critic(
     return _ready(critic_from(model))
 
 
-def critic_from(model: PreTrainedModel) -> PreTrainedModel:
+def load_reward_model(path: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A saved sequence classifier with one output, as `load_critic`; a causal LM, which has no such head, is refused.
+
+    Raises:
+        ValueError: as `load_critic`, or as `check_reward_model`.
+    """
+    check_reward_model(path, load_config(path, trust_remote_code=trust_remote_code))
+    return load_critic(path, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
+    """A sequence classifier with one output to be trained: a saved one, or a causal LM with a head of zeros.
+
+    Raises:
+        ValueError: as `load_critic`, or a saved classifier with another head.
+    """
+    if not is_gguf(path) and (load_config(path).architectures or [""])[0].endswith(CRITIC_CLASSES):
+        return load_reward_model(path, dtype=dtype)
+    return _ready(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
+
+
+def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
+    """Refuse a model that does not give one number to a sequence.
+
+    Raises:
+        ValueError: no classifier, or one with several outputs.
+    """
+    architecture = (config.architectures or [""])[0]
+    if not architecture.endswith(CRITIC_CLASSES):
+        raise ValueError(
+            f"{path}: {architecture or type(config).__name__} has no head that scores a sequence, so it is no reward "
+            "model. Name a sequence classifier with one output; `tether rm train` makes one of this model."
+        )
+    if config.num_labels != 1:
+        raise ValueError(
+            f"{path}: its head has {config.num_labels} outputs, and a reward model has 1. Name a sequence classifier "
+            "with num_labels=1."
+        )
+
+
+def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFIG) -> PreTrainedModel:
     """Move a causal LM's backbone under a scalar head of zeros; the causal LM must not be used any more.
+
+    Args:
+        model: the causal LM.
+        classes: transformers' mappings to the class of the result; the first that knows the family counts.
 
     Raises:
         ValueError: transformers has no class for it.
@@ -68,7 +112,7 @@ def critic_from(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config.num_labels = 1
     with torch.device("meta"):  # only the shape of the head is wanted
-        critic = _empty_critic(config)
+        critic = _empty_critic(config, classes)
     setattr(critic, critic.base_model_prefix, model.base_model)
     head = value_head_of(critic)
     head.to_empty(device=model.device).to(model.dtype)
@@ -95,15 +139,15 @@ def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
-    for class_of in _CLASS_OF_CONFIG:
+def _empty_critic(config: PreTrainedConfig, classes: Sequence[Any]) -> PreTrainedModel:
+    for class_of in classes:
         if type(config) in class_of:
             critic_class: Any = class_of[type(config)]
             critic: PreTrainedModel = critic_class(config)
             return critic
     raise ValueError(
-        f"{type(config).__name__}: transformers has neither a token nor a sequence classification model of this "
-        "family, so no critic can be built on it. Name a model of another family as critic.model.path."
+        f"{type(config).__name__}: transformers has no classification model of this family, so no critic and no "
+        "reward model can be built on it. Name a model of another family."
     )
 
 

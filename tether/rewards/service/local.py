@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from tether.rewards.outcome import RewardOutcome, RewardRequest, dump_answer, load_answer
 from tether.rewards.router import RewardFunction
-from tether.rewards.service.pool import RewardPool
 from tether.rewards.service.worker import call
 from tether.runtime.deadline import deadline
 
@@ -62,6 +61,3 @@ class LocalRewards:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-Rewards = RewardPool | LocalRewards

@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from tether.rewards.custom import CustomReward
@@ -82,7 +83,7 @@ class RewardPool:
 
     def submit(self, index: int, request: RewardRequest) -> None:
         """Have `request` scored; `collect` returns its outcome at the place that `index` has among the others."""
-        payload = pickle.dumps(request)
+        payload = pickle.dumps(replace(request, dialogue=None))
         with self._changed:
             assert not self._closed, "the pool was closed"
             assert index not in self._submitted, f"request {index} was submitted twice"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, RolloutBatch
 from tether.data.chat import decode
-from tether.rewards import RewardOutcome, RewardReport, RewardRequest, check_error_rate, summarize
+from tether.rewards import Dialogue, RewardOutcome, RewardReport, RewardRequest, check_error_rate, summarize
 from tether.rewards.service import Rewards
 from tether.rollout import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
 
@@ -74,7 +74,8 @@ class Collector:
         def submit(response: FinishedResponse) -> None:
             text = decode(self.tokenizer, response.token_ids, skip_special_tokens=True)
             prompt = prompts[response.row // sampling.n]
-            request = RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+            dialogue = Dialogue(prompt.messages, prompt.token_ids, response.token_ids)
+            request = RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, dialogue)
             requests[response.row] = request
             self.rewards.submit(response.row, request)
             if on_progress:

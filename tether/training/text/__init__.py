@@ -4,17 +4,35 @@ from tether.training.text.forward import PolicyForward, PolicyOutputs, Reference
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 from tether.training.text.packing import sequence_lengths
+from tether.training.text.scoring import (
+    PairForward,
+    PairOutputs,
+    PreferenceLoss,
+    RewardModel,
+    ScoreOutputs,
+    pair_batch,
+    score_batch,
+    without_padding,
+)
 
 __all__ = [
     "Aggregation",
     "CriticLoss",
     "MicroBatching",
+    "PairForward",
+    "PairOutputs",
     "PolicyForward",
     "PolicyLoss",
     "PolicyOutputs",
+    "PreferenceLoss",
     "ReferenceModel",
+    "RewardModel",
+    "ScoreOutputs",
     "TokenSelection",
     "ValueForward",
     "ValueOutputs",
+    "pair_batch",
+    "score_batch",
     "sequence_lengths",
+    "without_padding",
 ]

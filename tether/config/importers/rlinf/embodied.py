@@ -332,7 +332,7 @@ EMBODIED: Table = {
     "rollout.sampling_params.temperature_eval": Refuses("tests take the likeliest actions", fine=(0, 0.0, None)),
     "rollout.sampling_params.*": TEXT_ONLY,
     "data.*": NoEffect("embodied runs have no prompts"),
-    "reward.use_reward_model": Refuses("learned reward models are not supported yet", fine=(False,)),
+    "reward.use_reward_model": Refuses("learned rewards of images are not supported yet", fine=(False,)),
     "reward.*": NoEffect("acts with reward.use_reward_model only, which is not supported yet"),
 }  # fmt: skip
 """Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""

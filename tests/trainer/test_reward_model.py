@@ -1,0 +1,145 @@
+"""A learned reward model in a run: it scores in place of rules or beside them, and what it cannot read is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model
+from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, train, weights, write_inputs
+from tether.assembly.named_inputs import missing_inputs
+from tether.assembly.run import build_run
+from tether.config import load_config
+from tether.rewards.outcome import RewardFailure
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    save_tiny_reward_model(folder / "rm", seed=3)
+    return folder
+
+
+def overrides(inputs: Path, run: Path, *more: str) -> list[str]:
+    base = [text for text in base_overrides(inputs, run) if not text.startswith("custom_reward_function")]
+    learned = ["reward_model.enable=True", f"reward_model.model.path={inputs / 'rm'}"]
+    return [*base, *GRPO, *learned, "trainer.total_training_steps=2", "trainer.test_freq=2", *more]
+
+
+def test_the_score_is_the_models(inputs: Path, tmp_path: Path) -> None:
+    """`data_source` has no rule here, and none is asked for."""
+    run = train(overrides(inputs, tmp_path / "run"))
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "rm").eval()
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "rm")
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 7
+    for sample in samples:
+        chat = [{"role": "user", "content": _question(sample)}, {"role": "assistant", "content": sample["response"]}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        with torch.no_grad():
+            wanted = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item()
+        assert sample["reward"] == pytest.approx(wanted, abs=1e-3)
+    assert measured(run)[1]["critic/score/max"] > measured(run)[1]["critic/score/min"]
+
+
+def _question(sample: dict[str, object]) -> str:
+    """What stands between the marks of the template."""
+    return str(sample["prompt"]).split("user\n")[1].split("<|im_end|>")[0].split("\nassistant")[0]
+
+
+def test_a_function_beside_it_is_weighted_and_logged_apart(inputs: Path, tmp_path: Path) -> None:
+    function = f"custom_reward_function.path={inputs / 'reward.py'}"
+    run = train(overrides(inputs, tmp_path / "run", function, "reward_model.rule_weight=2"))
+    step = measured(run)[1]
+    parts = step["reward/extra/model_score/mean"] + 2 * step["reward/extra/rule_score/mean"]
+    assert step["critic/score/mean"] == pytest.approx(parts, rel=1e-4)
+    assert step["reward/extra/rule_score/mean"] != 0
+
+
+def test_ids_as_they_are_and_token_budgets(inputs: Path, tmp_path: Path) -> None:
+    """What each setting changes, and what it must not."""
+    as_ids = "reward_model.model.input_tokenizer=null"
+    templated = measured(train(overrides(inputs, tmp_path / "0")))[1]["critic/score/mean"]
+    by_rows = measured(train(overrides(inputs, tmp_path / "1", as_ids)))[1]["critic/score/mean"]
+    budget = ["reward_model.use_dynamic_bsz=True", "reward_model.forward_max_token_len_per_gpu=90"]
+    by_tokens = measured(train(overrides(inputs, tmp_path / "2", as_ids, *budget)))[1]["critic/score/mean"]
+    assert by_rows == pytest.approx(by_tokens, abs=1e-5)
+    assert abs(by_rows - templated) > 1e-3
+
+
+def test_resume_is_exact(inputs: Path, tmp_path: Path) -> None:
+    whole = train(overrides(inputs, tmp_path / "whole", "trainer.save_freq=1"))
+    shutil.copytree(whole / "global_step_1", tmp_path / "part" / "global_step_1")
+    part = train(overrides(inputs, tmp_path / "part", "trainer.save_freq=1"))
+    assert same(measured(part)[2], measured(whole)[2])
+    assert same(weights(part / "global_step_2"), weights(whole / "global_step_2"))
+
+
+def test_another_reward_model_is_no_resume(inputs: Path, tmp_path: Path) -> None:
+    own = tmp_path / "inputs"
+    shutil.copytree(inputs, own)
+    train(overrides(own, tmp_path / "run", "trainer.total_training_steps=1", "trainer.save_freq=1"))
+    save_tiny_reward_model(own / "rm", seed=4)
+    with pytest.raises(ValueError, match=r"reward_model\.model\.path: not what .* was trained with"):
+        train(overrides(own, tmp_path / "run"))
+
+
+def broken(inputs: Path, name: str, folder: Path) -> Path:
+    """A reward model with one fault."""
+    match name:
+        case "two outputs":
+            return save_tiny_reward_model(folder, num_labels=2)
+        case "causal LM":
+            return save_tiny(folder)
+        case "no template":
+            return save_tiny_reward_model(folder, chat_template=False)
+        case "small vocabulary":
+            return save_tiny_reward_model(folder, vocab_size=VOCAB_SIZE - 1)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("two outputs", "its head has 2 outputs, and a reward model has 1"),
+        ("causal LM", "LlamaForCausalLM has no head that scores a sequence"),
+        ("no template", "its tokenizer has no chat template, so responses cannot be written for it"),
+        ("small vocabulary", f"its vocabulary has {VOCAB_SIZE - 1} tokens, and its tokenizer {VOCAB_SIZE}"),
+    ],
+)
+def test_what_cannot_score_is_refused_before_any_weight_is_loaded(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    path = broken(inputs, name, tmp_path / "rm")
+    for loads in ("tether.assembly.learners.load_causal_lm", "tether.assembly.reward_model.load_reward_model"):
+        monkeypatch.setattr(loads, lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match="rm") as error:
+        build_run(load_config(None, overrides(inputs, tmp_path / "run", f"reward_model.model.path={path}")))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_template_ids_may_be_read(inputs: Path, tmp_path: Path) -> None:
+    path = broken(inputs, "no template", tmp_path / "rm")
+    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
+    train(overrides(inputs, tmp_path / "run", *more, "trainer.total_training_steps=1"))
+
+
+def test_scores_that_are_not_finite_stop_the_run(inputs: Path, tmp_path: Path) -> None:
+    """Finite weights, of which one gives an infinite score: errors of the rows, above the rate."""
+    folder = save_tiny_reward_model(tmp_path / "rm")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.nn.init.constant_(model.score.weight, 3e38)
+    model.save_pretrained(folder)
+    with pytest.raises(
+        RewardFailure, match=r"16 of 16 rewards failed .*\n.*the reward model gave .* which is no score"
+    ):
+        train(overrides(inputs, tmp_path / "run", f"reward_model.model.path={folder}"))
+
+
+def test_a_missing_folder_is_named(inputs: Path, tmp_path: Path) -> None:
+    config = load_config(None, overrides(inputs, tmp_path, f"reward_model.model.path={tmp_path / 'nowhere'}")).config
+    assert [problem.path for problem in missing_inputs(config)] == ["reward_model.model.path"]

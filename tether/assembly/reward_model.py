@@ -1,0 +1,88 @@
+"""The learned reward model of a run: checked by its config and tokenizer, then loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.assembly.loading import on_device
+from tether.assembly.number_formats import DTYPES, number_format
+from tether.config import RunConfig
+from tether.models.language.critic import check_reward_model, load_reward_model
+from tether.models.language.load import is_gguf, load_config, load_tokenizer
+from tether.models.language.model_path import resolve_model_path
+from tether.runtime.cache import cache_dir
+from tether.runtime.machine import resolve_device
+from tether.training.engines import LocalEngine
+from tether.training.text import MicroBatching, RewardModel, ScoreOutputs
+
+
+def reward_model_path(config: RunConfig) -> Path | str | None:
+    """Where the reward model is; None where the run has none."""
+    model = config.reward_model
+    return resolve_model_path(str(model.model.path), cache_dir()) if model.enable else None
+
+
+def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a reward model that cannot read what it is given; no weights are loaded.
+
+    Args:
+        config: a run without a reward model is fine.
+        policy_tokenizer: whose ids it reads where ``input_tokenizer`` is null.
+
+    Raises:
+        ValueError: no classifier with one output, no chat template, or a tokenizer with more tokens than the model.
+    """
+    path, model = reward_model_path(config), config.reward_model.model
+    if path is None:
+        return
+    if is_gguf(path):
+        raise ValueError(f"reward_model.model.path={path}: a GGUF file holds no reward model; name a directory")
+    settings = load_config(path, trust_remote_code=model.trust_remote_code)
+    check_reward_model(path, settings)
+    own = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
+    if model.input_tokenizer is not None and not own.chat_template:
+        raise ValueError(
+            f"reward_model.model.path={path}: its tokenizer has no chat template, so responses cannot be written for "
+            "it. Add one to tokenizer_config.json, or set reward_model.model.input_tokenizer=null where it has the "
+            "policy's tokenizer."
+        )
+    vocabulary = settings.get_text_config().vocab_size
+    if len(own) > vocabulary:
+        whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
+        raise ValueError(
+            f"reward_model.model.path={path}: its vocabulary has {vocabulary} tokens, and {whose} {len(own)}. Take the "
+            "tokenizer that it was trained with, or resize its embeddings."
+        )
+
+
+def build_reward_model(config: RunConfig) -> RewardModel:
+    """Load the reward model onto the policy's device.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    settings, path = config.reward_model, reward_model_path(config)
+    assert path is not None
+    device = resolve_device(config.trainer.device)
+    dtype = DTYPES[number_format(settings.model.fsdp_config.dtype, device)]
+    model = on_device(load_reward_model(path, dtype=dtype, trust_remote_code=settings.model.trust_remote_code), device)
+    if settings.use_dynamic_bsz:
+        tokens, key = settings.forward_max_token_len_per_gpu, "reward_model.forward_max_token_len_per_gpu"
+        micro = MicroBatching(max_tokens=tokens, key=key)
+    else:
+        micro = MicroBatching(settings.micro_batch_size_per_gpu, key="reward_model.micro_batch_size_per_gpu")
+    engine: LocalEngine[ScoreOutputs] = LocalEngine(model, micro)
+    text = model.config.get_text_config()
+    return RewardModel(
+        engine,
+        tokenizer=None if settings.model.input_tokenizer is None else _tokenizer(config, path),
+        pad_id=model.config.pad_token_id,
+        vocabulary=text.vocab_size,
+        max_length=settings.max_length or text.max_position_embeddings,
+    )
+
+
+def _tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(path, trust_remote_code=config.reward_model.model.trust_remote_code)

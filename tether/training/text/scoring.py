@@ -1,0 +1,222 @@
+"""Reward models: one score for a whole sequence, and the Bradley-Terry loss on pairs of them.
+
+A score is read at the last token that is not padding, as transformers' sequence classifiers do. Sequences that begin
+alike are laid out with their common beginning once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.algorithms import Mean
+from tether.batch import RolloutBatch, TrainBatch, on_device
+from tether.data.chat import tokenize, write_conversation
+from tether.models.language.critic import value_head_of, values_from_hidden
+from tether.models.language.packing_check import hidden_states
+from tether.models.layers import Packed
+from tether.rewards import Dialogue, RewardError, RewardRequest
+from tether.training.protocol import Engine, LossSizes, LossTerm
+from tether.training.text.forward import ReferenceModel
+from tether.training.text.packing import token_rows
+
+TokenList = list[int]
+
+
+class ScoreOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
+    """The score of each row, on the model's device."""
+
+    scores: Tensor  # [B]
+
+
+class PairOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
+    """The scores of the two sequences of each row, on the model's device."""
+
+    chosen: Tensor  # [B]
+    rejected: Tensor  # [B]
+
+
+@dataclass(frozen=True)
+class ScoreForward:
+    """The forward pass of a reward model over rows of `score_batch`."""
+
+    def __call__(
+        self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
+    ) -> ScoreOutputs:
+        """Score each row at its last token."""
+        rows = on_device(token_rows(batch, packed=True), model.device)
+        states = hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)[rows.ends]
+        return ScoreOutputs(values_from_hidden(states, value_head_of(model)), batch_size=batch.batch_size)
+
+
+@dataclass(frozen=True)
+class PairForward:
+    """The forward pass of a reward model over rows of `pair_batch`."""
+
+    def __call__(
+        self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
+    ) -> PairOutputs:
+        """Score both sequences of each row at their last tokens."""
+        pieces: list[Tensor] = []
+        continues: list[int | None] = []
+        for row, (ids, mask) in enumerate(zip(batch.response_ids, batch.response_mask, strict=True)):
+            first, second = mask.nonzero().flatten().tolist()
+            beginning = batch.prompt_ids[row, : batch.prompt_length[row]]
+            pieces += [beginning, ids[: first + 1], ids[first + 1 : second + 1]]
+            continues += [None, 3 * row, 3 * row]
+        layout = Packed(tuple(map(len, pieces)), tuple(continues))
+        ends = torch.tensor(layout.lengths).cumsum(0).view(-1, 3)[:, 1:] - 1
+        ids = torch.cat(pieces)[None].to(model.device)
+        states = hidden_states(model, ids, layout.position_ids(model.device), layout)[ends.flatten()]
+        scores = values_from_hidden(states, value_head_of(model)).view(-1, 2)
+        return PairOutputs(chosen=scores[:, 0], rejected=scores[:, 1], batch_size=batch.batch_size)
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Bradley-Terry: minus the log-probability of the preference, log sigmoid(chosen - rejected), a mean over pairs."""
+
+    def __call__(self, outputs: PairOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
+        """See `tether.training.protocol.LossFunction`."""
+        margin = outputs.chosen - outputs.rejected
+        loss, all_rows = -logsigmoid(margin), torch.ones_like(margin)
+        metrics = {"rm/accuracy": Mean.of(margin > 0, all_rows), "rm/margin": Mean.of(margin, all_rows)}
+        total = loss.sum() / sizes.num_sequences
+        return LossTerm(total, dict(metrics), {"rm/loss": total})
+
+
+def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> TrainBatch:
+    """A row for each sequence.
+
+    Args:
+        sequences: token ids, at least one each.
+        prompts: what each one answers; those that answer the same share their common beginning.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    uid, shared = [0] * len(sequences), [0] * len(sequences)
+    for number, rows in enumerate(groups.values()):
+        common = _common_tokens([sequences[row] for row in rows])
+        for row in rows:
+            uid[row], shared[row] = number, common
+    beginnings = [ids[:common] for ids, common in zip(sequences, shared, strict=True)]
+    rests = [ids[common:] for ids, common in zip(sequences, shared, strict=True)]
+    return _rows(uid, beginnings, rests, [[len(rest) - 1] for rest in rests])
+
+
+def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]]) -> TrainBatch:
+    """A row for each pair (chosen, rejected): their common beginning, then what is left of the one and of the other.
+
+    The mask is set at the two last tokens, so that no split into micro-batches parts a pair.
+    """
+    beginnings, rests, ends = [], [], []
+    for chosen, rejected in pairs:
+        common = _common_tokens([chosen, rejected])
+        beginnings.append(chosen[:common])
+        rests.append(chosen[common:] + rejected[common:])
+        ends.append([len(chosen) - common - 1, len(rests[-1]) - 1])
+    return _rows(list(range(len(pairs))), beginnings, rests, ends)
+
+
+def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
+    """Token ids up to the last that is no padding, where transformers' sequence classifiers read the score."""
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_id:
+        end -= 1
+    return ids[:end]
+
+
+def _common_tokens(sequences: Sequence[TokenList]) -> int:
+    """Length of the beginning that all have, which leaves each of them a token."""
+    limit = min(map(len, sequences)) - 1
+    return next((at for at in range(limit) if len({ids[at] for ids in sequences}) > 1), limit)
+
+
+def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], marked: list[list[int]]) -> TrainBatch:
+    def padded(rows: list[TokenList]) -> Tensor:
+        return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
+
+    response_ids, count = padded(responses), len(uid)
+    mask = torch.zeros_like(response_ids, dtype=torch.bool)
+    for row, places in enumerate(marked):
+        mask[row, places] = True
+    rollout = RolloutBatch(
+        uid=torch.tensor(uid),
+        prompt_ids=padded(prompts),
+        prompt_length=torch.tensor([len(row) for row in prompts]),
+        response_ids=response_ids,
+        response_length=torch.tensor([len(row) for row in responses]),
+        response_mask=mask,
+        rollout_log_probs=torch.zeros_like(response_ids, dtype=torch.float32),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        batch_size=[count],
+    )
+    return TrainBatch.assemble(rollout, torch.zeros(count))
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Scores responses: what a run asks a reward model for."""
+
+    engine: Engine[TrainBatch, ScoreOutputs]
+    tokenizer: PreTrainedTokenizerBase | None
+    """Its own, whose template writes prompt and response anew; None: it reads the policy's token ids as they are."""
+    pad_id: int | None
+    vocabulary: int
+    max_length: int
+    """Tokens of the longest conversation that it can score."""
+
+    def __call__(self, requests: Sequence[RewardRequest]) -> list[float | RewardError]:
+        """Score of each request, in order, or why it has none."""
+        found: list[float | RewardError] = []
+        rows: list[int] = []
+        sequences: list[TokenList] = []
+        prompts: list[tuple[int, ...]] = []
+        for row, request in enumerate(requests):
+            assert request.dialogue, "a reward model needs the conversation"
+            read = self._read(request.solution_str, request.dialogue)
+            found.append(read if isinstance(read, RewardError) else math.nan)
+            if not isinstance(read, RewardError):
+                rows.append(row)
+                sequences.append(read)
+                prompts.append(tuple(request.dialogue.prompt_ids))
+        if rows:
+            scores = self.engine.infer(score_batch(sequences, prompts), ScoreForward()).scores
+            for row, score in zip(rows, scores.tolist(), strict=True):
+                found[row] = score
+        return found
+
+    def _read(self, response: str, dialogue: Dialogue) -> TokenList | RewardError:
+        """Token ids of prompt and response."""
+        if self.tokenizer is None:
+            assert dialogue.response_ids is not None, "the ids of a text that was not sampled"
+            ids = [*map(int, dialogue.prompt_ids), *map(int, dialogue.response_ids)]
+        elif not dialogue.messages:
+            return RewardError(
+                "the prompt is token ids without messages, which the reward model's template cannot write; set "
+                "reward_model.model.input_tokenizer=null where both models have the same tokenizer"
+            )
+        else:
+            answer = {"role": "assistant", "content": response}
+            try:
+                text = write_conversation([*dialogue.messages, answer], self.tokenizer)
+            except ValueError as error:
+                return RewardError(f"of the reward model, {error}")
+            ids = tokenize([text], self.tokenizer)[0].tolist()
+        if not 0 < len(ids) <= self.max_length:
+            return RewardError(
+                f"the reward model cannot score {len(ids)} tokens of prompt and response, as reward_model.max_length "
+                f"or its positions allow 1 to {self.max_length}"
+            )
+        if max(ids) >= self.vocabulary:
+            return RewardError(f"the token {max(ids)} is beyond the {self.vocabulary} tokens of the reward model")
+        return without_padding(ids, self.pad_id)
