@@ -22,7 +22,7 @@ def test_script_is_refused_for_exactly_the_unsupported_keys(name):
 def test_script_resolves_on_one_device(name):
     overrides, _ = SCRIPTS[name]
     config = load_config(None, [*overrides, "trainer.n_gpus_per_node=1"]).config
-    assert config.trainer.total_epochs == 15
+    assert f"trainer.total_epochs={config.trainer.total_epochs}" in overrides
     assert config.trainer.logger == ("console", "wandb")
 
 

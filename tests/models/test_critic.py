@@ -94,5 +94,5 @@ def test_a_family_without_classification_models_is_refused():
     config = GraniteConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    with pytest.raises(ValueError, match="GraniteConfig: transformers has neither a token nor a sequence"):
+    with pytest.raises(ValueError, match="GraniteConfig: transformers has no classification model of this family"):
         critic_from(GraniteForCausalLM(config))

@@ -81,7 +81,7 @@ class ScoringModelConfig(Section):
     """Its directory or hub id; `tether rm train` makes one. (verl: a model of the hub.)"""
     input_tokenizer: str | None = "${actor_rollout_ref.model.path}"
     """The policy's: responses are decoded, and templated by the reward model's tokenizer. null: ids as they are."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, NullIsUnset()] = False
     """Let the model's repository run its own code."""
     fsdp_config: FsdpConfig
 

@@ -6,7 +6,6 @@ from tether.training.text.micro_batches import MicroBatching
 from tether.training.text.packing import sequence_lengths
 from tether.training.text.scoring import (
     PairForward,
-    PairOutputs,
     PreferenceLoss,
     RewardModel,
     ScoreOutputs,
@@ -20,7 +19,6 @@ __all__ = [
     "CriticLoss",
     "MicroBatching",
     "PairForward",
-    "PairOutputs",
     "PolicyForward",
     "PolicyLoss",
     "PolicyOutputs",
