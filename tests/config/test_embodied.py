@@ -108,6 +108,14 @@ def test_contradictions(override, path, fix):
     assert problems_of(CARTPOLE, *override.split(), base=[])[path].endswith(fix)
 
 
+@pytest.mark.parametrize("wrong", ["env.train.idd", "env.trian.id", "env.train.di"])
+def test_a_slip_in_the_id_is_the_only_problem(wrong):
+    """Without an id, the run would be one of text, which lacks files and a model."""
+    assert problems_of(f"{wrong}=CartPole-v1", base=[]) == {
+        wrong: f"{wrong}: unknown key. did you mean env.train.id?",
+    }
+
+
 WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.train.group_size=2"]
 
 

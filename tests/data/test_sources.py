@@ -1,4 +1,5 @@
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,20 @@ def test_other_kinds_of_path(tmp_path: Path) -> None:
     table.write_text("prompt\nhello\n")
     assert refusal(str(tmp_path)).startswith(f"{tmp_path}: a folder. Name its files one by one: a.jsonl")
     assert refusal(str(table)).startswith(f"{table}: not a .parquet, .json, .jsonl file")
+    (tmp_path / "a.xlsx").touch()
+    assert "Convert it" not in refusal(str(tmp_path / "a.xlsx"))
     assert refusal("nothing").startswith("nothing: not a .parquet, .json, .jsonl file, nor `owner/name` on the hub.")
+
+
+@pytest.mark.parametrize("text", ["q,a\n1+1?,2\n", "q\ta\n1+1?\t2\n"])
+def test_a_table_in_text_comes_with_the_command_that_converts_it(text: str, tmp_path: Path) -> None:
+    table = tmp_path / ("a.tsv" if "\t" in text else "a.csv")
+    table.write_text(text)
+    command, columns = refusal(str(table)).split("Convert it: ")[1].split(", and name its columns: ")
+    subprocess.run(command, shell=True, check=True)
+    spec = columns.replace("question=COLUMN", "question=q").replace("answer=COLUMN", "answer=a").replace("REWARD", "x")
+    (row,) = load_rows(spec)
+    assert (row.messages[-1]["content"], row.data_source, row.ground_truth) == ("1+1?", "x", 2)
 
 
 def test_queries() -> None:

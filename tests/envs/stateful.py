@@ -8,6 +8,7 @@ from collections import deque
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.wrappers.utils import RunningMeanStd
 
 SHARED = np.random.default_rng(7)
 
@@ -21,6 +22,14 @@ class Noisy(gymnasium.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         return obs, float(reward) + 0.1 * self.extra(), terminated, truncated, info
+
+
+class Astronomic(gymnasium.Wrapper):
+    """Rewards that float32 holds, and not their squares."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, 1e38 * float(reward), terminated, truncated, info
 
 
 class DrawsNumpy(Noisy):
@@ -52,6 +61,18 @@ class OwnGenerators(Noisy):
     def extra(self):
         drawn = float(torch.rand((), generator=self._torch))
         return drawn + self._numpy.normal() + self._alias.normal() + self._python.random()
+
+
+class RunningStatistics(gymnasium.ObservationWrapper):
+    """Shows observations beside what was seen before."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self._seen = RunningMeanStd(shape=env.observation_space.shape)
+
+    def observation(self, observation):
+        self._seen.update(observation[None])
+        return ((observation - self._seen.mean) / np.sqrt(self._seen.var + 1e-8)).astype(np.float32)
 
 
 class Counts(Noisy):

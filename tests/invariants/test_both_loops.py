@@ -176,7 +176,7 @@ WRAPPERS = {
     "counts": f"{STATEFUL}:Counts",
     "random the first time": f"{STATEFUL}:RandomTheFirstTime",
     "gives its state": f"{STATEFUL}:GivesItsState",
-    "running statistics": "gymnasium.wrappers:NormalizeObservation",
+    "running statistics": f"{STATEFUL}:RunningStatistics",
     "forgets at reset": f"{STATEFUL}:ForgetsAtReset",
 }
 STEPS = {

@@ -102,6 +102,23 @@ def test_a_chart_says_log_scale_only_where_it_is_one(
     assert ("log scale" in axes.texts[0].get_text()) == (scale == "log")
 
 
+def test_runs_in_simulators_are_drawn_over_environment_steps(tmp_path: Path, figures: list[Figure]) -> None:
+    logger = JsonlLogger(RunInfo(tmp_path / "run", "p", "e", {}))
+    logger.log(0, {"eval/return": 9.0})
+    for step in (10, 20):
+        logger.log(step, {"env/return": 1.0 * step, "perf/env_steps": 128.0 * step, "actor/entropy": 0.6})
+    logger.close()
+    plot_run(tmp_path / "run", tmp_path / "out.png")
+    returns, entropy = figures[0].axes[:2]
+    assert returns.get_xlabel() == "environment steps"
+    training, test = (line.get_xydata().tolist() for line in returns.lines)
+    assert training == [[1280, 10], [2560, 20]]
+    assert test == [[0, 9]]
+    assert entropy.texts[0].get_text() == "nats per action"
+    plot_run(make_run(tmp_path / "text", 2), tmp_path / "out.png")
+    assert {axes.get_xlabel() for axes in figures[1].axes} == {"", "step"}
+
+
 def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2)
     with pytest.raises(ValueError, match=r"Did you mean critic/score/mean\?"):

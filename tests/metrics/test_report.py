@@ -2,9 +2,12 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from tether.commands.report import next_commands, show_report
+from tether.commands.report import how_it_stopped, next_commands, show_report
+from tether.commands.result import read_result
+from tether.metrics.loggers import METRICS_FILE
 from tether.runtime.terminal import Screen
 
 
@@ -20,6 +23,15 @@ def test_scores_stand_beside_the_questions_and_the_most_frequent_answer(tmp_path
     text = said.file.getvalue()  # type: ignore[attr-defined]
     for shown in ("30 distinct", "0.250", "0.750", "+0.500", "most frequent answer", "0.125"):
         assert shown in text
+
+
+def test_a_run_that_is_stopped_before_its_first_checkpoint_names_no_command_above(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).touch()
+    result = read_result(tmp_path, step=0, total_steps=4, stopped_by="SIGTERM")
+    said = "stopped by SIGTERM after step 0 of 4; no step was saved: the same command begins again"
+    assert how_it_stopped(result) == said
+    saved = replace(result, step=2, checkpoint=tmp_path / "global_step_2")
+    assert how_it_stopped(saved) == "stopped by SIGTERM after step 2 of 4; the command above resumes"
 
 
 def test_what_is_suggested_fits_the_kind_of_policy(tmp_path: Path) -> None:

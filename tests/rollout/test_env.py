@@ -2,6 +2,7 @@
 
 import math
 import signal
+import warnings
 from itertools import count
 
 import numpy as np
@@ -17,6 +18,7 @@ from tether.batch import Episode  # noqa: E402
 from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.envs.protocol import DiscreteActions, EnvStep  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
+from tether.rollout.env import evaluation  # noqa: E402
 from tether.rollout.env.collector import EnvCollector  # noqa: E402
 from tether.rollout.env.episodes import EpisodeTracker, episode_metrics  # noqa: E402
 from tether.rollout.env.evaluation import evaluate  # noqa: E402
@@ -118,6 +120,18 @@ def test_a_test_whose_episodes_never_end_can_be_stopped(monkeypatch):
         evaluate(env, asked, 2, seed=0)
 
 
+def test_a_test_whose_episodes_never_end_says_what_bounds_them(monkeypatch):
+    """Episodes of 40 steps, and word after 10."""
+    monkeypatch.setattr(evaluation, "PATIENT_STEPS", 10)
+    toys.register()
+    with pytest.warns(RuntimeWarning, match=r"no episode .* in 10 steps .*env\.eval\.max_episode_steps") as said:
+        evaluate(make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=40)), act, 2, seed=0)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=10)), act, 6, seed=0)
+
+
 class Seen:
     """A picture and three numbers, of which one diverges at once."""
 
@@ -191,4 +205,8 @@ def test_what_an_environment_raises_says_where():
     collector.collect(act, torch.zeros(1, 2, ENVS, 1))
     with pytest.raises(AssertionError) as error:
         collector.collect(lambda obs, noise, state: (act(obs, noise, state)[0] + 7, state), torch.zeros(1, 2, ENVS, 1))
-    assert error.value.__notes__ == ["raised by tether/Countdown-v0 at step 3 of its environments"]
+    where = [f"raised by environment 0 of the {ENVS} in its process"]
+    assert error.value.__notes__ == [*where, "raised by tether/Countdown-v0 at step 3 of its environments"]
+    with pytest.raises(AssertionError) as error:
+        evaluate(MAKERS["loop"](), lambda obs, noise, state: (act(obs, noise, state)[0] + 7, state), 2, seed=0)
+    assert error.value.__notes__ == [*where, "raised by tether/Countdown-v0 at step 1 of its environments"]

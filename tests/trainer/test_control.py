@@ -1,6 +1,7 @@
 """Embodied runs as a whole: they learn in every action space, resume exactly, and say what is wrong."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -252,6 +253,14 @@ def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
             r"eval\.id: tether/Recite-v0 shows state \(3,\) .*the policy reads state \(4,\) and chooses among \(2,\)",
         ),
         (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
+        (
+            ["env.train.wrappers=[gymnasium.wrappers:NormalizeObservation]"],
+            r"env\.train: NormalizeObservation around CartPole-v1 .* set policy\.normalize_observations=True",
+        ),
+        (
+            ["env.train.wrappers=[]", "env.eval.wrappers=[gymnasium.wrappers:NormalizeReward]", "trainer.test_freq=1"],
+            r"env\.eval: NormalizeReward around CartPole-v1 .* set policy\.normalize_rewards=True",
+        ),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], r"resume_from_path=nowhere"),
     ],
 )  # fmt: skip
@@ -264,6 +273,22 @@ def test_a_checkpoint_of_another_environment_is_refused(tmp_path):
     train(overrides(tmp_path), until=1)
     with pytest.raises(ValueError, match=r"env\.train\.id: not what .* was trained with"):
         build_control_run(load_config(None, overrides(tmp_path, "env.train.id=Acrobot-v1")))
+
+
+def test_videos_that_cannot_be_written_are_said_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    more = ["env.eval.video_cfg.save_video=True", "trainer.test_freq=1"]
+    with pytest.raises(ValueError, match=r"save_video: videos need .*imageio.*pip install 'tether\[video\]'"):
+        build_control_run(load_config(None, overrides(tmp_path, *more)))
+
+
+def test_a_reward_whose_squares_overflow_ends_the_run(tmp_path):
+    """1e38 in CartPole's place of 1; a factor that brings it back is fine."""
+    big = ["env.train.wrappers=[tests.envs.stateful:Astronomic]", "trainer.preflight=False", "trainer.test_freq=-1"]
+    run = train(overrides(tmp_path / "fine", *big, "env.train.reward_coef=1e-38"), until=1)
+    assert run.trainer.unlogged.get("actor/skipped_updates", 0) == 0
+    with pytest.raises(ValueError, match=r"env\.train\.reward_coef=1: a reward of 1e\+38 .*stay below 1e\+15"):
+        train(overrides(tmp_path / "large", *big), until=1)
 
 
 def test_rewards_are_scaled_by_the_returns_so_far():

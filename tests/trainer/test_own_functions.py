@@ -1,5 +1,6 @@
 """``FILE.py:NAME`` where an estimator or a policy loss is named: it trains; what cannot work is refused at start."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,31 @@ def test_config_check_looks_for_the_function(tmp_path: Path, file: Path) -> None
     overrides = [*base_overrides(inputs, tmp_path / "out"), f"{MODE}={file}:plan"]
     problems = missing_inputs(load_config(None, overrides).config)
     assert [(problem.path, "Did you mean plain?" in problem.what) for problem in problems] == [(MODE, True)]
+
+
+REWARDS = {
+    "def score(solution_str, ground_truth): ...": r"score\(solution_str, ground_truth\), which is called by",
+    "def score(data_source, solution_str, ground_truth, extra_info, level): ...": "required argument: 'level'",
+    "def score(data_source, solution_str, ground_truth, extra_info=None, *, level: Missing = missing()): ...": None,
+    "def score(**everything): ...": None,
+    "@wrapped\ndef score(answer): ...": None,
+    "from other import score": None,
+}
+"""File -> the error that its signature is; the names in it exist nowhere, so that running it would fail."""
+
+
+@pytest.mark.parametrize("source", REWARDS)
+def test_config_check_reads_the_signature_of_a_reward_without_running_it(source: str, tmp_path: Path) -> None:
+    inputs, file = write_inputs(tmp_path), tmp_path / "reward.py"
+    file.write_text(source)
+    named = [f"custom_reward_function.path={file}", "custom_reward_function.name=score"]
+    problems = missing_inputs(load_config(None, [*base_overrides(inputs, tmp_path / "out"), *named]).config)
+    if REWARDS[source] is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert problem.path == "custom_reward_function.name"
+        assert re.search(REWARDS[source], problem.what)
 
 
 def test_a_control_policy_takes_the_loss_too(file: Path) -> None:

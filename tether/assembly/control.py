@@ -168,6 +168,7 @@ def video_folder(config: RunConfig) -> Path:
 def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
     try:
         videos = importlib.import_module("tether.rollout.env.video")
+        importlib.import_module("imageio_ffmpeg")  # which imageio looks for at the first picture only
     except ModuleNotFoundError as error:
         raise ValueError(
             f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: pip install 'tether[video]'"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from tether.config import Problem, RunConfig
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.models.language.model_path import resolve_model_path
+from tether.rewards.custom import check_call
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
 from tether.runtime.user_files import missing_file
@@ -49,7 +52,9 @@ def _of_text(config: RunConfig) -> Named:
         yield from (("data.train_files", name, locate) for name in data.train_files)
         yield from (("data.val_files", name, locate) for name in data.val_files)
     if custom.path:
-        yield "custom_reward_function.path", f"{custom.path}:{custom.name}", _definition
+        named = f"{custom.path}:{custom.name}"
+        yield "custom_reward_function.path", named, _definition
+        yield "custom_reward_function.name", named, partial(_reward, reward_kwargs=custom.reward_kwargs)
     yield from _of_both(config)
 
 
@@ -91,6 +96,25 @@ def _definition(named: str) -> None:
     names = list(_top_level(_parsed(file)))
     if name not in names and "*" not in names:
         raise ValueError(f"{file}: defines no {name}.{did_you_mean(name, names)}")
+
+
+def _reward(named: str, reward_kwargs: Mapping[str, object]) -> None:
+    """Check what a reward function takes, where it is a plain ``def`` of the file."""
+    file, _, name = named.rpartition(":")
+    found = [node for node in _parsed(file).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if found and not found[-1].decorator_list:
+        check_call(_signature(found[-1].args), Path(file), name, reward_kwargs)
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """The signature of a function with these arguments, without their annotations and the values of defaults."""
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    function = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+    return inspect.signature(eval(compile(function, "arguments", "eval")))
 
 
 def _parsed(file: str) -> ast.Module:

@@ -148,7 +148,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     restart_with_huge_pages()
     with _importing():
-        from tether.commands.report import command_to_resume, show_report
+        from tether.commands.report import command_to_resume, how_it_stopped, show_report
         from tether.commands.train import train as run
 
     try:
@@ -159,8 +159,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
     screen, command = Screen(), shlex.join(masked_command(["tether", *sys.argv[1:]]))
     show_report(result.folder, screen, command_to_resume(command, loaded, result.step, result.total_steps))
     if result.stopped_by:
-        stopped = f"stopped by {result.stopped_by} after step {result.step} of {result.total_steps}"
-        screen.print(f"{stopped}; the command above resumes")
+        screen.print(how_it_stopped(result))
 
 
 @app.command(name="eval")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.checkpoints import CheckpointStore
+from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
 from tether.metrics.loggers import METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
@@ -81,6 +82,12 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
         f"watch it    tether play {checkpoint}",
         resume,
     ]
+
+
+def how_it_stopped(result: TrainingResult) -> str:
+    """A line about the signal that stopped a run, and about what the same command does now."""
+    again = "the command above resumes" if result.checkpoint else "no step was saved: the same command begins again"
+    return f"stopped by {result.stopped_by} after step {result.step} of {result.total_steps}; {again}"
 
 
 def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:

@@ -14,6 +14,7 @@ from tether.spelling import did_you_mean
 
 PROCEDURAL = "reasoning_gym:"
 SUFFIXES = (".parquet", ".json", ".jsonl")
+DELIMITERS = {".csv": ",", ".tsv": "\\t"}
 ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
 """Options after the ``?`` of a file or hub dataset: its columns, its reward, and text around its prompts."""
 OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
@@ -53,9 +54,19 @@ def locate(spec: str) -> Location:
             raise ValueError(missing_file(file))
         return _known_options(Location("file", str(file), options), spec)
     if path.exists() or name.count("/") != 1 or name.startswith("/"):
-        hint = "" if path.exists() else f" {missing_file(path)}"
+        hint = _conversion(path) if path.exists() else f" {missing_file(path)}"
         raise ValueError(f"{spec}: not a {', '.join(SUFFIXES)} file, nor `owner/name` on the hub.{hint}")
     return _installed(_known_options(Location("hub", name, options), spec))
+
+
+def _conversion(path: Path) -> str:
+    """The command that makes a file which can be read of a table in text."""
+    if path.suffix not in DELIMITERS:
+        return ""
+    parse = f"c.ParseOptions(delimiter={DELIMITERS[path.suffix]!r})"
+    table, made = f"c.read_csv({str(path)!r}, parse_options={parse})", path.with_suffix(".parquet")
+    command = f'python -c "import pyarrow.csv as c, pyarrow.parquet as p; p.write_table({table}, {str(made)!r})"'
+    return f" Convert it: {command}, and name its columns: {made}?question=COLUMN&answer=COLUMN&data_source=REWARD"
 
 
 def split_query(spec: str) -> tuple[str, dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,7 +13,7 @@ from typing import Any, cast
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
-from gymnasium.wrappers import FilterObservation, FrameStackObservation
+from gymnasium.wrappers import FilterObservation, FrameStackObservation, NormalizeObservation, NormalizeReward
 
 from tether.envs.adapters.minigrid import SuccessByReward
 from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
@@ -30,7 +30,8 @@ from tether.spelling import did_you_mean
 
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
-    "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill", "libero": "libero",
+    "Box2D": "box2d", "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill",
+    "libero": "libero",
 }  # fmt: skip
 """Module that an environment could not import -> extra of tether that brings it."""
 
@@ -40,6 +41,12 @@ ADAPTERS = {
     "metaworld": "tether.envs.adapters.metaworld",
 }
 """env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
+
+NORMALIZED_BY: Mapping[type[Wrapper], str] = {
+    NormalizeObservation: "policy.normalize_observations",
+    NormalizeReward: "policy.normalize_rewards",
+}
+"""Wrapper with running statistics -> key that does the same."""
 
 SCRIPTED = ("metaworld",)
 """Of these, those whose module has `scripted`: (environment, observation) -> action."""
@@ -269,6 +276,8 @@ def make_one(options: EnvOptions) -> Env:
             else:
                 env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
+        if "argument" not in str(error) and "render_mode" not in str(error):
+            raise  # of its code, not of its call
         fix = f"Correct the names in {options.role}.init_params={dict(options.init_params)}."
         if "render_mode" in str(error):
             fix = "It shows no pictures: turn env.eval.video_cfg.save_video off."
@@ -279,6 +288,7 @@ def make_one(options: EnvOptions) -> Env:
         env = SuccessByReward(env)
     for name in options.wrappers:
         env = _wrapped(env, name, options.role)
+    _refuse_statistics(env, options)
     env = _seen(env, options)
     return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
 
@@ -349,6 +359,20 @@ def _wrapped(env: Env, name: str, role: str) -> Env:
             "nothing else; one of your own can pass the other arguments on."
         ) from error
     return wrapped
+
+
+def _refuse_statistics(env: Env, options: EnvOptions) -> None:
+    """Refuse wrappers whose running statistics neither a test nor a loaded policy would share."""
+    layer = env
+    while isinstance(layer, gymnasium.Wrapper):
+        for kind, key in NORMALIZED_BY.items():
+            if isinstance(layer, kind) and layer.update_running_mean:
+                raise ValueError(
+                    f"{options.role}: {type(layer).__name__} around {options.id} has statistics of its own in each "
+                    "environment, so the policy would be tested on other numbers than it learned from. Take it out, "
+                    f"and set {key}=True: those statistics are part of the policy and of its checkpoint."
+                )
+        layer = layer.env
 
 
 def _arguments(options: EnvOptions) -> Info:

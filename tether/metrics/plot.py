@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,15 @@ def plot_run(
     known = {key for run in runs for record in run.values() for key in record}
     if not known:
         raise ValueError(f"{', '.join(map(str, folders))}: no step was logged yet; plot again later")
+    by_env_steps = "perf/env_steps" in known and all(map(_counts_env_steps, runs))
+    if by_env_steps:
+        runs = [{int(record.get("perf/env_steps", 0)): record for record in run.values()} for run in runs]
     panels = _default_panels(runs, known)
     if keys is not None:
         panels = [_panel_of(key, panels, known) for key in keys]
     with mpl.rc_context(STYLE):
         names = _names(folders)
-        figure = _draw(panels, runs, [] if mean or len(runs) == 1 else names, title or ", ".join(names))
+        figure = _draw(panels, runs, [] if mean or len(runs) == 1 else names, title or ", ".join(names), by_env_steps)
         try:
             figure.savefig(out_png, dpi=150, facecolor="white")
         except (OSError, ValueError) as error:
@@ -135,11 +138,18 @@ def plot_run(
     return out_png
 
 
+def _counts_env_steps(run: Run) -> bool:
+    """Whether each training step says how many steps of environments there have been."""
+    return all(step == 0 or "perf/env_steps" in record for step, record in run.items())
+
+
 def _default_panels(runs: Sequence[Run], known: set[str]) -> list[Panel]:
     validation = sorted({key for run in runs for record in run.values() for key in validation_means(record)})
     names = tuple(key.removeprefix("val-core/") for key in validation)
     timings = _phases(runs, known)
     score, *others = PANELS
+    if "perf/env_steps" in known:
+        others = [replace(panel, unit=panel.unit.replace("per token", "per action")) for panel in others]
     panels = [
         score,
         Panel("Validation score", names[0] if len(names) == 1 else "", tuple(validation), names),
@@ -178,19 +188,26 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], title: str) -> Figure:
+def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], title: str, by_env_steps: bool) -> Figure:
     num_cells = len(panels) + sum(panel.stacked for panel in panels)  # a stack takes a second cell for its legend
     columns = num_cells if num_cells < 3 else 2 if num_cells == 4 else 3
     rows = math.ceil(num_cells / columns)
     figure = Figure(figsize=(4.3 * columns, 2.75 * rows + 0.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
     figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold")
-    figure.text(0.012, 1 - 0.38 / figure.get_figheight(), _caption(runs, names), color=FAINT, va="top", fontsize=8.5)
+    figure.text(
+        0.012,
+        1 - 0.38 / figure.get_figheight(),
+        _caption(runs, names, by_env_steps),
+        color=FAINT,
+        va="top",
+        fontsize=8.5,
+    )
     cells = list(figure.subplots(rows, columns, squeeze=False).flat)
     for index, panel in enumerate(panels):
         _draw_panel(cells[index], panel, runs, names)
         if index + columns >= len(panels):
-            cells[index].set_xlabel("step")
+            cells[index].set_xlabel("environment steps" if by_env_steps else "step")
     if panels[-1].stacked:
         handles, labels = cells[len(panels) - 1].get_legend_handles_labels()
         cells[len(panels)].legend(
@@ -201,14 +218,14 @@ def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], ti
     return figure
 
 
-def _caption(runs: Sequence[Run], names: Sequence[str]) -> str:
-    steps = max(max(run) for run in runs)
+def _caption(runs: Sequence[Run], names: Sequence[str], by_env_steps: bool) -> str:
+    steps = f"{max(max(run) for run in runs)} {'environment ' * by_env_steps}steps"
     if names:
-        return f"{len(runs)} runs, {steps} steps."
+        return f"{len(runs)} runs, {steps}."
     if len(runs) > 1:
-        return f"{len(runs)} runs, {steps} steps. Thin: each run. Bold: their mean."
+        return f"{len(runs)} runs, {steps}. Thin: each run. Bold: their mean."
     window = _window(len(runs[0]))
-    return f"{steps} steps." + (f" Thin: every step. Bold: mean over {window} steps." if window > 1 else "")
+    return f"{steps}." + (f" Thin: every step. Bold: mean over {window} steps." if window > 1 else "")
 
 
 def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> None:

@@ -39,7 +39,8 @@ def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str
         found = held(str(path))
         if not callable(found):
             raise ValueError(f"reward={found!r:.80}: is no function; it is called as {_SIGNATURE}")
-        _check_signature(found, Path("reward"), getattr(found, "__name__", type(found).__name__), reward_kwargs)
+        name = getattr(found, "__name__", type(found).__name__)
+        check_call(inspect.signature(found), Path("reward"), name, reward_kwargs)
         return functools.partial(found, **reward_kwargs)
     module = import_python_file(path, f"{_KEY}.path")
     found = vars(module).get(name)
@@ -47,7 +48,7 @@ def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str
         raise ValueError(_missing(module, Path(path), name))
     if not callable(found):
         raise ValueError(f"{_KEY}.name={name}: {path} defines it as {type(found).__name__}, not as a function")
-    _check_signature(found, Path(path), name, reward_kwargs)
+    check_call(inspect.signature(found), Path(path), name, reward_kwargs)
     return functools.partial(found, **reward_kwargs)
 
 
@@ -57,10 +58,14 @@ def _missing(module: ModuleType, path: Path, name: str) -> str:
     return f"{_KEY}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
 
 
-def _check_signature(function: RewardFunction, path: Path, name: str, reward_kwargs: Mapping[str, object]) -> None:
+def check_call(signature: inspect.Signature, path: Path, name: str, reward_kwargs: Mapping[str, object]) -> None:
+    """Refuse a function of this name and signature that does not take what rewards are called with.
+
+    Raises:
+        ValueError: it takes other arguments; or an argument of the user's has the name of one that each row gives.
+    """
     if clash := sorted(set(reward_kwargs) & set(_ARGUMENTS)):
         raise ValueError(f"{_KEY}.reward_kwargs: {', '.join(clash)} is given by the row; choose another name")
-    signature = inspect.signature(function)
     try:
         signature.bind(**dict.fromkeys(_ARGUMENTS), **reward_kwargs)
     except TypeError as error:

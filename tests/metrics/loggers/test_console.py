@@ -48,6 +48,11 @@ def test_headlines() -> None:
     assert headline_keys(METRICS)["val-core/math/acc/mean@1"] == "0.500"
     assert "val-core/math/acc/best@4/mean" not in headline_keys(METRICS)
     assert headline_values({}) == {}
+    control = {"env/return": 20.0, "eval/return": 22.5, "perf/env_steps": 2048.0, "perf/sps": 1234.6}
+    assert headline_keys(control) == {
+        "env/return": "20.000", "eval/return": "22.500", "perf/env_steps": "2048", "perf/sps": "1235",
+    }  # fmt: skip
+    assert headline_values(control) == {"score": "20.000", "val": "22.500", "env steps": "2048", "steps/s": "1235"}
 
 
 def test_in_a_pipe_a_step_is_a_line(capsys: pytest.CaptureFixture) -> None:
@@ -142,7 +147,7 @@ def test_the_first_step_counts_for_the_time_left_only_until_there_is_another(mon
 
 FULL = METRICS | {
     "actor/reward_kl_penalty": 0.02, "actor/entropy": 1.2, "actor/grad_norm": 1.3, "critic/grad_norm": 8.9,
-    "critic/vf_explained_var": 0.44,
+    "critic/vf_explained_var": 0.44, "perf/env_steps": 1e6, "perf/sps": 2e4,
 }  # fmt: skip
 
 

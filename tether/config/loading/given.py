@@ -77,6 +77,8 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     problems += unreadable
     for position, override in enumerate(parsed, start=1):
         problems += _apply(given, override, position)
+    if ENV_KEY not in given and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
+        given[ENV_KEY] = Setting(STAND_IN, COMMAND_LINE, 0)  # it is no text run, which would lack other keys
     if ENV_KEY in given and given[ENV_KEY].value == MISSING:
         fix = f"give it, for example {ENV_KEY}=CartPole-v1"
         problems.append(Problem(ENV_KEY, "missing: no simulator is named", fix))

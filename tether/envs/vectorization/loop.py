@@ -81,7 +81,11 @@ class SyncVectorEnv:
             if valid is not None and not valid[i]:
                 continue
             env = self._envs[i]
-            obs, self._reward[i], terminated, truncated, info = env.step(action)
+            try:
+                obs, self._reward[i], terminated, truncated, info = env.step(action)
+            except Exception as error:
+                error.add_note(f"raised by environment {i} of the {self.num_envs} in its process")
+                raise
             if self._ignore_terminations:
                 terminated = False
             self._terminated[i], self._truncated[i] = terminated, truncated

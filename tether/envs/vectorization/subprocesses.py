@@ -283,8 +283,11 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
         if announces and type(error) in (ValueError, RuntimeError) and raised_by_tether(error):
             answer(error)
             return
-        answer(f"raised {type(error).__name__}: {error}")
-        raise
+        # If the first process could make none either, there is no request: its error says all, without a traceback.
+        if announces or channel.receive() is not None:
+            answer(f"raised {type(error).__name__}: {error}")
+            raise
+        return
     if announces:
         channel.receive()
         answer((env.actions, env.layout))

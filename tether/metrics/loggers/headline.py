@@ -21,6 +21,7 @@ class Headline:
 
 HEADLINES = (
     Headline("score", ("critic/score/mean", "env/return"), ".3f"),
+    Headline("val", ("eval/return",), ".3f"),
     Headline("ref kl", ("actor/reward_kl_penalty",), ".4f"),
     Headline("kl loss", ("actor/kl_loss",), ".4f"),
     Headline("ppo kl", ("actor/ppo_kl",), ".4f"),
@@ -29,12 +30,16 @@ HEADLINES = (
     Headline("actor grad", ("actor/grad_norm",), ".3g"),
     Headline("critic grad", ("critic/grad_norm",), ".3g"),
     Headline("expl var", ("critic/vf_explained_var",), ".2f"),
+    Headline("env steps", ("perf/env_steps",), ".0f"),
+    Headline("steps/s", ("perf/sps",), ".0f"),
     Headline("s/step", ("timing_s/step",), ".1f"),
 )
 
-LABELS = ("score", "val", *(headline.label for headline in HEADLINES[1:]))
+LABELS = tuple(headline.label for headline in HEADLINES)
 """In the order in which they are shown."""
-OPTIONAL_LABELS = ("critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "length")
+OPTIONAL_LABELS = (
+    "critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "steps/s", "length", "env steps",
+)  # fmt: skip
 """Left out of a narrow screen, in this order."""
 
 
@@ -44,7 +49,7 @@ def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Give label -> formatted number; "val" is the mean over data sources. What was not logged is absent."""
+    """Give label -> formatted number; "val" is the mean over data sources, or a return; absent: not logged."""
     shown = {}
     for headline in HEADLINES:
         key = next((key for key in headline.keys if key in metrics), None)

@@ -20,7 +20,7 @@ from tether.batch import EnvBatch, Episode
 from tether.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.models.control import Act
 from tether.observations import Array, Observation, copied
-from tether.rollout.env.episodes import EpisodeTracker, broken
+from tether.rollout.env.episodes import EpisodeTracker, broken, raised_at
 
 Finals = list[tuple[int, int, Observation]]
 """(column, step, last observation of its episode)."""
@@ -221,11 +221,8 @@ class EnvCollector:
 
     def _step(self, actions: Array, t: int) -> EnvStep:
         start = time.perf_counter()
-        try:
+        with raised_at(self.env.id, self._done + t + 1):
             step = self.env.step(actions)
-        except Exception as error:
-            error.add_note(f"raised by {self.env.id} at step {self._done + t + 1} of its environments")
-            raise
         self.env_seconds += time.perf_counter() - start
         return step
 

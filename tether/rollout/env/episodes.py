@@ -68,6 +68,25 @@ class EpisodeTracker:
         return tuple(episodes)
 
 
+class raised_at:  # a class: a generator would cost as much as a step of a cheap environment
+    """A context that notes on an error in it which environments raised it, and at which step.
+
+    Args:
+        env_id: of the environments.
+        step: counted from 1 on.
+    """
+
+    def __init__(self, env_id: str, step: int) -> None:
+        self._where = env_id, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            error.add_note(f"raised by {self._where[0]} at step {self._where[1]} of its environments")
+
+
 def broken(env_id: str, what: str, number: int, step: int) -> str:
     """The error for a number that is not finite in environment `number`."""
     fix = "Fix the environment, or end its episodes before it diverges."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +11,11 @@ import numpy as np
 from tether.batch import Episode
 from tether.envs import EnvStep, VectorEnv
 from tether.models.control import Act
-from tether.rollout.env.episodes import EpisodeTracker, broken
+from tether.rollout.env.episodes import EpisodeTracker, broken, raised_at
 from tether.runtime.interrupt import give_up_if_interrupted
+
+PATIENT_STEPS = 20_000
+"""Steps of a test in which no episode ends, before that is said: four times the longest time limit of Gymnasium's."""
 
 
 def evaluate(
@@ -51,14 +55,23 @@ def evaluate(
     state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
     if watch is not None:
         watch()
-    done, last_end = 0, time.monotonic()
+    done, last_end, last_number, warned = 0, time.monotonic(), 0, False
     while wanted.any():
         give_up_if_interrupted(last_end, "no episode of the test ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
+        if done - last_number > PATIENT_STEPS and not warned:
+            warned = True
+            warnings.warn(
+                f"{env.id}: no episode of the test has ended in {PATIENT_STEPS} steps of each environment. Bound them "
+                "with env.eval.max_episode_steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         for actions in np.split(chosen, chunk, axis=1):
-            step = env.step(actions)
             done += 1
+            with raised_at(env.id, done):
+                step = env.step(actions)
             _check(env.id, step, done)
             ended = step.terminated | step.truncated
             valid = np.ones_like(ended) if step.valid is None else step.valid
@@ -69,7 +82,8 @@ def evaluate(
                 if wanted[n]:
                     wanted[n] -= 1
                     episodes.append(episode)
-            last_end = time.monotonic() if finished else last_end
+            if finished:
+                last_end, last_number = time.monotonic(), done
             if progress is not None and finished:
                 progress(len(episodes), num_episodes)
             if watch is not None:
