@@ -116,6 +116,22 @@ def test_a_slip_in_the_id_is_the_only_problem(wrong):
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "envs", "undecided"),
+    [
+        (["env.train.id=LunarLander-v3"], 8, True),
+        (["env.train.id=LunarLander-v3", "env.train.init_params.continuous=true"], 1, False),
+        (["env.train.id=LunarLander-v3", "env.train.init_params.continuous=false"], 8, True),
+        (["env.train.id=Pendulum-v1"], 1, False),
+        (["env.train.id=reach-v3", "env.train.env_type=metaworld"], 8, False),
+    ],
+)
+def test_defaults_follow_the_kind_of_actions(overrides, envs, undecided):
+    loaded = load_config(None, overrides)
+    assert loaded.config.env.train.total_num_envs == envs
+    assert (loaded.undecided is not None) == undecided
+
+
 WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.train.group_size=2"]
 
 

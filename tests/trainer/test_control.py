@@ -269,6 +269,26 @@ def test_bad_input(more, message, tmp_path):
         build_control_run(load_config(None, overrides(tmp_path, *more)))
 
 
+@pytest.mark.parametrize(
+    ("given", "preset"),
+    [
+        (["env.train.id=tether/Identity-box-v0"], (1, 2048, 10, True)),
+        (["env.train.id=tether/Identity-box-v0", "env.train.vectorization=subprocess"], (1, 2048, 10, True)),
+        (["env.train.id=tether/Identity-box-v0", "env.train.total_num_envs=3"], (3, 2048, 10, True)),
+        (["env.train.id=tether/Identity-multi-binary-v0"], (8, 128, 4, False)),
+    ],
+)
+def test_defaults_fit_the_actions_of_an_environment_whose_id_does_not_tell(given, preset, tmp_path):
+    run = build_control_run(load_config(None, [*given, "trainer.logger=file", f"trainer.default_local_dir={tmp_path}"]))
+    run.close()
+    config = run.loaded.config
+    train, policy, epochs = config.env.train, config.policy, config.actor_rollout_ref.actor.ppo_epochs
+    shape = (train.total_num_envs, train.max_steps_per_rollout_epoch, epochs, policy.normalize_observations)
+    assert shape == preset
+    assert config.env.eval.total_num_envs == preset[0]
+    assert run.trainer.rollouts.collector.env.num_envs == preset[0]
+
+
 def test_a_checkpoint_of_another_environment_is_refused(tmp_path):
     train(overrides(tmp_path), until=1)
     with pytest.raises(ValueError, match=r"env\.train\.id: not what .* was trained with"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from tether.assembly.learners import build_optimizer, policy_loss_options, token
 from tether.assembly.off_policy import build_critic_warmup
 from tether.assembly.policies import env_for_policy, start_policy
 from tether.assembly.run import Run, begin_run, find_start
-from tether.config import LoadedConfig, RunConfig
+from tether.config import LoadedConfig, RunConfig, for_continuous_actions
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
-from tether.envs import DiscreteActions, VectorEnv
+from tether.envs import ContinuousActions, DiscreteActions, VectorEnv
 from tether.models.control import ControlPolicy, Policy, PolicySpec, load_policy
 from tether.models.vla import VlaSpec
 from tether.observations import describe
@@ -47,12 +47,30 @@ from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, Rollout
 from tether.training.engines import FlatEngine
 
 
+def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
+    """With the defaults of the environment's kind of actions, where its id does not tell: one is made to look at.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    if loaded.undecided is None:
+        return loaded
+    config = loaded.config
+    train = config.env.train
+    own = "auto" if train.vectorization == "vector" else train.vectorization
+    one = train.model_copy(update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": own})
+    with closing(make_env(one, "env.train", _pacing(config), view_of(config))) as env:
+        continuous = isinstance(env.actions, ContinuousActions)
+    return for_continuous_actions(loaded) if continuous else replace(loaded, undecided=None)
+
+
 def build_control_run(loaded: LoadedConfig) -> Run:
     """Build everything that an embodied run needs, and resume from a checkpoint where there is one.
 
     Raises:
         ValueError: the environments cannot be made, no policy fits them, or a checkpoint is of other ones.
     """
+    loaded = fit_defaults(loaded)
     config = loaded.config
     trainer_config, train = config.trainer, config.env.train
     set_threads(trainer_config.num_threads)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.progress import track
 
 from tether.assembly.cloning import build_cloning, build_recording
-from tether.assembly.control import identity_of
+from tether.assembly.control import fit_defaults, identity_of
 from tether.checkpoints import CheckpointStore
 from tether.config import LoadedConfig
 from tether.data.lerobot import write_dataset
@@ -67,6 +67,7 @@ def clone(
     Raises:
         ValueError: see `tether.assembly.cloning.build_cloning`.
     """
+    loaded = fit_defaults(loaded)
     trainer = loaded.config.trainer
     out = out or Path(trainer.default_local_dir) / "cloned"
     console = Screen()

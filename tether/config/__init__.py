@@ -10,7 +10,7 @@
 from tether.config.changes import changes_since, saved_values
 from tether.config.explain import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
-from tether.config.loading.load import LoadedConfig, load_config
+from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
 from tether.config.schema.root import RunConfig
@@ -25,6 +25,7 @@ __all__ = [
     "RunConfig",
     "changes_since",
     "explain",
+    "for_continuous_actions",
     "format_inheritance",
     "format_tree",
     "importers",

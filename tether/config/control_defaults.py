@@ -1,7 +1,8 @@
 """Embodied runs (`env.train.id` is set): their defaults.
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
-default than verl's for a language model, it stands here, by task, once.
+default than verl's for a language model, it stands here, by task, once. What kind of actions a task takes is known by
+its id, by ``init_params.continuous``, or else when it is made (`tether.assembly.control.fit_defaults`).
 """
 
 from __future__ import annotations
@@ -109,12 +110,36 @@ def is_embodied(given: Given) -> bool:
     return SWITCH in given and given[SWITCH].value is not None
 
 
-def with_defaults(given: Given) -> Given:
-    """The given values over the defaults of embodied runs, where the run is one."""
+def with_defaults(given: Given, *, continuous: bool = False) -> Given:
+    """The given values over the defaults of embodied runs, where the run is one.
+
+    Args:
+        given: by the user.
+        continuous: the actions of the environment are numbers, whatever its id is.
+    """
     if not is_embodied(given):
         return given
-    name = str(given[SWITCH].value)
-    preset = next(values for pattern, values in PRESETS.items() if fnmatchcase(name, pattern))
+    preset = CONTINUOUS if continuous or _says_continuous(given) else _preset(given)
     model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
     defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
     return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | given
+
+
+def is_undecided(given: Given) -> bool:
+    """Whether only the environment itself can tell which defaults fit it."""
+    if not is_embodied(given) or _says_continuous(given) or _preset(given) is not DISCRETE:
+        return False
+    kinds = {key: given[key].value for key in ("env.train.env_type", "policy.model_type") if key in given}
+    return kinds.get("env.train.env_type", "gymnasium") == "gymnasium" and (
+        kinds.get("policy.model_type") not in VLA_TYPES
+    )
+
+
+def _preset(given: Given) -> Mapping[str, object]:
+    name = str(given[SWITCH].value)
+    return next(values for pattern, values in PRESETS.items() if fnmatchcase(name, pattern))
+
+
+def _says_continuous(given: Given) -> bool:
+    arguments = given["env.train.init_params"].value if "env.train.init_params" in given else {}
+    return isinstance(arguments, Mapping) and arguments.get("continuous") is True

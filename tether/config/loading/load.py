@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from tether.config.control_defaults import with_defaults
+from tether.config.control_defaults import is_undecided, with_defaults
 from tether.config.keys import keys, values_of, with_values
 from tether.config.loading.given import COMMAND_LINE, STAND_IN, Given, Setting, read_given
 from tether.config.loading.interpolation import nest
@@ -37,6 +37,8 @@ class LoadedConfig:
     """Dotted key -> where its value comes from: default, the file's name, command line, or inherits KEY."""
     notes: tuple[str, ...]
     """Notes: which of two names of one quantity was taken, and which keys have no effect here."""
+    undecided: Given | None = field(default=None, repr=False, compare=False)
+    """What the user gave, where only the environment can tell which defaults fit it; None: they fit."""
 
     def tree(self) -> dict[str, object]:
         """The resolved config as plain nested data; as a YAML file it loads to an equal config."""
@@ -76,8 +78,23 @@ def load_config(path: Path | None, overrides: Sequence[str | Override], look: Lo
     Raises:
         ConfigError: with every problem that there is.
     """
-    given, problems, notes_on_file = read_given(path, overrides)
-    resolved = resolve(with_defaults(given))
+    return _load(*read_given(path, overrides), look)
+
+
+def for_continuous_actions(loaded: LoadedConfig) -> LoadedConfig:
+    """The same config with the defaults of tasks whose actions are numbers, which were undecided.
+
+    Raises:
+        ConfigError: what was given contradicts them.
+    """
+    assert loaded.undecided is not None
+    return _load(loaded.undecided, [], list(loaded.notes), lambda config: [], continuous=True)
+
+
+def _load(
+    given: Given, problems: list[Problem], notes_on_file: list[str], look: Look, *, continuous: bool = False
+) -> LoadedConfig:
+    resolved = resolve(with_defaults(given, continuous=continuous))
     problems += [*resolved.problems, *unread_problems(_values(resolved.unread), resolved.values)]
     try:
         config = RunConfig.model_validate(nest(resolved.values))
@@ -93,8 +110,8 @@ def load_config(path: Path | None, overrides: Sequence[str | Override], look: Lo
         *notes(resolved.given, values_of(config)),
         *unread_notes(_values(resolved.unread), _on_command_line(resolved.unread)),
     )
-    found = (*notes_on_file, *resolved.notes, *idle)
-    return LoadedConfig(config, resolved.sources, found)
+    found = tuple(dict.fromkeys((*notes_on_file, *resolved.notes, *idle)))
+    return LoadedConfig(config, resolved.sources, found, given if not continuous and is_undecided(given) else None)
 
 
 def _values(given: Given) -> dict[str, object]:
