@@ -1,5 +1,7 @@
 """Environments that wait: for the end of a chunk or a rollout, in states that groups share."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,25 @@ def test_an_action_that_is_not_finite_never_reaches_the_simulator(vectorization,
     env.close()
 
 
+def test_wrappers_take_arguments(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import gymnasium\n"
+        "class Shifted(gymnasium.RewardWrapper):\n"
+        "    def __init__(self, env, by, name):\n"
+        "        super().__init__(env)\n"
+        "        self.by = {'two': by}[name]\n"
+        "    def reward(self, reward):\n"
+        "        return reward + self.by\n"
+    )
+    wrappers = ("gymnasium.wrappers:TimeLimit?max_episode_steps=3", f"{file}:Shifted?by=0.5&name=two")
+    env = make_vector_env(EnvOptions("CartPole-v1", 1, wrappers=wrappers))
+    env.reset(seed=0)
+    steps = [env.step(np.zeros((1, 1), dtype=np.int64)) for _ in range(3)]
+    assert [step.reward[0] for step in steps[:1]] == [1.5]
+    assert bool(steps[2].truncated[0])
+
+
 def test_wrappers_are_put_around():
     options = EnvOptions("CartPole-v1", 1, wrappers=("gymnasium.wrappers:TimeAwareObservation",))
     assert row_width(make_vector_env(options).layout) == 5
@@ -104,9 +125,14 @@ def test_wrappers_are_put_around():
         ("gymnasium.wrappers", r"is no module:Class"),
         (":ClipReward", r"is no module:Class"),
         ("nowhere.at:All", r"needs nowhere, which is no installed module"),
-        ("gymnasium.wrappers:TimeLimit", r"does not wrap an environment by itself \(.*max_episode_steps"),
+        ("gymnasium.wrappers:TimeLimit", r"does not wrap an environment \(.*max_episode_steps.*TimeLimit\?name=value"),
+        (
+            "gymnasium.wrappers:TimeLimit?steps=3",
+            r"does not wrap an environment \(.*unexpected keyword argument 'steps'",
+        ),
+        ("gymnasium.wrappers:TimeLimit?steps", r"does not wrap an environment \(bad query field: 'steps'\)"),
     ],
 )
 def test_what_is_no_wrapper(name, says):
-    with pytest.raises(ValueError, match=rf"env\.train\.wrappers: {name} {says}"):
+    with pytest.raises(ValueError, match=rf"env\.train\.wrappers: {re.escape(name)} {says}"):
         make_vector_env(EnvOptions("CartPole-v1", 1, wrappers=(name,)))

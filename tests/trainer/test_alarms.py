@@ -17,6 +17,7 @@ from tether.trainer.parts.alarms import (
     IDENTICAL,
     MAJORITY_TESTS,
     SAME_REPLY_STEPS,
+    SKIPPED_STEPS,
     Alarms,
 )
 
@@ -41,6 +42,24 @@ def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_
     flutter = [1.0] * enough + ([0.5] + [1.0] * enough) * 3
     assert steps(Alarms(), IDENTICAL, flutter)[-1] == 1
     assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("norm", [0.0, float("nan")])
+def test_steps_without_any_update_are_said(role: str, norm: float) -> None:
+    """Control policies log a norm of 0 where no gradient was finite, language models NaN."""
+
+    def warnings(skipped: list[float], norm: float) -> int:
+        alarms, said = Alarms(), list[str]()
+        for count in skipped:
+            found = {f"{role}/skipped_updates": count, f"{role}/grad_norm": norm}
+            alarms.check_step(found, warming_up=False, warn=said.append)
+        assert all(f"the {role} has not been updated" in message for message in said)
+        return len(said)
+
+    assert [warnings([4.0] * count, norm) for count in (SKIPPED_STEPS - 1, SKIPPED_STEPS, 20)] == [0, 1, 1]
+    assert warnings([4.0, 4.0, 0.0] * 9, norm) == 0
+    assert warnings([4.0] * 9, 0.5) == 0  # others were made
 
 
 @pytest.mark.parametrize("explained", [0.0, -3.0, 0.01])

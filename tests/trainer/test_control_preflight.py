@@ -15,6 +15,7 @@ from tether.trainer.preflight import Need, memory_findings
 SPOILED = "env.train.wrappers=[tests.envs.spoiled:{}]"
 CAUSES = {
     "observation_range": ([SPOILED.format("Large"), "policy.normalize_observations=False"], "observation state: "),
+    "reward_range": (["env.train.wrappers=[tests.envs.stateful:Astronomic]"], "rewards reach 1e+38"),
     "zero_reward_variance": ([SPOILED.format("NeverRewards")], "all 64 rewards are 0: "),
     "episodes_end_at_once": ([SPOILED.format("EndsAtOnce")], "episodes ended after one step"),
     "actions_clipped": (["env.train.id=Pendulum-v1", "policy.init_logstd=3"], "Lower policy.init_logstd"),

@@ -65,6 +65,8 @@ def _of_control(config: RunConfig) -> Named:
         file = (env.id or "").rpartition(":")[0]
         if file.endswith(".py"):
             yield f"{role}.id", file, _parsed
+        wrappers = (name.partition("?")[0] for name in env.wrappers)
+        yield from ((f"{role}.wrappers", name, _definition) for name in wrappers if is_own_function(name))
     if is_own_function(config.policy.model_type):
         yield "policy.model_type", config.policy.model_type, _definition
     yield from _of_both(config)

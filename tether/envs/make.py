@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, cast
+from urllib.parse import parse_qsl
 
 import gymnasium
+import yaml
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation, NormalizeObservation, NormalizeReward
@@ -25,7 +27,7 @@ from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
 from tether.runtime.late_calls import LateCalls
 from tether.runtime.objects import held, is_object
-from tether.runtime.user_files import import_python_file
+from tether.runtime.user_files import definition, import_python_file
 from tether.spelling import did_you_mean
 
 EXTRAS = {
@@ -41,12 +43,6 @@ ADAPTERS = {
     "metaworld": "tether.envs.adapters.metaworld",
 }
 """env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
-
-NORMALIZED_BY: Mapping[type[Wrapper], str] = {
-    NormalizeObservation: "policy.normalize_observations",
-    NormalizeReward: "policy.normalize_rewards",
-}
-"""Wrapper with running statistics -> key that does the same."""
 
 SCRIPTED = ("metaworld",)
 """Of these, those whose module has `scripted`: (environment, observation) -> action."""
@@ -90,7 +86,7 @@ class EnvOptions:
     ignore_terminations: bool = False
     init_params: Arguments = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
-    """``module:Class`` of wrappers around each environment, the first innermost."""
+    """``module:Class`` of wrappers around each environment, the first innermost; with ``?name=value`` for arguments."""
     view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
     role: str = "env.train"
@@ -343,20 +339,25 @@ def _seen(env: Env, options: EnvOptions) -> Env:
 
 
 def _wrapped(env: Env, name: str, role: str) -> Env:
-    """Put the wrapper ``module:Class`` around an environment."""
-    module, _, kind = name.partition(":")
+    """Put the wrapper ``module:Class`` around an environment; ``?name=value&name=value`` behind it are arguments."""
+    key, (path, _, query) = f"{role}.wrappers", name.partition("?")
+    module, _, kind = path.partition(":")
     try:
-        wrapper = getattr(importlib.import_module(module or "builtins"), kind, None)
+        own = module.endswith(".py")
+        wrapper: Any = (
+            definition(path, key) if own else getattr(importlib.import_module(module or "builtins"), kind, None)
+        )
     except ModuleNotFoundError as error:
-        raise ValueError(f"{role}.wrappers: {name} needs {error.name}, which is no installed module.") from error
-    if wrapper is None:
-        raise ValueError(f"{role}.wrappers: {name} is no module:Class. Correct the name.")
+        raise ValueError(f"{key}: {path} needs {error.name}, which is no installed module.") from error
+    if not callable(wrapper):
+        raise ValueError(f"{key}: {path} is no module:Class. Correct the name.")
     try:
-        wrapped: Env = wrapper(env)
-    except TypeError as error:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        wrapped: Env = wrapper(env, **{argument: yaml.safe_load(value) for argument, value in pairs})
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{role}.wrappers: {name} does not wrap an environment by itself ({error}). Give a class that needs "
-            "nothing else; one of your own can pass the other arguments on."
+            f"{key}: {name} does not wrap an environment ({error}). Give its other arguments as numbers or texts: "
+            f"{path}?name=value&name=value."
         ) from error
     return wrapped
 
@@ -365,13 +366,13 @@ def _refuse_statistics(env: Env, options: EnvOptions) -> None:
     """Refuse wrappers whose running statistics neither a test nor a loaded policy would share."""
     layer = env
     while isinstance(layer, gymnasium.Wrapper):
-        for kind, key in NORMALIZED_BY.items():
-            if isinstance(layer, kind) and layer.update_running_mean:
-                raise ValueError(
-                    f"{options.role}: {type(layer).__name__} around {options.id} has statistics of its own in each "
-                    "environment, so the policy would be tested on other numbers than it learned from. Take it out, "
-                    f"and set {key}=True: those statistics are part of the policy and of its checkpoint."
-                )
+        if isinstance(layer, NormalizeObservation | NormalizeReward) and layer.update_running_mean:
+            what = "observations" if isinstance(layer, NormalizeObservation) else "rewards"
+            raise ValueError(
+                f"{options.role}: {type(layer).__name__} around {options.id} has statistics of its own in each "
+                "environment, so the policy would be tested on other numbers than it learned from. Take it out, "
+                f"and set policy.normalize_{what}=True: those statistics are saved with the policy."
+            )
         layer = layer.env
 
 

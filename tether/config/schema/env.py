@@ -69,7 +69,8 @@ class TrainEnvConfig(Section):
     init_params: Options
     """Arguments of the environment's constructor."""
     wrappers: Strings = ()
-    """Gymnasium's wrappers around each environment, as module:Class, the first innermost. (tether's own key.)"""
+    """Wrappers around each environment, the first innermost: module:Class or FILE.py:Class, with ?name=value&name=value
+    for arguments. (tether's own key.)"""
     drop_observations: Strings = ()
     """Parts of a Dict observation that the policy does not see, in tests neither. (tether's own key.)"""
     frame_stack: Positive = 1

@@ -24,6 +24,8 @@ ENVIRONMENTS, DECISIONS = 8, 32
 """That are made and closed again, and what is decided in each, at most."""
 LARGE = 100.0
 """An entry of an observation, either way, that a network reads badly as it is."""
+OVERFLOWS = 1e15
+"""Of a reward: returns are a hundred times as large, and float32 ends at the square of that and of a network's size."""
 CLIPPED_SHARE = 0.5
 """Share of sampled actions outside the bounds at which most of them are one of two."""
 
@@ -105,6 +107,12 @@ def step_findings(batch: EnvBatch) -> Iterator[Finding]:
             "zero_reward_variance",
             f"all {len(rewards)} rewards are 0: where returns do not differ there is nothing to learn. In a task whose "
             "rewards are rare that may be chance; else check the reward, or begin with an easier task.",
+        )
+    if len(rewards) and (largest := float(rewards.abs().max())) > OVERFLOWS:
+        yield Finding(
+            "reward_range",
+            f"rewards reach {largest:.3g}, and float32 does not hold the squares of their sums: no update can be "
+            "made. Unless env.train.reward_coef brings them to about 1, set it so.",
         )
     if batch.episodes and all(episode.length == 1 for episode in batch.episodes):
         yield Finding(

@@ -10,9 +10,6 @@ from torch import Tensor
 from tether.algorithms import RunningRewardNormalizer, discounted_sums
 from tether.batch import EnvBatch
 
-LARGEST = 1e15
-"""Of a reward: returns are a hundred times as large, and float32 ends at the square of that and of a network's size."""
-
 
 class RelativeRewards:
     """Makes each reward its change since the step before; the first of an episode stays.
@@ -98,19 +95,8 @@ class EnvRewards:
         self._scaler = scaler
 
     def apply(self, batch: EnvBatch) -> dict[str, float]:
-        """Set `token_level_rewards` from `token_level_scores`; there are no metrics.
-
-        Raises:
-            ValueError: a reward is too large to be learned from.
-        """
+        """Set `token_level_rewards` from `token_level_scores`; there are no metrics."""
         rewards, ended = batch.token_level_scores * self._coef, batch.terminated | batch.truncated
-        largest = float(rewards.abs().where(batch.valid, 0.0).max())
-        if largest > LARGEST:
-            raise ValueError(
-                f"env.train.reward_coef={self._coef:g}: a reward of {largest:.3g} (with that factor) cannot be learned "
-                f"from, since squares of returns overflow in float32. Lower it: they must stay below {LARGEST:g}, and "
-                "those of about 1 are learned from best."
-            )
         parts = []
         for first in range(0, len(rewards), self._num_envs):
             rows = slice(first, first + self._num_envs)

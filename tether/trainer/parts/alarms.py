@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ COLLAPSED_GRADIENT = 1e-4
 """Norm of a gradient that no longer changes the policy."""
 COLLAPSED_STEPS = 3
 """Steps in a row without a gradient, where entropy is gone or advantages ask for one."""
+SKIPPED_STEPS = 3
+"""Steps in a row without any update, since no gradient was finite."""
 KEPT_PROGRESS = 0.9
 """Share of the best progress since the first step that a policy which has solved its task keeps."""
 
@@ -80,6 +83,20 @@ class Alarms:
                 "algorithm.adv_estimator without a critic",
                 warn,
             )
+        for role in ("actor", "critic"):
+            if (skipped := metrics.get(f"{role}/skipped_updates")) is not None:
+                norm = metrics.get(f"{role}/grad_norm", 0.0)  # of the updates that were made: none
+                self._watch(
+                    f"{role} skipped",
+                    skipped > 0 and (norm == 0 or math.isnan(norm)),
+                    SKIPPED_STEPS,
+                    f"the {role} has not been updated for {SKIPPED_STEPS} steps: none of its gradients was finite "
+                    f"({role}/skipped_updates is {skipped:.0f}). Rewards that are too large for float32 do that, or "
+                    f"losses: bring rewards to about 1 (env.train.reward_coef, reward_model.reward_scale), lower "
+                    f"{'critic' if role == 'critic' else 'actor_rollout_ref.actor'}.optim.lr, or replay what is kept "
+                    f"in incidents/{role}",
+                    warn,
+                )
         self._check_collapse(metrics, warn)
 
     def check_validation(self, metrics: Mapping[str, float], warn: Warn) -> None:
