@@ -70,7 +70,7 @@ def test_every_key_has_one_line_of_doc_that_is_a_sentence():
         assert "\n" not in key.doc, key.path
 
 
-@pytest.mark.parametrize("section", ["", *{path.split(".")[0] for path in sections()}])
+@pytest.mark.parametrize("section", ["", *sorted({path.split(".")[0] for path in sections()})])
 def test_every_key_is_explained(section):
     for path, key in keys().items():
         if path.startswith(section):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TokenIds
 from tether.data.rows import Row
 from tether.runtime.deadline import deadline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_SECONDS = 10.0
 """Seconds that a chat template may take to write one conversation."""

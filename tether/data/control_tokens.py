@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TokenIds
 from tether.data.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that mean nothing in Unicode."""

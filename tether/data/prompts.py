@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from rich.progress import Progress
-from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, TokenIds
 from tether.data.chat import TRUNCATIONS, render, tokenize
@@ -19,6 +19,9 @@ from tether.data.rows import Row, Rows, raise_problems
 from tether.keyed_random import permutation
 from tether.runtime.terminal import Screen
 from tether.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 512
 """Rows rendered and tokenized at once."""

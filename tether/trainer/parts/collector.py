@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt, RolloutBatch
 from tether.data.chat import decode
 from tether.rewards import Dialogue, RewardOutcome, RewardReport, RewardRequest, check_error_rate, summarize
 from tether.rewards.service import Rewards
 from tether.rollout import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
