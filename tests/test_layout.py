@@ -59,6 +59,19 @@ def test_light_modules_load_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_a_control_run_loads_no_transformers(tmp_path: Path) -> None:
+    """Which takes a second to import."""
+    pytest.importorskip("gymnasium")
+    code = f"""
+import sys, tether
+run = tether.train(None, ["env.train.id=CartPole-v1", "trainer.total_training_steps=1", "trainer.test_freq=1",
+    "trainer.save_freq=1", "trainer.logger=[]", "trainer.default_local_dir={tmp_path}"])
+tether.load(run.folder).predict([0.0, 0.0, 0.0, 0.0])
+sys.exit("transformers" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def functions(path: Path) -> list[tuple[str, int]]:
     nodes = ast.walk(ast.parse(path.read_text()))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tether.assembly.control import build_control_run
-from tether.assembly.run import Run, build_run
+from tether.assembly.common import Run
 from tether.config import LoadedConfig
 
 
@@ -13,4 +12,10 @@ def build(loaded: LoadedConfig) -> Run:
     Raises:
         ValueError: the inputs are not usable; see the message.
     """
-    return build_run(loaded) if loaded.config.env.train.id is None else build_control_run(loaded)
+    if loaded.config.env.train.id is None:
+        from tether.assembly.run import build_run  # loads transformers, which takes seconds
+
+        return build_run(loaded)
+    from tether.assembly.control import build_control_run
+
+    return build_control_run(loaded)

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 
 from tether.algorithms import REQUIRED_AGGREGATION
-from tether.assembly.learners import build_optimizer, policy_loss_options, token_selection
-from tether.assembly.off_policy import build_critic_warmup
+from tether.assembly.common import (
+    Run,
+    begin_run,
+    build_critic_warmup,
+    build_optimizer,
+    find_start,
+    policy_loss_options,
+    selection_options,
+)
 from tether.assembly.policies import env_for_policy, start_policy
-from tether.assembly.run import Run, begin_run, find_start
 from tether.config import LoadedConfig, RunConfig, for_continuous_actions
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
 from tether.envs import ContinuousActions, DiscreteActions, VectorEnv
@@ -44,7 +50,7 @@ from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
 from tether.trainer.preflight import Need, preflight
 from tether.training import Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
-from tether.training.engines import FlatEngine
+from tether.training.engines.flat import FlatEngine
 
 
 def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
@@ -328,11 +334,10 @@ def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollecto
 def _actor(config: RunConfig, policy: Policy, total_steps: int) -> Learner[Any, RolloutOutputs]:
     """The learner of a policy and its critic, which share a model."""
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
-    selection = token_selection(actor)
     loss = ControlLoss(
         name=actor.policy_loss.loss_mode,
         options=policy_loss_options(actor),
-        selection={} if selection is None else selection.options,
+        selection=selection_options(actor),
         aggregation=_aggregation(config),
         max_length=_given_scale(actor),
         entropy_coeff=actor.entropy_coeff,

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from tether.algorithms import TOKEN_SELECTIONS
 from tether.assembly.advantages import asks_for
+from tether.assembly.common import build_optimizer, policy_loss_options, selection_options
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.batch import TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
+from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RolloutCorrectionConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
 from tether.runtime.objects import held, is_object
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
-from tether.training.engines import LocalEngine, OptimizerOptions
+from tether.training.engines.local import LocalEngine
 from tether.training.text import (
     Aggregation,
     CriticLoss,
@@ -46,23 +46,6 @@ PolicyEngine = Engine[TrainBatch, PolicyOutputs]
 ValueEngine = Engine[TrainBatch, ValueOutputs]
 MakeEngine = Callable[..., Any]
 """`LocalEngine`, or an engine with the same arguments."""
-
-
-def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
-    """Optimizer and schedule of one model."""
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
-    return OptimizerOptions(
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
-        grad_clip=optim.clip_grad,
-        schedule=optim.lr_scheduler_type,
-        warmup_steps=warmup,
-        total_steps=total_steps,
-        min_lr_ratio=optim.min_lr_ratio,
-        num_cycles=optim.num_cycles,
-    )
 
 
 def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str) -> MicroBatching:
@@ -166,6 +149,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine) -> Learner[TrainBatch, 
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
     temperature, correction = rollout.temperature, config.algorithm.rollout_correction
+    selection = selection_options(actor)
     loss = LossSpec(
         PolicyForward(
             temperature,
@@ -174,7 +158,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine) -> Learner[TrainBatch, 
             with_full_kl=needs_full_kl(config),
         ),
         _policy_loss(actor, correction, config.data.max_response_length),
-        token_selection(actor),
+        TokenSelection(actor.policy_loss.loss_mode, selection) if selection else None,
     )
     return Learner(
         engine,
@@ -284,19 +268,6 @@ def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, 
     )
 
 
-def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
-    """Keywords of every policy loss."""
-    return {
-        "tau_pos": actor.tau_pos,
-        "tau_neg": actor.tau_neg,
-        "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
-        "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_ratio_c": actor.clip_ratio_c,
-    }
-
-
 def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
     name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
     return PolicyLoss(
@@ -309,22 +280,6 @@ def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width:
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,
     )
-
-
-def token_selection(actor: ActorConfig) -> TokenSelection | None:
-    """The choice of the tokens that the loss treats apart; None where it makes none."""
-    loss = actor.policy_loss
-    if loss.loss_mode not in TOKEN_SELECTIONS:
-        return None
-    options = {
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_cov_ratio": loss.clip_cov_ratio,
-        "clip_cov_lb": loss.clip_cov_lb,
-        "clip_cov_ub": loss.clip_cov_ub,
-        "kl_cov_ratio": loss.kl_cov_ratio,
-    }
-    return TokenSelection(loss.loss_mode, options)
 
 
 def needs_full_kl(config: RunConfig) -> bool:

@@ -15,7 +15,7 @@ from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
 from tether.trainer import OldLogProbs
-from tether.trainer.parts import Collector, CriticWarmup, DynamicSampling, PolicyFiltration, RolloutCorrection
+from tether.trainer.parts import Collector, DynamicSampling, PolicyFiltration, RolloutCorrection
 from tether.trainer.text import RolloutFiles
 
 
@@ -94,11 +94,6 @@ def build_policy_filtration(config: RunConfig) -> PolicyFiltration | None:
         return None
     options = config.algorithm.pf_ppo
     return PolicyFiltration(options.reweight_method, options.weight_pow, config.trainer.seed)
-
-
-def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:
-    """When the policy begins to learn."""
-    return CriticWarmup(trainer.critic_warmup, trainer.critic_warmup_until_explained_variance)
 
 
 def build_rollout_files(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutFiles | None:

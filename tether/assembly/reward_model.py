@@ -14,7 +14,7 @@ from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import resolve_device
-from tether.training.engines import LocalEngine
+from tether.training.engines.local import LocalEngine
 from tether.training.text import MicroBatching, RewardModel, ScoreOutputs
 
 

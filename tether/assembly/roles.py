@@ -36,7 +36,7 @@ from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.objects import is_object
 from tether.training import Learner
-from tether.training.engines import LocalEngine
+from tether.training.engines.local import LocalEngine
 from tether.training.text import PolicyOutputs, ValueOutputs
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
 
 from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.assembly.advantages import (
@@ -18,10 +18,10 @@ from tether.assembly.advantages import (
     build_reward_shaping,
     check_own_functions,
 )
+from tether.assembly.common import Run, begin_run, build_critic_warmup, find_start
 from tether.assembly.inputs import Inputs, build_inputs, build_rewards
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
-    build_critic_warmup,
     build_dynamic_sampling,
     build_policy_filtration,
     build_rollout_correction,
@@ -30,11 +30,9 @@ from tether.assembly.off_policy import (
 )
 from tether.assembly.reward_model import reward_model_path
 from tether.assembly.roles import build_roles, sources_of
-from tether.checkpoints import CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
 from tether.data.sampler import PromptSampler
-from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.rollout import SamplingParams
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
@@ -42,32 +40,10 @@ from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
 from tether.trainer import Persistence, Schedule, Trainer, check_identity, model_fingerprint, object_fingerprint
 from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_tolerance
-from tether.trainer.preflight import Preflight, preflight
+from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import look_at_responses
 from tether.training import Learner
-
-
-@dataclass(frozen=True)
-class Run:
-    """A trainer, and what must be closed after it."""
-
-    loaded: LoadedConfig
-    """As it runs: what was left to the machine is decided."""
-    trainer: Trainer
-    directory: Path
-    """Checkpoints, logs and samples."""
-    resumed_from: Path | None
-    resources: ExitStack
-    """Processes of rewards or environments, loggers, and the lock of the folder."""
-    about: tuple[str, ...]
-    """Lines for the user: what the run learns from."""
-    preflight: Callable[[], Preflight]
-    """Judges a run that has not begun."""
-
-    def close(self) -> None:
-        """End all processes, write what the loggers hold back, and let other runs into the folder."""
-        self.resources.close()
 
 
 def build_run(loaded: LoadedConfig) -> Run:
@@ -76,6 +52,7 @@ def build_run(loaded: LoadedConfig) -> Run:
     Raises:
         ValueError: the inputs are not usable; see the message.
     """
+    disable_progress_bar()  # transformers' own, which would appear at every checkpoint
     config = loaded.config
     check_own_functions(config)
     set_threads(config.trainer.num_threads)
@@ -149,18 +126,6 @@ def build_run(loaded: LoadedConfig) -> Run:
         if formats:
             about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
-
-
-def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
-    """The checkpoints of a run, and the one that it resumes from, verified; None: it begins from scratch.
-
-    Raises:
-        ValueError: see `CheckpointStore.resolve`.
-    """
-    trainer = config.trainer
-    store = CheckpointStore(Path(trainer.default_local_dir), keep=trainer.max_actor_ckpt_to_keep)
-    given = Path(trainer.resume_from_path) if trainer.resume_from_path else None
-    return store, store.resolve(trainer.resume_mode, given)
 
 
 def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
@@ -240,24 +205,3 @@ def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
     if control.type == "adaptive":
         return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
     return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
-
-
-def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, checkpoint: Path | None) -> Loggers:
-    """Open the loggers of a run in its folder, and set aside the checkpoints that do not lead to its start."""
-    trainer = loaded.config.trainer
-    info = RunInfo(
-        directory=store.root,
-        project=trainer.project_name,
-        experiment=trainer.experiment_name,
-        config=loaded.shown(),
-        total_steps=schedule.total_steps,
-        resumed_step=step_of(checkpoint) if checkpoint else None,
-    )
-    loggers = build_loggers(trainer.logger, info)
-    aside = None if trainer.resume_mode == "auto" or trainer.val_only else store.set_aside(checkpoint)
-    if aside:
-        loggers.warn(
-            f"trainer.resume_mode={trainer.resume_mode}: the checkpoints of an earlier run in {store.root} are in "
-            f"{aside} now. Delete that folder if nobody needs them."
-        )
-    return loggers

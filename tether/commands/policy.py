@@ -7,19 +7,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
-from transformers import PreTrainedTokenizerBase
-
-from tether.assembly.generator import Encode, build_generator
 from tether.checkpoints import find_checkpoint
 from tether.config import load_config
 from tether.data.chat import decode
 from tether.rollout import NoiseKey, SamplingParams
-from tether.rollout.native import NativeEngine
 from tether.runtime.objects import holding, is_object
 from tether.training import named_out_of_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tether.assembly.generator import Encode
+    from tether.rollout.native import NativeEngine
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,13 @@ def load(
     """
     folder = Path(folder).expanduser()
     if (folder / "config.json").is_file():
-        return Policy(build_generator(folder))
+        return Policy(_generator()(folder))
     checkpoint = checkpoint_at(folder)
     config = load_config(checkpoint / "run.yaml", []).config
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data = config.data
-        return Policy(build_generator(checkpoint / "actor", data.chat_template, data.apply_chat_template_kwargs))
-    # Imported where it is needed: what asks a language model waits for it otherwise.
+        return Policy(_generator()(checkpoint / "actor", data.chat_template, data.apply_chat_template_kwargs))
     build_agent = importlib.import_module("tether.assembly.agent").build_agent
     objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
     with holding(objects):
@@ -172,10 +172,16 @@ def load(
     return Policy(None, (agent, make_env_again))
 
 
+def _generator() -> Callable[..., Any]:
+    """Imported where it is needed, as is `build_agent`: each loads what the other kind of policy waits for in vain."""
+    build: Callable[..., Any] = importlib.import_module("tether.assembly.generator").build_generator
+    return build
+
+
 def _check_class(checkpoint: Path, model: str) -> None:
     """Refuse what transformers would load as another class than it was trained as."""
     name = json.loads((checkpoint / "actor" / "config.json").read_text())["architectures"][0]
-    if is_object(model) and not hasattr(transformers, name):
+    if is_object(model) and not hasattr(importlib.import_module("transformers"), name):
         raise ValueError(f"{checkpoint}: a model of your own class; load it with {name}.from_pretrained('.../actor')")
 
 

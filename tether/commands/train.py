@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from tether.assembly.build import build
+from tether.assembly.common import Run
 from tether.assembly.control import fit_defaults
-from tether.assembly.run import Run
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import graceful_interrupt
@@ -25,7 +23,6 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
         ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
     """
     loaded = fit_defaults(loaded)
-    disable_progress_bar()  # transformers' own, which would appear at every checkpoint
     screen = Screen()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)

@@ -13,7 +13,7 @@ from tether.execution.worker import Group
 from tether.rollout import FinishedResponse, NoiseKey, SamplingParams, join_rollouts
 from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.division import balanced, divide, mini_batches
-from tether.training.engines import scattered
+from tether.training.engines.autograd import scattered
 from tether.training.text import sequence_lengths
 
 LINEAR = 24576

@@ -1,8 +1,7 @@
-"""Engines that run forward and backward passes and own model and optimizer, and incidents that they record."""
+"""Engines that run forward and backward passes and own model and optimizer, and incidents that they record.
 
-from tether.training.engines.autograd import scattered
-from tether.training.engines.flat import FlatEngine
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
+`local` and `fsdp` are for language models, `flat` for control policies: import the module that you need, since only
+some of them load transformers.
+"""
 
-__all__ = ["FlatEngine", "LocalEngine", "OptimizerOptions", "fsdp", "scattered"]
+__all__ = ["autograd", "flat", "fsdp", "local", "optimizer"]

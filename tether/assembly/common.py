@@ -1,0 +1,123 @@
+"""What text and control runs have in common; loads no transformers, which control runs never need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tether.algorithms import TOKEN_SELECTIONS
+from tether.checkpoints import CheckpointStore, step_of
+from tether.config import LoadedConfig, RunConfig
+from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
+from tether.metrics.loggers import Loggers, RunInfo, build_loggers
+from tether.trainer import Schedule, Trainer
+from tether.trainer.parts import CriticWarmup
+from tether.trainer.preflight import Preflight
+from tether.training.engines.optimizer import OptimizerOptions
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer, and what must be closed after it."""
+
+    loaded: LoadedConfig
+    """As it runs: what was left to the machine is decided."""
+    trainer: Trainer
+    directory: Path
+    """Checkpoints, logs and samples."""
+    resumed_from: Path | None
+    resources: ExitStack
+    """Processes of rewards or environments, loggers, and the lock of the folder."""
+    about: tuple[str, ...]
+    """Lines for the user: what the run learns from."""
+    preflight: Callable[[], Preflight]
+    """Judges a run that has not begun."""
+
+    def close(self) -> None:
+        """End all processes, write what the loggers hold back, and let other runs into the folder."""
+        self.resources.close()
+
+
+def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
+    """The checkpoints of a run, and the one that it resumes from, verified; None: it begins from scratch.
+
+    Raises:
+        ValueError: see `CheckpointStore.resolve`.
+    """
+    trainer = config.trainer
+    store = CheckpointStore(Path(trainer.default_local_dir), keep=trainer.max_actor_ckpt_to_keep)
+    given = Path(trainer.resume_from_path) if trainer.resume_from_path else None
+    return store, store.resolve(trainer.resume_mode, given)
+
+
+def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, checkpoint: Path | None) -> Loggers:
+    """Open the loggers of a run in its folder, and set aside the checkpoints that do not lead to its start."""
+    trainer = loaded.config.trainer
+    info = RunInfo(
+        directory=store.root,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        config=loaded.shown(),
+        total_steps=schedule.total_steps,
+        resumed_step=step_of(checkpoint) if checkpoint else None,
+    )
+    loggers = build_loggers(trainer.logger, info)
+    aside = None if trainer.resume_mode == "auto" or trainer.val_only else store.set_aside(checkpoint)
+    if aside:
+        loggers.warn(
+            f"trainer.resume_mode={trainer.resume_mode}: the checkpoints of an earlier run in {store.root} are in "
+            f"{aside} now. Delete that folder if nobody needs them."
+        )
+    return loggers
+
+
+def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
+    """Optimizer and schedule of one model."""
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    return OptimizerOptions(
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        grad_clip=optim.clip_grad,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:
+    """When the policy begins to learn."""
+    return CriticWarmup(trainer.critic_warmup, trainer.critic_warmup_until_explained_variance)
+
+
+def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
+    """Keywords of every policy loss."""
+    return {
+        "tau_pos": actor.tau_pos,
+        "tau_neg": actor.tau_neg,
+        "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+        "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+    }
+
+
+def selection_options(actor: ActorConfig) -> dict[str, float]:
+    """Keywords of the choice of the tokens that the loss treats apart; empty where it makes none."""
+    loss = actor.policy_loss
+    if loss.loss_mode not in TOKEN_SELECTIONS:
+        return {}
+    return {
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_cov_ratio": loss.clip_cov_ratio,
+        "clip_cov_lb": loss.clip_cov_lb,
+        "clip_cov_ub": loss.clip_cov_ub,
+        "kl_cov_ratio": loss.kl_cov_ratio,
+    }
