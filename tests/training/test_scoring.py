@@ -10,7 +10,8 @@ from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, save_tiny_reward_model, tiny_
 from tether.models.language.critic import load_reward_model
 from tether.rewards import Dialogue, RewardError, RewardRequest
 from tether.training import LossSpec, UpdatePlan
-from tether.training.engines import LocalEngine, OptimizerOptions
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.text import (
     MicroBatching,
     PairForward,
