@@ -30,6 +30,7 @@ METRIC_GROUPS = {
     "Selection": metrics.SELECTION,
     "Progress": metrics.PROGRESS,
     "Embodied runs": metrics.EMBODIED,
+    "Training of reward models": metrics.REWARD_MODELS,
     "Time": metrics.TIMING,
     "Validation": metrics.VALIDATION,
 }

@@ -26,7 +26,7 @@ from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model", "reward")
+COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model", "reward", "rm")
 
 
 @dataclass(frozen=True)

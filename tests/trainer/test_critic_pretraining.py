@@ -118,7 +118,7 @@ def test_no_prompt_is_on_both_sides() -> None:
     assert (len(learned), len(held_out)) == (24, 6)
     assert not {r.prompt_ids[0] for r in learned} & {r.prompt_ids[0] for r in held_out}
     assert [len(part) for part in split_by_prompt(responses, 0.0, seed=1)] == [27, 3]
-    with pytest.raises(ValueError, match="all to one prompt"):
+    with pytest.raises(ValueError, match="all rows are of one prompt"):
         split_by_prompt(responses[:3], 0.2, seed=1)
 
 

@@ -4,4 +4,15 @@
 needs. They load torch and transformers, so that a command imports the one that it needs, when it needs it.
 """
 
-__all__ = ["agent", "build", "cloning", "common", "control", "generator", "named_inputs", "run", "standalone"]
+__all__ = [
+    "agent",
+    "build",
+    "cloning",
+    "common",
+    "control",
+    "generator",
+    "named_inputs",
+    "reward_training",
+    "run",
+    "standalone",
+]

@@ -108,7 +108,8 @@ def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMode
     tokenizer.save_pretrained(folder)
 
 
-def _save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
+def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
+    """Write a plain Hugging Face directory."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -139,7 +140,7 @@ def actor_engine(
         ),
         compute_dtype=DTYPES[actor.fsdp_config.dtype],
         reference=reference if needs_full_kl(config) else None,
-        save=partial(_save_with_adapter if config.actor_rollout_ref.model.lora_rank else _save_model, tokenizer),
+        save=partial(_save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model, tokenizer),
         incident_dir=incidents / "actor",
     )
 
@@ -249,7 +250,7 @@ def critic_engine(
             kind="forward",
         ),
         compute_dtype=DTYPES[critic.model.fsdp_config.dtype],
-        save=partial(_save_model, tokenizer),
+        save=partial(save_model, tokenizer),
         incident_dir=incidents / "critic" if incidents else None,
     )
 

@@ -25,7 +25,7 @@ from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.trainer.parts import Collector
-from tether.trainer.text import CriticPretraining, Evaluation, read_rollouts, split_by_prompt, value_batch
+from tether.trainer.text import Evaluation, Pretraining, explained, read_rollouts, split_by_prompt, value_batch
 from tether.training.text import CriticLoss
 
 
@@ -101,7 +101,7 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
         yield RewardTrial(prompts, rewards, sampled, rollout.n)
 
 
-def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> CriticPretraining:
+def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> Pretraining:
     """The critic of a configuration, to be trained on stored rollouts.
 
     Args:
@@ -133,4 +133,4 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))
     learned_batch, held_out_batch = (value_batch(part, gamma) for part in (learned, kept_apart))
-    return CriticPretraining(learner, learned_batch, held_out_batch, plan)
+    return Pretraining(learner, learned_batch, held_out_batch, plan, explained, role="critic")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tether import __version__
+from tether.commands.reward_model import rm_app
 from tether.runtime.terminal import Screen, printable, replace_what_the_terminal_cannot_write
 from tether.runtime.user_files import raised_by_tether
 
@@ -36,6 +37,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(critic_app, name="critic")
 app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
+app.add_typer(rm_app, name="rm")
 
 
 def _print_version(asked: bool) -> None:
@@ -61,8 +63,6 @@ ConfigArguments = Annotated[
         show_default=False,
     ),
 ]
-
-
 ConfigPath = Annotated[
     Path | None,
     typer.Option("--config-path", "-cp", help="Hydra's: folder of the configuration.", show_default=False),

@@ -11,6 +11,7 @@ __all__ = [
     "demonstrations",
     "lerobot",
     "location",
+    "pairs",
     "prompts",
     "rows",
     "sampler",

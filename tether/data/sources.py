@@ -89,6 +89,8 @@ def _read_parquet(path: Path, columns: Columns) -> Source:
         columns.answer,
         "reward_model",
         "extra_info",
+        "chosen",
+        "rejected",
         *MEDIA_KEYS,
     } | LAYOUT_KEYS
     try:

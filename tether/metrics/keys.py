@@ -267,6 +267,16 @@ EMBODIED: Mapping[str, MetricInfo] = {
     "perf/sps": MetricInfo("Environment steps a second: sampling, advantages and update together."),
 }
 
+REWARD_MODELS: Mapping[str, MetricInfo] = {
+    "rm/loss": MetricInfo("Bradley-Terry loss of a step's pairs.", "falls from 0.693", when="in tether rm train"),
+    "rm/accuracy": MetricInfo("Share of its pairs ranked as they are labelled.", "rises", when="in tether rm train"),
+    "rm/margin": MetricInfo("Mean score of chosen minus rejected sides.", "rises", when="in tether rm train"),
+    "rm/held_out_accuracy": MetricInfo(
+        "Share of the held-out pairs ranked as they are labelled.", "well above 0.5", when="in tether rm train"
+    ),
+    "rm/<figure>": MetricInfo("Learning rate, norm of the gradient and skipped updates.", when="in tether rm train"),
+}
+
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses."),
@@ -321,6 +331,7 @@ METRICS: Mapping[str, MetricInfo] = {
     **SELECTION,
     **PROGRESS,
     **EMBODIED,
+    **REWARD_MODELS,
     **TIMING,
     **VALIDATION,
 }

@@ -1,21 +1,28 @@
-"""Parts of the loop for language models: prompts and rollouts, preflight, evaluation, critic pretraining."""
+"""Parts of the loop for language models: prompts and rollouts, preflight, evaluation, pretraining."""
 
-from tether.trainer.text.critic_pretraining import EXPLAINED, CriticPretraining, split_by_prompt, value_batch
+from tether.trainer.text.critic_pretraining import EXPLAINED, explained, split_by_prompt, value_batch
 from tether.trainer.text.evaluation import Evaluation
+from tether.trainer.text.pretraining import Pretraining
+from tether.trainer.text.reward_training import ACCURACY, preference_accuracy, preference_batch, split_pairs
 from tether.trainer.text.rollout_files import RolloutFiles, read_rollouts
 from tether.trainer.text.rollouts import PromptSource, TextRollouts
 from tether.trainer.text.step_metrics import value_metrics
 
 __all__ = [
+    "ACCURACY",
     "EXPLAINED",
-    "CriticPretraining",
     "Evaluation",
+    "Pretraining",
     "PromptSource",
     "RolloutFiles",
     "TextRollouts",
+    "explained",
+    "preference_accuracy",
+    "preference_batch",
     "preflight",
     "read_rollouts",
     "split_by_prompt",
+    "split_pairs",
     "value_batch",
     "value_metrics",
 ]

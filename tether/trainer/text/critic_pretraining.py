@@ -7,8 +7,7 @@ clipped: there is no old critic to stay near.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tether.algorithms import explained_variance
 from tether.algorithms.advantages import discounted_returns
 from tether.batch import TrainBatch, filled
-from tether.keyed_random import permutation
+from tether.trainer.text.pretraining import held_out_prompts
 from tether.trainer.text.rollout_files import StoredResponse
-from tether.training import Learner, UpdatePlan
 from tether.training.text import ValueOutputs
 
 EXPLAINED = "critic/vf_explained_var"
@@ -38,11 +36,7 @@ def split_by_prompt(
     Raises:
         ValueError: all responses are to the same prompt.
     """
-    prompts = list(dict.fromkeys(tuple(response.prompt_ids) for response in responses))
-    if len(prompts) < 2:
-        raise ValueError("the stored rollouts are all to one prompt, so none can be held out; give more of them")
-    count = min(max(round(held_out * len(prompts)), 1), len(prompts) - 1)
-    chosen = {prompts[number] for number in permutation(len(prompts), seed, 0, "held out")[:count]}
+    chosen = held_out_prompts((tuple(response.prompt_ids) for response in responses), held_out, seed)
     learned = [response for response in responses if tuple(response.prompt_ids) not in chosen]
     return learned, [response for response in responses if tuple(response.prompt_ids) in chosen]
 
@@ -75,40 +69,6 @@ def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch
     )
 
 
-@dataclass(frozen=True)
-class CriticPretraining:
-    """A critic, what it learns from, and what it is measured on."""
-
-    learner: Learner[TrainBatch, ValueOutputs]
-    learned: TrainBatch
-    held_out: TrainBatch
-    plan: UpdatePlan
-    """Epochs and mini-batches over all of `learned`."""
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of all epochs."""
-        return sum(1 for epoch in range(self.plan.epochs) for _ in self._mini_batches(epoch))
-
-    def run(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train; yields (optimizer step, metrics) after each step, and step 0 before the first.
-
-        ``critic/vf_explained_var`` is of the held-out responses: before the first step and after each epoch.
-        """
-        yield 0, self._explained()
-        step = 0
-        for epoch in range(self.plan.epochs):
-            mini_batches = list(self._mini_batches(epoch))
-            for rows in mini_batches:
-                once = UpdatePlan(mini_batch_rows=len(rows))
-                updated = self.learner.engine.update(self.learned[rows], self.learner.loss, once, step)
-                step += 1
-                metrics = {name if "/" in name else f"critic/{name}": value for name, value in updated.metrics.items()}
-                yield step, metrics | (self._explained() if rows is mini_batches[-1] else {})
-
-    def _mini_batches(self, epoch: int) -> Iterator[Tensor]:
-        return replace(self.plan, shuffle=True).mini_batches(len(self.learned), 0, epoch)
-
-    def _explained(self) -> dict[str, float]:
-        values, batch = self.learner.infer(self.held_out).values, self.held_out
-        return {EXPLAINED: float(explained_variance(values, filled(batch.returns), batch.response_mask))}
+def explained(outputs: ValueOutputs, batch: TrainBatch) -> dict[str, float]:
+    """How much of the returns' variance the values explain."""
+    return {EXPLAINED: float(explained_variance(outputs.values, filled(batch.returns), batch.response_mask))}

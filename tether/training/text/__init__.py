@@ -6,6 +6,7 @@ from tether.training.text.micro_batches import MicroBatching
 from tether.training.text.packing import sequence_lengths
 from tether.training.text.scoring import (
     PairForward,
+    PairOutputs,
     PreferenceLoss,
     RewardModel,
     ScoreOutputs,
@@ -19,6 +20,7 @@ __all__ = [
     "CriticLoss",
     "MicroBatching",
     "PairForward",
+    "PairOutputs",
     "PolicyForward",
     "PolicyLoss",
     "PolicyOutputs",

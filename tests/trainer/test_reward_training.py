@@ -1,0 +1,193 @@
+"""`tether rm train`: learns which response is preferred, refuses what are no pairs, and PPO climbs the result."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.tiny import save_tiny, save_tiny_reward_model
+from tests.trainer.tiny_run import base_overrides, measured, train, write_inputs, write_jsonl
+from tether.assembly.reward_training import RewardTrainingOptions, build_reward_training
+from tether.commands.reward_model import train_reward_model
+from tether.data.pairs import Pair, load_pairs, pair_ids
+from tether.metrics.loggers.jsonl import read_metrics
+from tether.models.language.load import load_tokenizer
+from tether.trainer.text import split_pairs
+
+LETTERS = "abcdefgh"
+QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
+
+
+def preferences(count: int, *, shuffled: bool = False) -> list[dict[str, object]]:
+    """The response with more `a` is preferred; shuffled: a coin says which."""
+    draws, found = random.Random(0), []
+    while len(found) < count:
+        sides = ["".join(draws.choices(LETTERS, k=6)) for _ in range(2)]
+        sides.sort(key=lambda text: -text.count("a"))
+        if sides[0].count("a") - sides[1].count("a") < 2:
+            continue
+        if shuffled and draws.random() < 0.5:
+            sides.reverse()
+        prompt = [{"role": "user", "content": f"{len(found)}?"}]
+        found.append({"prompt": prompt, "chosen": sides[0], "rejected": sides[1]})
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rm")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[Path, list[float]]:
+    """A reward model that likes `a`, and its accuracy on the way."""
+    pairs = write_jsonl(folder / "pairs.jsonl", preferences(240))
+    return folder / "trained", train_reward_model(str(folder / "model"), [str(pairs)], folder / "trained", QUICK)
+
+
+def test_a_preference_is_learned(trained: tuple[Path, list[float]]) -> None:
+    path, accuracy = trained
+    assert accuracy[0] == 0.0  # all scores are exactly 0 before the first step
+    assert accuracy[-1] > 0.9
+    metrics = read_metrics(path)
+    assert metrics[1]["rm/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert not list(path.parent.glob(".trained*"))
+
+
+def test_labels_without_a_rule_are_not_learned(folder: Path) -> None:
+    """Negative control: the same pairs, labelled by a coin."""
+    pairs = write_jsonl(folder / "shuffled.jsonl", preferences(160, shuffled=True))
+    accuracy = train_reward_model(str(folder / "model"), [str(pairs)], folder / "shuffled", replace(QUICK, epochs=1))
+    assert 0.25 < accuracy[-1] < 0.75
+
+
+def test_the_result_is_a_plain_sequence_classifier(trained: tuple[Path, list[float]]) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(trained[0]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained[0])
+    assert model.config.num_labels == 1
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+
+    def score(answer: str) -> float:
+        chat = [{"role": "user", "content": "5?"}, {"role": "assistant", "content": answer}]
+        ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), return_tensors="pt")
+        with torch.no_grad():
+            return model(**ids).logits.item()
+
+    assert score("aaacad") > score("bbcfed")
+
+
+def test_training_goes_on_from_a_reward_model(trained: tuple[Path, list[float]], folder: Path) -> None:
+    more = build_reward_training(str(trained[0]), [str(folder / "pairs.jsonl")], QUICK)
+    _, first = next(more.run())
+    assert first["rm/held_out_accuracy"] == pytest.approx(trained[1][-1])
+
+
+def test_micro_batches_do_not_change_the_result(folder: Path) -> None:
+    pairs = write_jsonl(folder / "few.jsonl", preferences(24))
+    found = []
+    for size in (16, 3):
+        options = RewardTrainingOptions(lr=1e-3, batch_size=16, micro_batch_size=size)
+        training = build_reward_training(str(folder / "model"), [str(pairs)], options)
+        found.append([metrics["rm/loss"] for step, metrics in training.run() if step])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_ppo_raises_the_learned_score(trained: tuple[Path, list[float]], folder: Path, tmp_path: Path) -> None:
+    base = [text for text in base_overrides(folder, tmp_path) if not text.startswith("custom_reward_function")]
+    run = train(
+        [
+            *base,
+            *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=8"),
+            *(
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+            ),
+            *("reward_model.enable=True", f"reward_model.model.path={trained[0]}", "trainer.total_training_steps=20"),
+        ]
+    )
+    scores = [step["critic/score/mean"] for step in measured(run).values()]
+    assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.4
+
+
+# --- pairs ----------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "hi"}]
+GOOD = [{"role": "assistant", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": "hello", "rejected": "no"},
+        {"prompt": CHAT, "chosen": GOOD, "rejected": [{"role": "assistant", "content": "no"}]},
+        {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+    ],
+)
+def test_layouts_of_conversations(row: dict[str, object], folder: Path, tmp_path: Path) -> None:
+    (pair,) = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", [row]))])
+    tokenizer = load_tokenizer(folder / "model")
+    chosen, rejected = (tokenizer.decode(ids) for ids in pair_ids(pair, tokenizer))
+    opening = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (chosen, rejected) == (f"{opening}hello<|im_end|>\n", f"{opening}no<|im_end|>\n")
+
+
+def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
+    row = {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: no"}
+    (pair,) = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", [row]))])
+    tokenizer = load_tokenizer(folder / "model")
+    assert [tokenizer.decode(ids) for ids in pair_ids(pair, tokenizer)] == list(row.values())
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"chosen": "yes"}, "row 1: has no `rejected`, so nothing is compared"),
+        ({"chosen": "yes", "rejected": ""}, "row 1: has no `rejected`"),
+        ({"chosen": "yes", "rejected": "yes"}, "row 1: `chosen` and `rejected` are the same"),
+        ({"chosen": 1, "rejected": "no"}, "row 1: `chosen` is neither text nor a list of {role, content}"),
+        ({"chosen": [{"role": "user"}], "rejected": "no"}, "row 1: `chosen` is neither text"),
+        ({"prompt": 3, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is neither text"),
+        ([1], "row 1: is no object with `chosen` and `rejected`"),
+    ],
+)
+def test_what_is_no_pair_is_named(row: object, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in ({"chosen": "a", "rejected": "b"}, row)))
+    with pytest.raises(ValueError, match=r"pairs\.jsonl") as error:
+        load_pairs([str(file)])
+    assert says in str(error.value)
+    assert "row 0" not in str(error.value)
+
+
+def test_prompts_are_learned_from_or_held_out() -> None:
+    pairs = [Pair([{"role": "user", "content": str(i // 2)}, *GOOD], CHAT, f"row {i}") for i in range(20)]
+    learned, held_out = split_pairs(pairs, 0.3, seed=1)
+    assert (len(learned), len(held_out)) == (14, 6)
+    assert not {pair.prompt for pair in learned} & {pair.prompt for pair in held_out}
+    with pytest.raises(ValueError, match="all rows are of one prompt"):
+        split_pairs(pairs[:2], 0.3, seed=1)
+
+
+def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainingOptions]]:
+    return {
+        "its head has 2 outputs": (str(save_tiny_reward_model(tmp_path / "two", num_labels=2)), QUICK),
+        "has no chat template": (str(save_tiny(tmp_path / "plain", chat_template=False)), QUICK),
+        "tokens are more than 9; leave it out": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
+        "no such file or directory": (str(tmp_path / "nowhere"), QUICK),
+    }
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folder: Path, tmp_path: Path) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
+    says, (model, options) = list(refusals(folder, tmp_path).items())[number]
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=says):
+        train_reward_model(model, [str(pairs)], tmp_path / "out", options)
+    assert set(tmp_path.iterdir()) == before

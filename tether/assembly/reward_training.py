@@ -1,0 +1,89 @@
+"""A reward model to be trained on pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tether.assembly.learners import save_model
+from tether.assembly.loading import on_device
+from tether.assembly.number_formats import DTYPES, number_format
+from tether.data.pairs import load_pairs
+from tether.models.language.critic import new_reward_model
+from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.models.language.load import load_tokenizer
+from tether.models.language.model_path import resolve_model_path
+from tether.runtime.cache import cache_dir
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import resolve_device
+from tether.trainer.text import Pretraining, preference_accuracy, preference_batch, split_pairs
+from tether.training import Learner, LossSpec, UpdatePlan
+from tether.training.engines import LocalEngine, OptimizerOptions
+from tether.training.text import MicroBatching, PairForward, PairOutputs, PreferenceLoss
+
+
+@dataclass(frozen=True)
+class RewardTrainingOptions:
+    """How a reward model is trained."""
+
+    lr: float = 1e-5
+    """Of AdamW; after a warm-up over the first 3% of the steps it falls to 0 as a cosine."""
+    weight_decay: float = 0.0
+    epochs: int = 1
+    batch_size: int = 64
+    """Pairs an optimizer step."""
+    micro_batch_size: int = 8
+    """Pairs a forward and backward pass; memory and speed alone."""
+    max_length: int | None = None
+    """Tokens of prompt and response; None: as many as the model has positions for."""
+    held_out: float = 0.1
+    """Share of the prompts that accuracy is measured on."""
+    seed: int = 1
+    device: str = "auto"
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+def build_reward_training(model: str, files: Sequence[str], options: RewardTrainingOptions) -> Pretraining:
+    """A reward model, from a causal LM or a saved sequence classifier, and the pairs that it learns from.
+
+    Raises:
+        ValueError: files that hold no pairs, or a model that cannot be trained.
+    """
+    path = resolve_model_path(model, cache_dir())
+    learned, held_out = split_pairs(load_pairs(files), options.held_out, options.seed)  # before any model is loaded
+    tokenizer = load_tokenizer(path)
+    seed_rng(options.seed)
+    device = resolve_device(options.device)
+    classifier = new_reward_model(path, dtype=torch.float32)
+    config = classifier.config
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    length = options.max_length or config.get_text_config().max_position_embeddings
+    learned_batch, held_out_batch = (
+        preference_batch(part, tokenizer, config.pad_token_id, length) for part in (learned, held_out)
+    )
+    if options.gradient_checkpointing:
+        enable_gradient_checkpointing(classifier)
+    steps = options.epochs * math.ceil(len(learned) / options.batch_size)
+    optimizer = OptimizerOptions(
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        schedule="cosine",
+        warmup_steps=int(0.03 * steps),
+        total_steps=steps,
+    )
+    engine: LocalEngine[PairOutputs] = LocalEngine(
+        on_device(classifier, device),
+        MicroBatching(options.micro_batch_size, key="--micro-batch-size"),
+        optimizer,
+        compute_dtype=DTYPES[number_format("auto", device)],
+        save=partial(save_model, tokenizer),
+    )
+    plan = UpdatePlan(options.batch_size, options.epochs, seed=options.seed)
+    learner = Learner(engine, PairForward(), LossSpec(PairForward(), PreferenceLoss()), plan)
+    return Pretraining(learner, learned_batch, held_out_batch, plan, preference_accuracy, role="rm")

@@ -1,0 +1,123 @@
+"""Pairs of responses of which one is preferred: what a reward model learns from.
+
+A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text; with `prompt`, a
+conversation or the user's message, they are what follows it. Texts without a prompt stand as they are, and are read
+without a chat template, as in Anthropic's hh-rlhf.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.data.chat import tokenize, write_conversation
+from tether.data.columns import Columns
+from tether.data.location import locate
+from tether.data.rows import raise_problems
+from tether.data.sources import READERS
+
+Side = str | list[dict[str, Any]]
+"""A text, or a conversation."""
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two responses to the same prompt."""
+
+    chosen: Side
+    rejected: Side
+    place: str
+    """File and row, for messages."""
+
+    @property
+    def prompt(self) -> str:
+        """What both answer; of texts the chosen one stands for it."""
+        return json.dumps(self.chosen[:-1] if isinstance(self.chosen, list) else self.chosen)
+
+
+def load_pairs(files: Sequence[str]) -> list[Pair]:
+    """Read the pairs of parquet, json and jsonl files.
+
+    Raises:
+        ValueError: a file that is missing or unreadable, or rows that are no pairs; up to ten, by file and row.
+    """
+    pairs: list[Pair] = []
+    problems: list[str] = []
+    for name in files:
+        found = locate(name)
+        if found.kind != "file":
+            raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")
+        records = READERS[Path(found.name).suffix](Path(found.name), Columns()).records
+        for number in range(len(records)):
+            place, record = f"{name} row {number}", records[number]
+            wrong = list(_problems(record))
+            problems += [f"{place}: {problem}" for problem in wrong]
+            if not wrong and isinstance(record, Mapping):
+                prompt = record.get("prompt")
+                chosen, rejected = (_side(prompt, record[side]) for side in SIDES)
+                pairs.append(Pair(chosen, rejected, place))
+    raise_problems(problems)
+    if not pairs:
+        raise ValueError(f"{', '.join(files)}: no pairs; each row needs `chosen` and `rejected`")
+    return pairs
+
+
+def pair_ids(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Token ids of the chosen and of the rejected side.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or it refuses a conversation.
+    """
+    try:
+        texts = [side if isinstance(side, str) else _written(side, tokenizer) for side in (pair.chosen, pair.rejected)]
+    except ValueError as error:
+        raise ValueError(f"{pair.place}: {error}") from error
+    chosen, rejected = tokenize(texts, tokenizer)
+    return chosen.tolist(), rejected.tolist()
+
+
+def _written(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"is a conversation, and the tokenizer of {tokenizer.name_or_path} has no chat template. Take the chat "
+            "(instruct) version of the model, or give `chosen` and `rejected` as texts without `prompt`."
+        )
+    return write_conversation(messages, tokenizer)
+
+
+def _side(prompt: Any, side: Any) -> Side:
+    if not prompt:
+        return side if isinstance(side, str) else list(side)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*before, *([{"role": "assistant", "content": side}] if isinstance(side, str) else side)]
+
+
+def _problems(record: object) -> Iterator[str]:
+    if not isinstance(record, Mapping):
+        yield "is no object with `chosen` and `rejected`"
+        return
+    if not isinstance(record.get("prompt") or "", str) and not _is_conversation(record["prompt"]):
+        yield "`prompt` is neither text nor a list of {role, content}"
+    for side in SIDES:
+        value = record.get(side)
+        if not value:
+            yield f"has no `{side}`, so nothing is compared"
+        elif not isinstance(value, str) and not _is_conversation(value):
+            yield f"`{side}` is neither text nor a list of {{role, content}}"
+    if all(record.get(side) for side in SIDES) and record["chosen"] == record["rejected"]:
+        yield "`chosen` and `rejected` are the same, so nothing is preferred; leave it out"
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )

@@ -1,0 +1,61 @@
+"""What a reward model learns from: pairs of token ids, and how many held-out pairs it ranks as their rows do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.batch import TrainBatch
+from tether.data.pairs import Pair, pair_ids
+from tether.data.rows import raise_problems
+from tether.trainer.text.pretraining import held_out_prompts
+from tether.training.text import PairOutputs, pair_batch, without_padding
+
+ACCURACY = "rm/held_out_accuracy"
+
+
+def split_pairs(pairs: Sequence[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Part the prompts, at least one on each side: all pairs of a prompt are learned from, or none is.
+
+    Args:
+        pairs: of at least two prompts.
+        held_out: share of the prompts that is kept apart.
+        seed: of the pick.
+
+    Raises:
+        ValueError: all pairs are of the same prompt.
+    """
+    chosen = held_out_prompts((pair.prompt for pair in pairs), held_out, seed)
+    learned = [pair for pair in pairs if pair.prompt not in chosen]
+    return learned, [pair for pair in pairs if pair.prompt in chosen]
+
+
+def preference_batch(
+    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, pad_id: int | None, max_length: int
+) -> TrainBatch:
+    """Tokenize pairs, as rows for `tether.training.text.PairForward`.
+
+    Raises:
+        ValueError: pairs that are too long, or the same in tokens; up to ten of them, by file and row.
+    """
+    rows, problems = [], []
+    for pair in pairs:
+        both = pair_ids(pair, tokenizer)
+        chosen, rejected = (without_padding(ids, pad_id) for ids in both)
+        if max(map(len, both)) > max_length:
+            longest = max(map(len, both))
+            problems.append(
+                f"{pair.place}: {longest} tokens are more than {max_length}; leave it out or raise --max-length"
+            )
+        elif chosen == rejected:
+            problems.append(f"{pair.place}: chosen and rejected are the same, so nothing is preferred; leave it out")
+        else:
+            rows.append((chosen, rejected))
+    raise_problems(problems)
+    return pair_batch(rows)
+
+
+def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, float]:
+    """Share of the pairs whose chosen side has the higher score."""
+    return {ACCURACY: float((outputs.chosen > outputs.rejected).double().mean())}
