@@ -22,7 +22,8 @@ from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device
 from tether.trainer.text import Pretraining, preference_accuracy, preference_batch, split_pairs
 from tether.training import Learner, LossSpec, UpdatePlan
-from tether.training.engines import LocalEngine, OptimizerOptions
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.text import MicroBatching, PairForward, PairOutputs, PreferenceLoss
 
 
