@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.envs import toys
-from tests.trainer.loops import Control, Loop, Text
+from tests.trainer.loops import Control, Loop, Text, assert_same_run
 from tests.trainer.tiny_run import GAE, GRPO, measured, rows, train, write_jsonl
 from tether.trainer.parts.alarms import (
     COLLAPSED_STEPS,
@@ -223,6 +223,14 @@ def test_a_critic_that_explains_nothing_is_said(
     assert caplog.text.count(f"the critic has explained nothing of the returns for {CRITIC_STEPS} steps") == 1
 
 
+def kill(run: Any) -> None:
+    """Make a control policy certain of one action."""
+    policy = run.trainer.rollouts.policy
+    bias = policy.actor.layers[-1].bias if hasattr(policy.actor, "layers") else policy.actor.bias
+    with torch.no_grad():
+        bias.copy_(torch.tensor([1000.0, -1000.0]))
+
+
 @pytest.mark.parametrize(
     "shape",
     [[], ["policy.share_critic=True"], ["policy.lstm_dim=4"], ["policy.lstm_dim=4", "policy.share_critic=True"]],
@@ -230,12 +238,6 @@ def test_a_critic_that_explains_nothing_is_said(
 def test_a_dead_control_policy_beside_a_critic_that_learns_is_said(
     shape: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def kill(run: Any) -> None:
-        policy = run.trainer.rollouts.policy
-        bias = policy.actor.layers[-1].bias if hasattr(policy.actor, "layers") else policy.actor.bias
-        with torch.no_grad():
-            bias.copy_(torch.tensor([1000.0, -1000.0]))
-
     longer = ["trainer.total_training_steps=16", "trainer.test_freq=-1"]
     run = Control().train(Control().overrides(tmp_path / "run", *shape, *longer), before=kill)
     steps = list(measured(run.directory).values())
@@ -255,3 +257,36 @@ def test_a_healthy_run_says_nothing(base: list[str], caplog: pytest.LogCaptureFi
     directory = train([*base, *GRPO, "trainer.total_training_steps=8"])
     assert all(IDENTICAL in metrics for metrics in measured(directory).values())
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "control"])
+def test_a_collapse_stops_the_run_if_asked_and_changes_no_step(
+    kind: str, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default the same run goes on to its end: the negative control. Resumed, the stopped one does too, bitwise."""
+    loop: Loop = Text(inputs) if kind == "text" else Control()
+    settings = ["trainer.total_training_steps=12", "trainer.save_freq=12"]
+    if kind == "text":  # hardly any entropy, and no score to learn from
+        (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 0.0\n")
+        settings += [*GRPO, "actor_rollout_ref.actor.use_kl_loss=False", "algorithm.use_kl_in_reward=False"]
+        settings += [
+            f"custom_reward_function.path={tmp_path / 'reward.py'}",
+            "actor_rollout_ref.rollout.temperature=1e-3",
+        ]
+    stops = loop.overrides(tmp_path / "stops", *settings, "trainer.on_collapse=stop")
+    before = kill if kind == "control" else lambda run: None
+    whole = loop.train(loop.overrides(tmp_path / "warns", *settings), before=before)
+    assert (whole.trainer.step_number, whole.trainer.stopped_by) == (12, None)
+    assert "the policy has collapsed" in caplog.text
+    assert "on_collapse" not in caplog.text
+
+    stopped = loop.train(stops, before=before)
+    at = stopped.trainer.step_number
+    assert COLLAPSED_STEPS <= at < 12
+    assert stopped.trainer.stopped_by == "trainer.on_collapse"
+    assert caplog.text.count("trainer.on_collapse=stop: the run is saved and stops") == 1
+    assert [path.name for path in stopped.directory.glob("global_step_*")] == [f"global_step_{at}"]
+
+    resumed = loop.train(stops)
+    assert (resumed.trainer.step_number, resumed.trainer.stopped_by) == (12, None)
+    assert_same_run(whole.directory, resumed.directory, 12)

@@ -117,6 +117,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             estimate_advantages=_advantages(config),
             select_rows=_learned_decisions(config, policy),
             critic_warmup=build_critic_warmup(trainer_config),
+            stop_on_collapse=trainer_config.on_collapse == "stop",
             schedule=schedule,
             persistence=Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets),
             loggers=loggers,

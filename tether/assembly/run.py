@@ -111,6 +111,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
+            stop_on_collapse=config.trainer.on_collapse == "stop",
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config),

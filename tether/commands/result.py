@@ -38,7 +38,7 @@ class TrainingResult:
     metrics: list[dict[str, float]] = field(repr=False)
     """One dict a logged step: "step", and the keys of docs/metrics.md; a key that was not logged is absent."""
     stopped_by: str | None = None
-    """Name of the signal that stopped it before its last step."""
+    """The signal, or the setting (trainer.on_collapse), that stopped it before its last step."""
 
     def column(self, key: str) -> list[float]:
         """A metric at every logged step, NaN where it was not logged.

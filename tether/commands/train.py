@@ -49,7 +49,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
         run.directory,
         step=trainer.step_number,
         total_steps=trainer.schedule.total_steps,
-        stopped_by=interrupted.signal.name if interrupted.signal else None,
+        stopped_by=interrupted.signal.name if interrupted.signal else trainer.stopped_by,
     )
 
 

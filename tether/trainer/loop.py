@@ -87,6 +87,10 @@ class Trainer:
     persistence: Persistence
     loggers: Loggers
     alarms: Alarms = field(default_factory=Alarms)
+    stop_on_collapse: bool = False
+    """Save and stop where an alarm says that the policy has collapsed."""
+    stopped_by: str | None = None
+    """The setting that ended `fit` before the last step."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     step_number: int = 0
     """Training steps done."""
@@ -149,7 +153,7 @@ class Trainer:
         return self.mismatch.measure(batch, self.loggers.warn) if self.mismatch else {}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Train up to the last step, or until `interrupted` says so after a step; then a checkpoint is saved."""
+        """Train to the last step, or until `interrupted` or an alarm says so after one; then a checkpoint is saved."""
         starts = self.step_number == 0
         if starts:
             self.rollouts.begin(self.step_number)
@@ -171,7 +175,7 @@ class Trainer:
                 self.unlogged = self.advance()
                 warming_up = not self.critic_warmup.ended
                 self.alarms.check_step(self.unlogged, warming_up=warming_up, warn=self.loggers.warn)
-            done, stopping = self.step_number, interrupted()
+            done, stopping = self.step_number, interrupted() or self._has_to_stop()
             self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
             with self._saving_first():
                 if self.validation_due and not stopping:
@@ -180,6 +184,7 @@ class Trainer:
                     self.unlogged |= tested
                     self.validation_due = False
                     self.callbacks.on_evaluation(done, tested)
+                    stopping = self._has_to_stop()
                 measured = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
                 self.unlogged = {}
                 self.callbacks.on_step_end(done, measured)
@@ -190,6 +195,18 @@ class Trainer:
                 return
         if complaint := self.critic_warmup.never_over():
             self.loggers.warn(complaint)
+
+    def _has_to_stop(self) -> bool:
+        """Whether an alarm has spoken of a collapse since the last call, and the run is to stop then."""
+        collapsed, self.alarms.collapsed = self.alarms.collapsed, False
+        if collapsed and self.stop_on_collapse:
+            self.stopped_by = "trainer.on_collapse"
+            self.loggers.warn(
+                "trainer.on_collapse=stop: the run is saved and stops. Resume from an earlier checkpoint "
+                "(trainer.resume_mode=resume_path) with other settings; the same command goes on as it is"
+            )
+            return True
+        return False
 
     def advance(self) -> dict[str, float]:
         """Do the next training step; returns its metrics."""

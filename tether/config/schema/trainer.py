@@ -73,6 +73,8 @@ class TrainerConfig(Section):
     """Validate before the first step."""
     val_only: bool = False
     """Validate, then stop."""
+    on_collapse: Annotated[Literal["warn", "stop"], EMBODIED_TOO] = "warn"
+    """When an alarm says that the policy has collapsed: go on, or save and stop. (tether's own key.)"""
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
     preflight: Annotated[bool, EMBODIED_TOO] = True

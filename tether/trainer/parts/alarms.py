@@ -49,6 +49,8 @@ class Alarms:
     """Per alarm: checks in a row that found it (positive) or did not (negative)."""
     said: list[str] = field(default_factory=list)
     """Alarms that have spoken and are not off again."""
+    collapsed: bool = False
+    """An alarm has spoken, since this was last set to False, that says more than that the critic learns nothing."""
     first_score: float | None = None
     best_score: float | None = None
 
@@ -150,12 +152,13 @@ class Alarms:
         self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
         if streak >= needed and name not in self.said:
             self.said.append(name)
+            self.collapsed |= name != "critic"
             warn(message)
         elif streak <= -needed and name in self.said:
             self.said.remove(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next check depends on."""
+        """All that the next check depends on; whoever acts on a collapse has done so."""
         return {
             "streaks": dict(self.streaks),
             "said": list(self.said),
