@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
-from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model
+from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model, tiny_tokenizer
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, train, weights, write_inputs
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
+from tether.commands.reward import check_reward
 from tether.config import load_config
 from tether.rewards.outcome import RewardFailure
 
@@ -96,6 +97,14 @@ def broken(inputs: Path, name: str, folder: Path) -> Path:
             return save_tiny(folder)
         case "no template":
             return save_tiny_reward_model(folder, chat_template=False)
+        case "encoder":
+            shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+            model = AutoModelForSequenceClassification.from_config(
+                BertConfig(vocab_size=VOCAB_SIZE, num_labels=1, **shape)
+            )
+            model.save_pretrained(folder)
+            tiny_tokenizer().save_pretrained(folder)
+            return folder
         case "small vocabulary":
             return save_tiny_reward_model(folder, vocab_size=VOCAB_SIZE - 1)
     raise AssertionError(name)
@@ -106,6 +115,7 @@ def broken(inputs: Path, name: str, folder: Path) -> Path:
     [
         ("two outputs", "its head has 2 outputs, and a reward model has 1"),
         ("causal LM", "LlamaForCausalLM has no head that scores a sequence"),
+        ("encoder", "BertForSequenceClassification does not read its score at the last token, as decoders do"),
         ("no template", "its tokenizer has no chat template, so responses cannot be written for it"),
         ("small vocabulary", f"its vocabulary has {VOCAB_SIZE - 1} tokens, and its tokenizer {VOCAB_SIZE}"),
     ],
@@ -126,6 +136,16 @@ def test_without_a_template_ids_may_be_read(inputs: Path, tmp_path: Path) -> Non
     path = broken(inputs, "no template", tmp_path / "rm")
     more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
     train(overrides(inputs, tmp_path / "run", *more, "trainer.total_training_steps=1"))
+
+
+def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its random scores are faults; texts cannot be read as ids."""
+    loaded = load_config(None, overrides(inputs, tmp_path, "reward_model.max_length=600"))
+    assert not check_reward(loaded, rows=3, samples=4, out=None)
+    assert "praise of itself" in capsys.readouterr().out
+    as_ids = load_config(None, overrides(inputs, tmp_path, "reward_model.model.input_tokenizer=null"))
+    with pytest.raises(ValueError, match=r"input_tokenizer=null: the replies that are tried are texts"):
+        check_reward(as_ids, rows=3, samples=0, out=None)
 
 
 def test_scores_that_are_not_finite_stop_the_run(inputs: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
     """Refuse a model that does not give one number to a sequence.
 
     Raises:
-        ValueError: no classifier, or one with several outputs.
+        ValueError: no classifier, one with several outputs, or one that is no decoder.
     """
     architecture = (config.architectures or [""])[0]
     if not architecture.endswith(CRITIC_CLASSES):
@@ -97,6 +97,14 @@ def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
             f"{path}: its head has {config.num_labels} outputs, and a reward model has 1. Name a sequence classifier "
             "with num_labels=1."
         )
+    if architecture.endswith(CRITIC_CLASSES[1]) and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        with torch.device("meta"):
+            reads_its_last_token = hasattr(_empty_critic(config, (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)), "score")
+        if not reads_its_last_token:  # encoders pool otherwise, and see each token from both sides
+            raise ValueError(
+                f"{path}: {architecture} does not read its score at the last token, as decoders do, and is not "
+                "supported as a reward model. Name a sequence classifier of a decoder family."
+            )
 
 
 def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFIG) -> PreTrainedModel:
