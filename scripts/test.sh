@@ -5,4 +5,5 @@
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 # Large pages: see tether/runtime/huge_pages.py.
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1
-exec python -m pytest "$@"
+# A file of tests stays in one process, which keeps what its fixtures made.
+exec python -m pytest -n logical --maxprocesses 4 --dist loadfile "$@"

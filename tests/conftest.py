@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  # the hook below names it
@@ -16,6 +17,11 @@ import torch  # noqa: E402
 
 from tests.real_data import pytest_runtest_makereport, test_data  # noqa: E402, F401
 from tether.models.language.registry_download import pull_model  # noqa: E402
+
+# The same examples in every run, so that a change is judged by what it changes; others are looked for on purpose.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile("search" if os.environ.get("TETHER_TEST_SEARCH") else "fixed")
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ cmd "${NONE[@]}" a""",
     "export": "export A=1 B='x y'\nexport A\ncmd $A $B",
     "appended": "A=x\nA+=y\ncmd $A",
     "an empty variable": 'A=\ncmd $A "$A" x$A',
+    "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
 }
 
 

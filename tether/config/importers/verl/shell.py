@@ -165,8 +165,10 @@ class _Reader:
                 assigns = may_assign and bool(_ASSIGNMENT.match(current))
                 value = " ".join(self._expansion())
                 parts = [value] if assigns or UNKNOWN in value else re.split(r"[ \t\n]+", value)
-                words += [w for w in (current + parts[0], *parts[1:-1]) if w] if len(parts) > 1 else []
-                current = parts[-1] if len(parts) > 1 else current + value
+                current += parts[0]
+                if len(parts) > 1:
+                    words += [current, *parts[1:-1]] if current or is_quoted else parts[1:-1]
+                    current, is_quoted = parts[-1], False  # quotes before the split are those of the first word
             else:
                 current += char
                 self._at += 1
