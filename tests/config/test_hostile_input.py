@@ -32,6 +32,7 @@ BETAS = "actor_rollout_ref.actor.optim.betas"
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 @example({"actor_rollout_ref.actor.ppo_micro_batch_size": "x"})
 @example({"trainer.seed": {None: 2}})
+@example({"reward_model.num_workers": None})
 def test_any_file_loads_or_is_refused(tmp_path_factory, tree):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

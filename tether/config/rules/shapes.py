@@ -53,7 +53,7 @@ def said_once(steps: str, share: str) -> Rule:
 def _pair(key: str, other: str, broken: Numbers, what: str, fix: str, when: Condition = lambda cfg: True) -> Rule:
     def rule(cfg: RunConfig) -> Problem | None:
         mine, theirs = (reduce(getattr, path.split("."), cfg) for path in (key, other))
-        if not broken(mine, theirs) or not when(cfg):
+        if not when(cfg) or not broken(mine, theirs):
             return None
         words = {"key": key, "own": show(mine), "limit": other, "other": show(theirs)}
         return Problem(key, what.format(**words), fix.format(**words))
