@@ -12,14 +12,14 @@ from tether.data.sources import load_rows
 from tether.rewards.custom import load_reward_function
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-RUNS = sorted(RECIPES.glob("*/run.yaml"))
+RUNS = sorted(RECIPES.glob("*/*.yaml"))
 
 
 def load(name: str) -> LoadedConfig:
     return load_config(RECIPES / name / "run.yaml", [])
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_recipe_loads_without_a_note(path: Path) -> None:
     assert load_config(path, []).notes == ()
 

@@ -298,7 +298,7 @@ def test_false_turns_validation_off():
 
 def test_the_reward_manager_has_one_rule_under_both_names():
     load("reward_model.reward_manager=dapo", "reward_manager.name=dapo")
-    assert "reward_manager.name" in problems_of("reward_manager.name=prime")
+    assert "reward_manager.name" in problems_of("reward_manager.name=batch")
 
 
 # What verl would act on, and tether does not

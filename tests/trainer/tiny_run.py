@@ -121,9 +121,9 @@ def base_overrides(inputs: Path, run: Path) -> list[str]:
     ]
 
 
-def train(overrides: list[str]) -> Path:
+def train(overrides: list[str], file: Path | None = None) -> Path:
     """Train in this process; returns the folder of the run."""
-    run = build_run(load_config(None, overrides))
+    run = build_run(load_config(file, overrides))
     try:
         run.trainer.fit()
     finally:

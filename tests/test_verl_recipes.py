@@ -1,0 +1,170 @@
+"""recipes/verl: each is its script, key for key, but for what its header names; and each runs, made small."""
+
+import math
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.config.scripts import SCRIPTS
+from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
+from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
+from tether.config import ConfigError, LoadedConfig, load_config
+from tether.config.keys import values_of
+from tether.config.support.live_keys import live_keys, why_idle
+from tether.config.support.verl_keys import unread
+from tether.metrics.loggers.jsonl import read_metrics
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes/verl"
+each_script = pytest.mark.parametrize("name", SCRIPTS)
+ENGINE = "actor_rollout_ref.rollout.name"
+CLASSES = {
+    "gemma": "gemma2",
+    "qwen1.5_moe": "qwen2_moe",
+    "moonlight": "deepseek_v3",
+    "qwen3": "qwen3",
+    "qwen2": "qwen2",
+}
+QUICK = ("run_deepseek7b_llm_pfppo", "run_gemma", "run_moonlight16b_a3b_gsm8k_megatron", "run_qwen2-7b_seq_balance")
+PROMPT, RESPONSE = 64, 8
+
+
+def recipe(name: str) -> Path:
+    return FOLDER / f"{name}.yaml"
+
+
+def class_of(name: str) -> str:
+    """The tiny class of the family that a script trains."""
+    return next((tiny for part, tiny in CLASSES.items() if part in name), "llama")
+
+
+def key_of(setting: str) -> str:
+    return setting.split("=")[0].lstrip("+")
+
+
+def refused(settings: list[str]) -> set[str]:
+    """The keys that keep these settings from being run."""
+    try:
+        load_config(None, settings)
+    except ConfigError as error:
+        return {problem.path for problem in error.problems}
+    return set()
+
+
+def left_out(name: str) -> list[str]:
+    """Of a script's settings those that tether refuses, or does otherwise."""
+    keys = {*refused(SCRIPTS[name]), ENGINE}
+    return [setting for setting in SCRIPTS[name] if key_of(setting) in keys]
+
+
+def values(loaded: LoadedConfig) -> dict[str, object]:
+    """What acts in a run."""
+    found = values_of(loaded.config)
+    return {key: found[key] for key in live_keys() if why_idle(key, found) is None}
+
+
+def test_every_script_is_a_recipe() -> None:
+    assert len(SCRIPTS) == 24
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(SCRIPTS)
+
+
+@each_script
+def test_a_recipe_has_its_row(name: str) -> None:
+    page = (FOLDER.parent.parent / "docs/seeds.md").read_text(encoding="utf-8")
+    (row,) = re.findall(
+        rf"^\| \[`{re.escape(name)}`\]\(../recipes/verl/{re.escape(name)}.yaml\) \|(.*)$", page, re.MULTILINE
+    )
+    _, devices, tiny, _, _ = (cell.strip() for cell in row.split("|"))
+    given = dict(setting.split("=", 1) for setting in SCRIPTS[name])
+    nodes = "" if given["trainer.nnodes"] == "1" else f" x {given['trainer.nnodes']}"
+    assert (devices, tiny) == (given["trainer.n_gpus_per_node"] + nodes, class_of(name))
+
+
+@each_script
+def test_a_recipe_is_its_script(name: str) -> None:
+    missing = left_out(name)
+    acting = [s for s in SCRIPTS[name] if s not in missing and unread(key_of(s)) is None]
+    assert values(load_config(recipe(name), [])) == values(load_config(None, acting))
+
+
+@each_script
+def test_a_header_names_what_is_not_there(name: str) -> None:
+    (line,) = re.findall(r"^# Not here \(README.md\): (.*)$", recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
+    patterns, missing = line.split(", "), [setting.lstrip("+") for setting in left_out(name)]
+    assert [setting for setting in missing if not any(fnmatch(setting, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(setting, pattern) for setting in missing)] == []
+
+
+def made_small(name: str, folder: Path) -> list[str]:
+    """Overrides that keep a recipe's proportions: optimizer steps a batch, responses a prompt, rows a micro-batch."""
+    config = load_config(recipe(name), []).config
+    data, actor, found = config.data, config.actor_rollout_ref.actor, values_of(config)
+    set_eos(save_tiny(folder / "model", class_of(name)), [EOS_ID, *range(4, 90)])
+    if config.reward_model.enable:
+        reward = {"reward_model.model.path": save_tiny_reward_model(folder / "rm")}
+    else:
+        reward = {"custom_reward_function.path": folder / "reward.py"}
+        (folder / "reward.py").write_text(REWARD)
+    mini = 2  # prompts
+    steps = data.train_batch_size // actor.ppo_mini_batch_size
+    row, long = PROMPT + RESPONSE, data.max_prompt_length + data.max_response_length
+    live = [key for key in live_keys() if why_idle(key, found) is None]
+    budgets = {key: max(found[key] * row // long, row) for key in live if key.endswith("max_token_len_per_gpu")}
+    sizes = {key: max(found[key] * mini // actor.ppo_mini_batch_size, 1) for key in live if "micro_batch_size" in key}
+    small = {
+        **budgets,
+        **sizes,
+        **reward,
+        "data.train_files": write_jsonl(folder / "train.jsonl", rows(count=mini * steps)),
+        "data.val_files": write_jsonl(folder / "val.jsonl", rows(count=mini)),
+        "data.train_batch_size": mini * steps,
+        "data.max_prompt_length": PROMPT,
+        "data.max_response_length": RESPONSE,
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "critic.model.fsdp_config.dtype": "float32",
+        "trainer.device": "cpu",
+        "trainer.num_threads": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.logger": "file",
+        "trainer.test_freq": min(config.trainer.test_freq, 1),
+        "trainer.save_freq": min(config.trainer.save_freq, 2),
+        "trainer.total_training_steps": 2,
+        "trainer.default_local_dir": folder / "run",
+    }
+    return [f"{key}={value}" for key, value in small.items()]
+
+
+def test_token_budgets_reach_the_critic_and_the_reference() -> None:
+    config = load_config(recipe("run_qwen2-7b_seq_balance"), []).config
+    assert config.critic.use_dynamic_bsz
+    assert config.critic.forward_max_token_len_per_gpu == 98304
+    assert config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+    assert config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == 24000
+
+
+def check_run(name: str, small: list[str]) -> None:
+    """Train, and see that all of it happened."""
+    directory = train(small, recipe(name))
+    metrics = read_metrics(directory)
+    assert [step for step in metrics if step] == [1, 2]
+    assert all(map(math.isfinite, (value for values in metrics.values() for value in values.values())))
+    assert all(metrics[step][f"{role}/grad_norm"] > 0 for step in (1, 2) for role in ("actor", "critic"))
+    assert any(key.startswith("val-") for key in metrics[2]) == ("trainer.test_freq=1" in small)
+    saved = directory / "global_step_2/actor/model.safetensors"
+    assert saved.exists() == ("trainer.save_freq=2" in small)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])
+def test_a_recipe_runs_made_small(name: str, tmp_path: Path) -> None:
+    check_run(name, made_small(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_on_its_devices(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    name = "run_gemma"
+    check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=2"])
