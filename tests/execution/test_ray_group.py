@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 PATIENCE = 120.0
+MARK = "TETHER_TEST_DRIVER"
+
+
+def marked() -> list[str]:
+    """Processes that inherited the mark of a driver."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}=".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+    return found
 
 
 @pytest.fixture
@@ -73,15 +85,34 @@ def test_an_error_of_a_rank_names_it(group: RayGroup) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
+    group = RayGroup(2, "cpu", 2, tmp_path, silent_looks=20)
+    try:
+        group.build(make)
+        _, stopped = group.call("part", "pid", [(), ()])
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(ValueError, match=r"^rank 1 is stopped: no sign of life for 20 s"):
+            group.call("part", "hang", [(), ()])
+    finally:
+        group.close()
+    assert not is_alive(stopped)
+
+
+@pytest.mark.slow
 def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        MARK: "1",
+    }
     ended = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     pid, until = int(ended.stdout), time.monotonic() + PATIENCE
-    while is_alive(pid) and time.monotonic() < until:
+    while (left := marked()) and time.monotonic() < until:
         time.sleep(0.2)
+    assert left == []
     assert not is_alive(pid)

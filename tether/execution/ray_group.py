@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tether.execution.worker import RankFailed, Worker
+from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.machine import usable_cores
 
 START_SECONDS, CALL_SECONDS = 300.0, 4 * 3600.0
 """How long the driver waits for processes to start, and for the answer of one call: a model that loads, an update."""
 STARTS = 3
 """A machine under load may start Ray too slowly for Ray's own patience."""
+LOOK_SECONDS, SILENT_LOOKS = 1.0, 180
+"""While it waits the driver looks this often for signs of life of each rank; after so many without one the rank counts
+as stopped. Looks are counted, not seconds: the driver may have been stopped with the ranks."""
 SETTLE_SECONDS = 5.0
 """How long it may take to hear of a rank's death after another rank failed because of it."""
 LINES = 5
@@ -39,13 +43,21 @@ class RayGroup:
         device: ``cpu`` or ``cuda``.
         threads: CPU threads of all ranks together; None: one a core.
         logs: folder for what each rank prints.
+        silent_looks: see `SILENT_LOOKS`.
 
     Raises:
         RankFailed: Ray or a rank does not start.
     """
 
-    def __init__(self, size: int, device: str, threads: int | None, logs: Path) -> None:
+    def __init__(
+        self, size: int, device: str, threads: int | None, logs: Path, *, silent_looks: int = SILENT_LOOKS
+    ) -> None:
         self.size = size
+        self._silent_looks = silent_looks
+        self._beats: list[int | None] = [None] * size
+        self._silent = [0] * size
+        """Looks since the last sign of life."""
+        self._pids: list[int] = []
         self._logs = [logs / f"rank_{rank}.log" for rank in range(size)]
         self._failure: RankFailed | None = None
         self._actors: list[Any] = []
@@ -77,6 +89,7 @@ class RayGroup:
             ).remote(rank, threads, self._logs[rank])
             for rank in range(size)
         ]
+        self._pids = self._answers("pid", [()] * size, START_SECONDS)
         address = self._answers("address", [(), *[None] * (size - 1)], START_SECONDS)[0]
         self._answers("join", [(address, size, device)] * size, START_SECONDS)
 
@@ -97,6 +110,9 @@ class RayGroup:
         """End all ranks, and Ray."""
         for actor in self._actors:
             ray.kill(actor)
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # one that is stopped does not hear of Ray's end
         ray.shutdown()
 
     def _answers(self, name: str, arguments: Sequence[tuple[Any, ...] | None], seconds: float) -> list[Any]:
@@ -110,8 +126,10 @@ class RayGroup:
         answers: list[Any] = [None] * self.size
         waiting, until = list(calls), time.monotonic() + seconds
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            ready, waiting = ray.wait(waiting, timeout=LOOK_SECONDS)
             if not ready:
+                self._look()
+            if not ready and time.monotonic() > until:
                 late = ", ".join(str(calls[ref]) for ref in waiting)
                 raise self._failed(f"rank {late} gave no answer to {name} within {seconds:g} s", calls[waiting[0]])
             try:
@@ -120,6 +138,23 @@ class RayGroup:
             except RayError:
                 raise self._reason(calls) from None
         return answers
+
+    def _look(self) -> None:
+        """Look for a sign of life of each rank.
+
+        Raises:
+            RankFailed: one gave none for too long.
+            Interrupted: the run is asked to stop, and one is silent.
+        """
+        for rank, log in enumerate(self._logs):
+            beat = log.stat().st_mtime_ns if log.exists() else None
+            self._silent[rank] = self._silent[rank] + 1 if beat is not None and beat == self._beats[rank] else 0
+            self._beats[rank] = beat
+        silent = max(self._silent)
+        rank = self._silent.index(silent)
+        give_up_if_interrupted(time.monotonic() - silent * LOOK_SECONDS, f"rank {rank} gave no sign of life")
+        if silent >= self._silent_looks:
+            raise self._failed(f"rank {rank} is stopped: no sign of life for {silent * LOOK_SECONDS:g} s", rank)
 
     def _reason(self, calls: Mapping[Any, int]) -> RankFailed:
         """Which rank failed first; others that wait for it fail, too, and may be heard of before it."""

@@ -6,6 +6,8 @@ import faulthandler
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,8 @@ from tether.runtime.machine import set_threads
 
 COLLECTIVE_SECONDS = 600.0
 """How long a rank waits for the others."""
+BEAT_SECONDS = 0.5
+"""Between two signs of life."""
 
 
 class RankFailed(ValueError):
@@ -56,7 +60,7 @@ class Worker:
     Args:
         rank: its number.
         threads: CPU threads.
-        log: file for what it prints.
+        log: file for what it prints; its time of change is the rank's last sign of life.
     """
 
     def __init__(self, rank: int, threads: int, log: Path) -> None:
@@ -68,6 +72,11 @@ class Worker:
         os.dup2(descriptor, sys.stderr.fileno())
         faulthandler.enable()
         set_threads(threads)
+        threading.Thread(target=_beat, args=(descriptor,), daemon=True).start()
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
     def address(self) -> str:
         """Where rank 0 waits for the others."""
@@ -95,3 +104,9 @@ class Worker:
     def call(self, part: str, method: str, *arguments: Any) -> Any:
         """Call a method of a part."""
         return getattr(self._parts[part], method)(*arguments)
+
+
+def _beat(descriptor: int) -> None:
+    while True:
+        os.utime(descriptor)
+        time.sleep(BEAT_SECONDS)
