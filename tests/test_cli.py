@@ -122,7 +122,7 @@ def test_config_check_names_every_problem_at_once(cli: Cli, inputs: Path, tmp_pa
 
 def test_config_check_looks_for_what_the_configuration_names(cli: Cli, inputs: Path, tmp_path: Path):
     reward = tmp_path / "reward.py"
-    reward.write_text("raise RuntimeError('a check runs no code of the user')\n\ndef compute_scores(): ...\n")
+    reward.write_text("raise RuntimeError('a check runs no code of the user')\n\ndef compute_scores(**row): ...\n")
     wrong = [
         f"actor_rollout_ref.model.path={tmp_path / 'model'}",
         f"data.train_files=[{inputs / 'tran.jsonl'},{inputs / 'train.jsonl'}]",

@@ -69,8 +69,7 @@ class TrainEnvConfig(Section):
     init_params: Options
     """Arguments of the environment's constructor."""
     wrappers: Strings = ()
-    """Wrappers around each environment, the first innermost: module:Class or FILE.py:Class, with ?name=value&name=value
-    for arguments. (tether's own key.)"""
+    """Wrappers, the first innermost: module:Class?name=value, or FILE.py:Class?name=value. (tether's own key.)"""
     drop_observations: Strings = ()
     """Parts of a Dict observation that the policy does not see, in tests neither. (tether's own key.)"""
     frame_stack: Positive = 1
