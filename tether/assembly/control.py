@@ -76,15 +76,15 @@ def build_control_run(loaded: LoadedConfig) -> Run:
     Raises:
         ValueError: the environments cannot be made, no policy fits them, or a checkpoint is of other ones.
     """
-    loaded = fit_defaults(loaded)
-    config = loaded.config
-    trainer_config, train = config.trainer, config.env.train
-    set_threads(trainer_config.num_threads)
-    seed_rng(trainer_config.seed)
-    directory = Path(trainer_config.default_local_dir)
+    directory = Path(loaded.config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
-        store, checkpoint = find_start(config)
+        store, checkpoint = find_start(loaded.config)
+        loaded = fit_defaults(loaded)  # after what is wrong with the folder: it may take long
+        config = loaded.config
+        trainer_config, train = config.trainer, config.env.train
+        set_threads(trainer_config.num_threads)
+        seed_rng(trainer_config.seed)
         identity = identity_of(config)
         if checkpoint:
             check_identity(checkpoint, identity)

@@ -148,12 +148,10 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     restart_with_huge_pages()
     with _importing():
-        from tether.assembly.control import fit_defaults
         from tether.commands.report import command_to_resume, how_it_stopped, show_report
         from tether.commands.train import train as run
 
     try:
-        loaded = fit_defaults(loaded)
         result = run(loaded)
     except KeyboardInterrupt:  # outside of training, which takes the signal itself
         typer.echo("interrupted; the same command starts again, or resumes from the last checkpoint", err=True)

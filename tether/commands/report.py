@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from tether.assembly.control import fit_defaults
 from tether.checkpoints import CheckpointStore
 from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
@@ -59,6 +60,7 @@ def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps
     if trainer.resume_mode != "auto":
         command += " trainer.resume_mode=auto '~trainer.resume_from_path'"
     if step == total_steps:  # the same command would find nothing left to do
+        trainer = fit_defaults(loaded).config.trainer
         by_env_steps = trainer.total_training_steps is None and trainer.total_env_steps is not None
         key, done = ("total_env_steps", trainer.total_env_steps) if by_env_steps else ("total_training_steps", step)
         command += f" trainer.{key}={2 * (done or 0)}"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tether.assembly.build import build
 from tether.assembly.common import Run
-from tether.assembly.control import fit_defaults
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import graceful_interrupt
@@ -22,7 +21,6 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     Raises:
         ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
     """
-    loaded = fit_defaults(loaded)
     screen = Screen()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
