@@ -256,7 +256,7 @@ def test_a_live_key_has_an_effect_on_embodied_runs(path: str, control: Situation
     if ".lora_" in path or path.endswith(".target_modules"):
         pytest.importorskip("peft")
     if ".video_cfg." in path:
-        pytest.importorskip("imageio")
+        pytest.importorskip("imageio_ffmpeg")
         pytest.importorskip("pygame")
     assert not is_dead(path, control, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 

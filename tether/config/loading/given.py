@@ -193,7 +193,8 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
         inner = path.removeprefix(owner + ".").split(".")
         old = given[owner].value if owner in given else {}
         changed = _drop(old, inner) if override.delete else _put(old, inner, override.value)
-        return _store(given, [(owner, changed, written)], COMMAND_LINE, position)
+        item = _grammar_problem(owner, changed) or (owner, changed, written)
+        return _store(given, [item], COMMAND_LINE, position)
     if path in sections() and not override.delete and not isinstance(override.value, dict):
         return [_not_a_value(path, override.value)]
     if not override.delete:
