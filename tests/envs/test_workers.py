@@ -267,6 +267,35 @@ def test_processes_leave_the_garbage_of_their_owner_alone(countdown, monkeypatch
         gc.enable()
 
 
+class Fork:
+    """Keeps the collector busy in every copy of this process, before anything else can run there."""
+
+    is_watched = False
+
+    def __call__(self):
+        if self.is_watched:
+            self.kept = [[] for _ in range(10_000)]
+
+
+after_fork = Fork()
+os.register_at_fork(after_in_child=after_fork)
+
+
+def test_garbage_is_left_alone_while_a_process_is_copied(countdown, monkeypatch):
+    """Libraries have functions run in a copy before it can protect what it was given."""
+    monkeypatch.setattr(after_fork, "is_watched", True)
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage()
+        gc.enable()
+        env = countdown()
+    finally:
+        gc.enable()
+    assert env.step(NOTHING).valid is None
+    assert gc.isenabled()
+
+
 def test_a_waiting_environment_comes_back_at_its_next_beginning(countdown):
     env = countdown(pacing=Pacing(chunk=2))
     kill(env._env, 1)

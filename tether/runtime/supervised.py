@@ -78,9 +78,8 @@ class SupervisedProcess:
         tag, owner = secrets.token_bytes(TAG_BYTES), os.getpid()
         sys.stdout.flush()  # else the copy has the same text to write
         sys.stderr.flush()
-        guard = os.fork()
+        guard = _fork()
         if not guard:
-            gc.freeze()  # what the owner no longer uses is not freed here: of a simulator, that can crash a copy
             channel.close()
             control.close()
             exit_after(lambda: supervise(lambda: serve(Channel(its_channel, tag)), its_control, owner))
@@ -242,6 +241,20 @@ class SupervisedProcess:
         verdict = self.close()
         self._ended = ProcessEnded(reason or verdict, seconds, begun=self._begun)
         return self._ended
+
+
+def _fork() -> int:
+    """`os.fork`; the copy frees none of what the owner no longer uses: of a simulator, that can crash a copy."""
+    collects = gc.isenabled()
+    gc.disable()  # already for what Python and libraries run in the copy before `os.fork` returns there
+    try:
+        process = os.fork()
+        if not process:
+            gc.freeze()
+        return process
+    finally:
+        if collects:
+            gc.enable()
 
 
 def main() -> None:
