@@ -19,6 +19,8 @@ Observation: TypeAlias = dict[str, Array]
 """Part -> [N, *shape]: what N environments show, or one in N steps."""
 TASK = "task"
 """Name of the part that is a text: what is to be done."""
+ACTION_MASK = "action_mask"
+"""Name of the part, and of the entry of an environment's infos, that says which choices are allowed."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,10 @@ class ObsPart:
     name: str
     """Key in the Dict that the environment gives, keys of a nested one joined by dots; of a plain space ``state`` or
     ``image``; of a text always ``task``."""
-    kind: Literal["vector", "image", "text"]
+    kind: Literal["vector", "image", "text", "mask"]
     shape: tuple[int, ...]
-    """(n,) numbers; (height, width, channels) of a picture; (longest,) bytes of a text in UTF-8, zeros behind it."""
+    """(n,) numbers; (height, width, channels) of a picture; (longest,) bytes of a text in UTF-8, zeros behind it;
+    (n,) alternatives of all choices of an action, side by side: 1 where it is allowed."""
     dtype: str = "float32"
     """NumPy's name of it."""
     choices: tuple[int, ...] = ()
@@ -38,7 +41,9 @@ class ObsPart:
 
     @property
     def width(self) -> int:
-        """Entries of a flat row: one for each alternative, number, channel of a pixel or byte."""
+        """Entries of a flat row: one for each alternative, number, channel of a pixel or byte; none for a mask."""
+        if self.kind == "mask":
+            return 0
         return sum(self.choices) or math.prod(self.shape)
 
     def zeros(self, *rows: int) -> Array:

@@ -101,6 +101,39 @@ class Crashes(Countdown):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class Allowed(gymnasium.Env):
+    """Shows nothing; of the choices that are allowed, the last one of each column is worth 1. The others are an error.
+
+    Args:
+        tells: the info holds the mask: always, but for the end of an episode; "once": at a reset only; False: never.
+    """
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    action_space = spaces.MultiDiscrete([4, 3])
+
+    def __init__(self, tells=True):
+        self._tells = tells
+
+    def _now(self, of):
+        self._allowed = [self.np_random.permutation(n) < self.np_random.integers(1, n + 1) for n in (4, 3)]
+        told = self._tells is True or self._tells == of
+        return np.zeros(1, np.float32), {"action_mask": tuple(self._allowed)} if told else {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._t = 0
+        return self._now("once")
+
+    def step(self, action):
+        assert all(allowed[choice] for allowed, choice in zip(self._allowed, action, strict=True)), "not allowed"
+        reward = sum(choice == np.flatnonzero(a)[-1] for a, choice in zip(self._allowed, action, strict=True)) / 2
+        self._t += 1
+        if self._t == 4:
+            return np.zeros(1, np.float32), reward, True, False, {}
+        obs, info = self._now("step")
+        return obs, reward, False, False, info
+
+
 class Identity(gymnasium.Env):
     """One step an episode: the reward counts the columns of the action that equal the observed target."""
 
@@ -219,6 +252,7 @@ def register():
     gymnasium.register("tether/Crashes-v0", entry_point=Crashes)
     gymnasium.register("tether/Sleeps-v0", entry_point=Sleeps)
     gymnasium.register("tether/Recite-v0", entry_point=Recite)
+    gymnasium.register("tether/Allowed-v0", entry_point=Allowed)
     gymnasium.register("tether/Spot-v0", entry_point=Spot)
     gymnasium.register("tether/TMaze-v0", entry_point=TMaze)
     for name, space in SPACES.items():

@@ -78,6 +78,7 @@ RUNS = {
         *MAZES, "policy.share_critic=False", "algorithm.adv_estimator=grpo", "env.train.auto_reset=False",
         "env.train.group_size=2",
     ],
+    "masks": ["env.train.id=tether/Allowed-v0", "env.train.action_masks=True", "env.train.vectorization=subprocess"],
     "cnn and lstm": ["env.train.id=tether/Spot-v0", *CNN, *LSTM, f"{ACTOR}.target_kl=0.01"],
 }  # fmt: skip
 

@@ -275,7 +275,8 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
 
 def view_of(config: RunConfig) -> dict[str, Any]:
     """Fields of `tether.envs.make.View`."""
-    return {"drop": config.env.train.drop_observations, "frame_stack": config.env.train.frame_stack}
+    train = config.env.train
+    return {"drop": train.drop_observations, "frame_stack": train.frame_stack, "action_masks": train.action_masks}
 
 
 def _rewards(config: RunConfig) -> EnvRewards:

@@ -62,6 +62,7 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         return _new_vla(config, env, bounds)
     policy, actions = config.policy, env.actions
     refuse_texts(env, policy.model_type)
+    _check_mask(env, policy.num_action_chunks)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
     spec = PolicySpec(
         obs_dim=row_width(tuple(part for part in env.layout if part.name not in pictures)),
@@ -84,6 +85,29 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         lstm_dim=policy.lstm_dim,
     )
     return make_policy(spec, config.trainer.seed)
+
+
+def _check_mask(env: VectorEnv, chunk: int) -> None:
+    """A part that says which choices are allowed now fits the actions of one step.
+
+    Raises:
+        ValueError: it has another number of entries, or the policy decides on several steps at once.
+    """
+    actions = env.actions
+    for part in env.layout:
+        if part.kind != "mask":
+            continue
+        found, alternatives = part.shape[0], sum(actions.choices) if isinstance(actions, DiscreteActions) else 0
+        if found != alternatives:
+            raise ValueError(
+                f"{env.id}: its observations have {found} entries of {part.name}, and its actions {alternatives} "
+                f"alternatives. Leave the part out with env.train.drop_observations=[{part.name}], or rename it."
+            )
+        if chunk > 1:
+            raise ValueError(
+                f"policy.num_action_chunks={chunk}: {env.id} tells which choices are allowed in the next step only. "
+                "Set 1, or env.train.action_masks=false."
+            )
 
 
 def saved_policy(path: Path, key: str) -> Policy:

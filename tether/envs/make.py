@@ -20,6 +20,7 @@ from gymnasium.wrappers import FilterObservation, FrameStackObservation, Normali
 from tether.envs.adapters.minigrid import SuccessByReward
 from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
 from tether.envs.protocol import VectorEnv
+from tether.envs.spaces.action_masks import MaskedActions
 from tether.envs.vectorization.episode_starts import PacedEnv
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
@@ -59,6 +60,8 @@ class View:
     """Parts of a Dict that are left out."""
     frame_stack: int = 1
     """Observations of so many last steps together."""
+    action_masks: bool | None = None
+    """Show ``info["action_mask"]`` as a part; None: refuse environments that have it."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,8 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Some environments in a loop; a module's function, so that it can be sent to a process."""
     make = partial(make_one, options)
-    ignore = options.ignore_terminations
-    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds)
+    ignore, unread = options.ignore_terminations, options.view.action_masks is False
+    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds, ignore_masks=unread)
 
 
 def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
@@ -335,7 +338,9 @@ def _seen(env: Env, options: EnvOptions) -> Env:
                 "set env.train.drop_observations=[]."
             )
         env = FilterObservation(env, [name for name in names if name not in view.drop])
-    return env if view.frame_stack == 1 else FrameStackObservation(env, view.frame_stack)
+    if view.frame_stack > 1:
+        env = FrameStackObservation(env, view.frame_stack)
+    return MaskedActions(env) if view.action_masks else env
 
 
 def _wrapped(env: Env, name: str, role: str) -> Env:

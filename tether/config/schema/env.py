@@ -74,6 +74,8 @@ class TrainEnvConfig(Section):
     """Parts of a Dict observation that the policy does not see, in tests neither. (tether's own key.)"""
     frame_stack: Positive = 1
     """Observations of so many last steps that are seen together, in tests, too. (tether's own key.)"""
+    action_masks: bool | None = None
+    """Sample only choices that info["action_mask"] allows; null: refuse environments that have it. (Own key.)"""
 
 
 class VideoConfig(Section):

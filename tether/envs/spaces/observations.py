@@ -9,7 +9,10 @@ import numpy as np
 from gymnasium import spaces
 
 from tether.envs.gymnasium_types import Raw, Space
-from tether.observations import TASK, Array, Observation, ObsPart, encode_text
+from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
+
+FLAGS = (np.int8, np.uint8, np.bool_)
+"""Types of the entries of a mask."""
 
 
 class ObservationReader:
@@ -79,6 +82,8 @@ class _Leaf:
 def _leaves(space: Space, keys: tuple[str | int, ...], env_id: str) -> Iterator[_Leaf]:
     name = ".".join(map(str, keys))
     match space:
+        case spaces.MultiBinary() | spaces.Box() if name == ACTION_MASK and space.dtype in FLAGS:
+            part = ObsPart(ACTION_MASK, "mask", (int(np.prod(space.shape)),), "int8")
         case spaces.Dict() | spaces.Tuple():
             for key, inner in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
                 yield from _leaves(inner, (*keys, key), env_id)

@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from tether.envs.gymnasium_types import Info
 from tether.envs.protocol import EnvState, EnvStep, Flags, Saved
+from tether.envs.spaces.action_masks import refuse_unread_mask
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
@@ -42,8 +43,13 @@ class GymnasiumVectorEnv:
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:
-        """See `VectorEnv.reset`; None leaves the generators of the environment as they are."""
-        obs, _ = self._env.reset(seed=seed)
+        """See `VectorEnv.reset`; None leaves the generators of the environment as they are.
+
+        Raises:
+            ValueError: see `refuse_unread_mask`.
+        """
+        obs, info = self._env.reset(seed=seed)
+        refuse_unread_mask(info, self.layout, self.id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
         return self._read(obs, self.num_envs)
 

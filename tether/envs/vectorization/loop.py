@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tether.envs.gymnasium_types import Env, Raw
 from tether.envs.protocol import EnvState, EnvStep, Saved
+from tether.envs.spaces.action_masks import refuse_unread_mask
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
@@ -28,6 +29,7 @@ class SyncVectorEnv:
         num_envs: how many.
         ignore_terminations: only truncation ends an episode.
         holds: after an end wait for `begin` (`HeldEnv`).
+        ignore_masks: environments may tell which choices are allowed without showing it; else `begin` refuses them.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class SyncVectorEnv:
         *,
         ignore_terminations: bool = False,
         holds: bool = False,
+        ignore_masks: bool = False,
     ) -> None:
         self.id = id
         self.num_envs = num_envs
@@ -47,7 +50,7 @@ class SyncVectorEnv:
         self._codec = ActionCodec.of(self._envs[0].action_space, id)
         self._is_choice = isinstance(self._envs[0].action_space, gymnasium.spaces.Discrete)
         self._ignore_terminations = ignore_terminations
-        self._holds = holds
+        self._holds, self._ignore_masks = holds, ignore_masks
         self._waiting = np.full(num_envs, holds)
         self.actions = self._codec.spec
         self.layout = self._read.layout
@@ -62,9 +65,16 @@ class SyncVectorEnv:
         return self.begin({i: seed + i for i in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
-        """See `HeldEnv.begin`."""
+        """See `HeldEnv.begin`.
+
+        Raises:
+            ValueError: see `refuse_unread_mask`.
+        """
         for i, seed in seeds.items():
-            self._write(self._obs, i, self._envs[i].reset(seed=seed)[0])
+            obs, info = self._envs[i].reset(seed=seed)
+            if info and not self._ignore_masks:
+                refuse_unread_mask(info, self.layout, self.id)
+            self._write(self._obs, i, obs)
             self._waiting[i] = False
         return self._obs
 

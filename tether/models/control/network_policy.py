@@ -1,4 +1,4 @@
-"""Control policies that see pictures or remember: a CNN, hidden layers, an LSTM, with gradients by autograd.
+"""Control policies that see pictures or masks, or remember: a CNN, hidden layers, an LSTM, with gradients by autograd.
 
 Where `ControlPolicy` has two perceptrons, these have a torso each for actor and critic, or one for both, with a linear
 layer on top.
@@ -20,16 +20,18 @@ from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
 from tether.models.control.normalize import RunningNormalizer
-from tether.models.control.observations import NUMBERS, PICTURE, ObservationBatch
+from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, ObservationBatch
 from tether.models.control.spec import (
     ForwardPass,
     Memory,
     Observations,
     PolicySpec,
     RolloutEvaluation,
+    masked,
     numbers_of,
     picture_of,
 )
+from tether.observations import ACTION_MASK
 
 
 class Torso(nn.Module):
@@ -126,12 +128,13 @@ class NetworkPolicy(nn.Module):
         return [part for part in (self.torso, self.actor, self.critic_torso, self.critic) if part is not None]
 
     def inputs(self, obs: ObservationBatch) -> Observations:
-        """The inputs of the networks from observations [..., *shape]: numbers [..., O], normalised, and the picture."""
+        """The inputs of the networks from observations [..., *shape]: numbers [..., O], normalised; picture; mask."""
         row = self.row(obs)
         row = row if self.normalizer is None else self.normalizer(row)
-        if self.pictures is None:
-            return row
-        return TensorDict({NUMBERS: row, PICTURE: self.pictures(obs)}, batch_size=row.shape[:-1])
+        more = {} if self.pictures is None else {PICTURE: self.pictures(obs)}
+        if self.spec.has_mask:
+            more[ALLOWED] = obs[ACTION_MASK].bool()
+        return TensorDict({NUMBERS: row, **more}, batch_size=row.shape[:-1]) if more else row
 
     def update_statistics(self, obs: ObservationBatch) -> None:
         """Take the numbers of observations [B, ...] into the statistics by which they are normalised."""
@@ -142,22 +145,24 @@ class NetworkPolicy(nn.Module):
         """Outputs [..., outputs] and values [..., V]; for the rest see `Torso.forward`."""
         of_actor, of_critic = self._states(state)
         features = self.torso(obs, starts, of_actor)
+        outputs = masked(self.actor(features), obs)
         if self.critic is None:
-            return self.actor(features), None
+            return outputs, None
         valued = features if self.critic_torso is None else self.critic_torso(obs, starts, of_critic)
-        return self.actor(features), self.critic(valued)
+        return outputs, self.critic(valued)
 
     def step(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Outputs, values and states after each decision; see `Torso.step`."""
         of_actor, of_critic = self._states(state)
         features, states = self.torso.step(obs, starts, of_actor)
+        outputs = masked(self.actor(features), obs)
         if self.critic is None:
-            return self.actor(features), None, states
+            return outputs, None, states
         valued = features
         if self.critic_torso is not None:
             valued, critic_states = self.critic_torso.step(obs, starts, of_critic)
             states = torch.cat([states, critic_states], dim=-1)
-        return self.actor(features), self.critic(valued), states
+        return outputs, self.critic(valued), states
 
     def acting(self) -> NetworkActor:
         """An actor with the current weights."""
@@ -167,7 +172,7 @@ class NetworkPolicy(nn.Module):
     def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [N, outputs] for what `inputs` gave of N observations, and the next state, from the state [N, S]."""
         if self.spec.lstm_dim is None:
-            return self.actor(self.torso(obs, None, state)), state
+            return masked(self.actor(self.torso(obs, None, state)), obs), state
         outputs, _, states = self.step(obs.unsqueeze(1), None, state)
         return outputs[:, 0], states[:, 0]
 

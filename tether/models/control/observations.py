@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from tether.observations import ObsLayout, ObsPart, row_width
 
-NUMBERS, PICTURE, TEXT = "numbers", "picture", "text"
+NUMBERS, PICTURE, TEXT, ALLOWED = "numbers", "picture", "text", "allowed"
 ObservationBatch: TypeAlias = Mapping[str, Tensor] | TensorDict
 """Part -> [..., *shape], as the environments show it."""
 
 
 class FlatRow:
     """Lays parts side by side as float32: choices one-hot, pictures [height, width, channels], as bytes what is bytes.
+
+    A mask is no part of it.
 
     Args:
         layout: all parts of an observation.
@@ -26,7 +28,7 @@ class FlatRow:
 
     def __init__(self, layout: ObsLayout, without: Sequence[str] = ()) -> None:
         self._first = layout[0]
-        self._parts = tuple(part for part in layout if part.name not in without)
+        self._parts = tuple(part for part in layout if part.name not in without and part.kind != "mask")
         self.width = row_width(self._parts)
         alone = self._parts[0] if len(self._parts) == 1 else None
         self.is_part = alone.name if alone is not None and (alone.dtype, alone.choices) == ("float32", ()) else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.normalize import RunningNormalizer
-from tether.models.control.spec import Observations, PolicySpec, numbers_of
+from tether.models.control.spec import Observations, PolicySpec, masked, numbers_of
 from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import definition
 
@@ -69,7 +69,7 @@ class OwnPolicy(NetworkPolicy):
         numbers = numbers_of(obs)
         outputs, values = self.network(numbers.flatten(0, -2))
         rows = numbers.shape[:-1]
-        return outputs.unflatten(0, rows), None if values is None else values.unflatten(0, rows)
+        return masked(outputs.unflatten(0, rows), obs), None if values is None else values.unflatten(0, rows)
 
     def step(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """See `NetworkPolicy.step`."""

@@ -10,11 +10,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head
-from tether.models.control.observations import NUMBERS, PICTURE, FlatRow, Pictures
+from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, FlatRow, Pictures
 from tether.observations import ObsLayout, ObsPart
 
 Observations = Tensor | TensorDict
-"""Inputs of networks: numbers [..., O], or a TensorDict of numbers and a picture or a text."""
+"""Inputs of networks: numbers [..., O], or a TensorDict of numbers and a picture, a text or a mask."""
+FORBIDDEN = -1e9
+"""Logit of a choice that is not allowed; finite, so that nothing computed from it is NaN."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ class PolicySpec:
     @property
     def is_plain(self) -> bool:
         """Nothing but perceptrons, whose gradients are taken by hand."""
-        return not self.pictures and self.lstm_dim is None and self.network is None
+        return not self.pictures and self.lstm_dim is None and self.network is None and not self.has_mask
+
+    @property
+    def has_mask(self) -> bool:
+        """Observations say which choices are allowed."""
+        return any(part.kind == "mask" for part in self.layout)
 
     @property
     def parts(self) -> ObsLayout:
@@ -131,6 +138,17 @@ def picture_of(obs: Observations) -> Tensor:
     assert not isinstance(obs, Tensor)
     picture: Tensor = obs[PICTURE]
     return picture
+
+
+def masked(outputs: Tensor, obs: Observations) -> Tensor:
+    """Logits [..., outputs], those of choices that are not allowed so low that they are never sampled.
+
+    The distribution is the softmax over the allowed alternatives (Huang and Ontanon 2020); the others have probability
+    0 and no gradient. Where none of a column is allowed, as it may be after an episode's end, all are alike.
+    """
+    if isinstance(obs, Tensor) or ALLOWED not in obs:
+        return outputs
+    return outputs.masked_fill(~obs[ALLOWED], FORBIDDEN)
 
 
 def with_numbers(obs: Observations, numbers: Tensor) -> Observations:
