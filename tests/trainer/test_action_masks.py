@@ -102,6 +102,7 @@ class Rps(gymnasium.Env):
 UNSET = "env.train.action_masks=null"
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -117,13 +118,13 @@ UNSET = "env.train.action_masks=null"
         (["env.train.id=tether/Rps-v0", UNSET], r"Rps-v0: .* have 2 entries of action_mask, and .* 3 alternatives"),
     ],
 )
-def test_bad_input(more, message, tmp_path):
+def test_bad_input(more, message, vectorization, tmp_path):
     if "tether/Rps-v0" not in gymnasium.registry:
         gymnasium.register("tether/Rps-v0", entry_point=Rps)
     options = [
         "env.train.id=tether/Allowed-v0", "env.train.total_num_envs=2", "trainer.logger=file", *MASKS,
         "actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.test_freq=-1", "trainer.total_training_steps=2",
-        f"trainer.default_local_dir={tmp_path}", *more,
+        f"trainer.default_local_dir={tmp_path}", f"env.train.vectorization={vectorization}", *more,
     ]  # fmt: skip
     with pytest.raises(ValueError, match=message):
         train(options)

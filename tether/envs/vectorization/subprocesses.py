@@ -94,6 +94,7 @@ class WorkerVectorEnv:
         """See `HeldEnv.begin`.
 
         Raises:
+            ValueError: tether refuses what an environment gave.
             RuntimeError: a process failed for the second time.
         """
         requests = []
@@ -103,7 +104,7 @@ class WorkerVectorEnv:
             self._send(worker, requests[-1])
         answers = []
         for number, request in enumerate(requests):
-            while isinstance(answer := self._receive(self._workers[number]), str):
+            while isinstance(answer := self._result(number), str):
                 self._replace(number, answer)
                 self._send(self._workers[number], request)
             answers.append(answer)
@@ -113,6 +114,7 @@ class WorkerVectorEnv:
         """See `VectorEnv.step` and `HeldEnv.step`.
 
         Raises:
+            ValueError: see `begin`.
             RuntimeError: a process failed for the second time.
         """
         check_finite(actions, self.id)
@@ -120,7 +122,7 @@ class WorkerVectorEnv:
             self._send(worker, ("step", actions[worker.rows]))
         steps = []
         for number in range(len(self._workers)):
-            answer = self._receive(self._workers[number])
+            answer = self._result(number)
             steps.append(self._lost(number, answer) if isinstance(answer, str) else answer)
         return _joined(steps)
 
@@ -184,13 +186,11 @@ class WorkerVectorEnv:
         first = self._workers[0]
         with contextlib.suppress(ProcessEnded):
             first.process.send(b"", self._timeout + PATIENCE)  # its own deadline, which says more, comes before
-        answer = self._receive(first)
+        answer = self._result(0)
         if isinstance(answer, str):
             raise ValueError(
                 f"{self.id}: the process of environments 0 to {first.rows.stop - 1}, making them, {answer}"
             )
-        if isinstance(answer, Exception):
-            raise answer
         announced: tuple[ActionSpec, ObsLayout] = answer
         return announced
 
@@ -213,6 +213,17 @@ class WorkerVectorEnv:
             return pickle.loads(worker.process.receive())
         except ProcessEnded as end:
             return end.reason
+
+    def _result(self, number: int) -> Any:
+        """As `_receive`.
+
+        Raises:
+            ValueError, RuntimeError: by which tether refused an environment there.
+        """
+        answer = self._receive(self._workers[number])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _replace(self, number: int, how: str) -> None:
         failed = self._workers[number]
@@ -276,12 +287,17 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
     def answer(what: object) -> None:
         channel.send(pickle.dumps(what))
 
+    def refuse(error: Exception) -> bool:
+        refuses = type(error) in (ValueError, RuntimeError) and raised_by_tether(error)
+        if refuses:
+            answer(error)
+        return refuses
+
     seed_rng(seed)
     try:
         env = make(count)
     except Exception as error:
-        if announces and type(error) in (ValueError, RuntimeError) and raised_by_tether(error):
-            answer(error)
+        if announces and refuse(error):
             return
         # If the first process could make none either, there is no request: its error says all, without a traceback.
         if announces or channel.receive() is not None:
@@ -309,8 +325,9 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
                     answer(_take_over(env, *argument))
         env.close()
     except Exception as error:
-        answer(f"raised {type(error).__name__}: {error}")
-        raise
+        if not refuse(error):
+            answer(f"raised {type(error).__name__}: {error}")
+            raise
 
 
 def _take_over(env: SyncVectorEnv, rng: Mapping[str, object], data: Saved) -> ValueError | None:
