@@ -75,6 +75,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         yield "name", value.__qualname__
         yield from inspect.getclosurevars(value).nonlocals.items()
+    elif type(value).__module__ == "tether.execution.ray_group":
+        return  # numbers of processes
     elif type(value).__module__.startswith(("tether.", "torch.optim", "transformers.", "jinja2.")):
         yield from getattr(value, "__dict__", {}).items()
 

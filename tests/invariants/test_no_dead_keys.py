@@ -237,8 +237,21 @@ def is_read_by_text_runs(path: str) -> bool:
     return path != control_defaults.SWITCH
 
 
-@pytest.mark.parametrize("path", filter(is_read_by_text_runs, live_keys()))
+def text_cases() -> list[Any]:
+    """Keys of runs on several devices are slow: their processes are started for each."""
+    paths = filter(is_read_by_text_runs, live_keys())
+    return [pytest.param(path, marks=pytest.mark.slow if is_of_ranks(path) else ()) for path in paths]
+
+
+def is_of_ranks(path: str) -> bool:
+    switch = keys()[path].acts_if
+    return switch is not None and switch.key == "trainer.n_gpus_per_node"
+
+
+@pytest.mark.parametrize("path", text_cases())
 def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench) -> None:
+    if is_of_ranks(path):
+        pytest.importorskip("ray")
     assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 
 

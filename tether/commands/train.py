@@ -1,32 +1,76 @@
-"""Training, for the command line and for Python: to the last step, or to a signal."""
+"""Training, for the command line and for Python: to the last step, or to a signal; a rank that is lost is replaced."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from tether.assembly.build import build
 from tether.assembly.common import Run
+from tether.checkpoints import CheckpointStore
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
-from tether.runtime.interrupt import graceful_interrupt
+from tether.runtime.interrupt import Interrupt, graceful_interrupt
+from tether.runtime.ranks import RankLost
 from tether.runtime.terminal import Screen
 from tether.trainer import Callbacks
 from tether.training import named_out_of_memory
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """An attempt that ended because a rank was lost."""
+
+    step: int | None
+    """That was in progress; None: the models were being built."""
+    why: str
+
+    @property
+    def place(self) -> str:
+        return "while the models were built" if self.step is None else f"in step {self.step}"
 
 
 @named_out_of_memory()
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
     """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder resumes.
 
+    When a rank is lost, all of them are started again from the last checkpoint, and callbacks hear of the steps since
+    then a second time.
+
     Raises:
         ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
+        RankLost: more often than ``trainer.max_restarts``, or twice in the same step.
     """
-    screen = Screen()
+    screen, callbacks, earlier = Screen(), callbacks or Callbacks(), list[_Lost]()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
-    run = build(loaded)
-    trainer = run.trainer
-    trainer.callbacks = callbacks or Callbacks()
+    while isinstance(ended := _attempt(loaded, callbacks, screen), _Lost):
+        most = loaded.config.trainer.max_restarts
+        if again := [lost for lost in earlier if lost.step == ended.step]:
+            raise RankLost(
+                f"{ended.why}\nThat was {ended.place}, and so it was before ({again[0].why.splitlines()[0]}): the run "
+                "is not started again. The same command tries it once more"
+            )
+        if len(earlier) == most:
+            raise RankLost(f"{ended.why}\nThat was {ended.place}; trainer.max_restarts={most} restarts are used up")
+        earlier.append(ended)
+        loaded, start = _resuming(loaded, ended)
+        screen.print(
+            f"{ended.why}\nThat was {ended.place}. Restart {len(earlier)} of {most} (trainer.max_restarts), {start}",
+            style="bold yellow",
+            soft_wrap=True,
+        )
+    return ended
+
+
+def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost:
+    """Train with one set of processes, all of which have ended afterwards."""
+    try:
+        run = build(loaded)
+    except RankLost as error:
+        return _Lost(None, str(error))
+    trainer, interrupted = run.trainer, Interrupt()
+    trainer.callbacks = callbacks
     try:
         for line in run.about:
             screen.print(line, soft_wrap=True)
@@ -41,6 +85,10 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
                 trainer.callbacks.on_evaluation(trainer.step_number, metrics)
             else:
                 trainer.fit(interrupted)
+    except RankLost as error:
+        if interrupted():
+            raise
+        return _Lost(trainer.step_number + 1, str(error))
     finally:
         run.close()
     return read_result(
@@ -49,6 +97,19 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
         total_steps=trainer.schedule.total_steps,
         stopped_by=interrupted.signal.name if interrupted.signal else trainer.stopped_by,
     )
+
+
+def _resuming(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str]:
+    """The configuration of the next attempt, and where it begins.
+
+    Until an attempt has been built, the checkpoints in the folder may be those of an earlier run; from then on they all
+    lead to this one.
+    """
+    trainer = loaded.config.trainer
+    saved = CheckpointStore(Path(trainer.default_local_dir)).last_saved()
+    if lost.step is None or saved is None or trainer.val_only:
+        return loaded, "from where the run began"
+    return loaded.with_values({"trainer.resume_mode": "auto"}, "restart"), f"from {saved}"
 
 
 def _check_first(run: Run, screen: Screen) -> None:

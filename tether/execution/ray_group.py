@@ -14,13 +14,15 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tether.execution.worker import RankFailed, Worker
+from tether.execution.worker import Worker
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.machine import usable_cores
+from tether.runtime.ranks import RankFailed, RankLost
 
 START_SECONDS, CALL_SECONDS = 300.0, 4 * 3600.0
 """How long the driver waits for processes to start, and for the answer of one call: a model that loads, an update."""
@@ -46,7 +48,7 @@ class RayGroup:
         silent_looks: see `SILENT_LOOKS`.
 
     Raises:
-        RankFailed: Ray or a rank does not start.
+        RankFailed: Ray or a rank does not start; `RankLost`, a rank dies meanwhile.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class RayGroup:
         return ray.put(value)
 
     def close(self) -> None:
-        """End all ranks, and Ray."""
+        """End all ranks, and Ray; once this is back, none of them is there."""
         for actor in self._actors:
             ray.kill(actor)
         for pid in self._pids:
@@ -143,7 +145,7 @@ class RayGroup:
         """Look for a sign of life of each rank.
 
         Raises:
-            RankFailed: one gave none for too long.
+            RankLost: one gave none for too long.
             Interrupted: the run is asked to stop, and one is silent.
         """
         for rank, log in enumerate(self._logs):
@@ -166,14 +168,14 @@ class RayGroup:
         rank, error = next(iter(errors.items()))
         cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
         kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
-        return self._failed(f"rank {rank}: {kind}{cause}", None)
+        return self._failed(f"rank {rank}: {kind}{cause}", None, RankLost if _lost_the_others(cause) else RankFailed)
 
-    def _failed(self, what: str, rank: int | None) -> RankFailed:
+    def _failed(self, what: str, rank: int | None, kind: type[RankFailed] = RankLost) -> RankFailed:
         """After a failure the ranks no longer are at the same place, so that every later call fails, too."""
         lines = self._logs[rank].read_text(errors="replace").splitlines() if rank is not None else []
         shown = "".join(f"\n  {line}" for line in lines[-LINES:])
         last = f". Its last lines, of {self._logs[rank]}:{shown}" if rank is not None and lines else ""
-        self._failure = RankFailed(what + last)
+        self._failure = kind(what + last)
         return self._failure
 
 
@@ -183,6 +185,12 @@ def _error_of(ref: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
+
+
+def _lost_the_others(error: Exception) -> bool:
+    """Whether a connection or a device failed, not what was computed: Gloo raises plain RuntimeErrors."""
+    of_torch = isinstance(error, torch.distributed.DistError | torch.AcceleratorError)
+    return of_torch or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _start(size: int, device: str) -> None:

@@ -24,10 +24,6 @@ BEAT_SECONDS = 0.5
 """Between two signs of life."""
 
 
-class RankFailed(ValueError):
-    """A rank died, raised an error, or gave no answer; the message names it, why, and its last lines."""
-
-
 class Group(Protocol):
     """Ranks with the same parts."""
 

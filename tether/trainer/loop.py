@@ -283,7 +283,9 @@ class Trainer:
                     if rng is not None:
                         set_rng_state(rng)
                     path = self.write_checkpoint(state, in_step=before is not None)
-                except Exception as failure:  # noqa: BLE001  it must not hide the failure that ends the run
+                except Exception as failure:
+                    if failure is error:  # of a rank, which saves nothing any more: it is said once
+                        raise
                     why = failure.strerror if isinstance(failure, OSError) else failure
                     self.loggers.warn(f"{stopping}, and no checkpoint could be saved: {why}")
                 else:

@@ -83,5 +83,7 @@ class TrainerConfig(Section):
     """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
     n_gpus_per_node: Positive = 1
     """Devices of this machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
+    max_restarts: Annotated[Count, ActsIf("trainer.n_gpus_per_node", off=(1,))] = 3
+    """How often a run goes on by itself from its last checkpoint when a rank was lost. (tether's own key.)"""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
     """CPU threads; null: one a core. (tether's own key.)"""

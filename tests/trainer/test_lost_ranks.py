@@ -1,0 +1,131 @@
+"""A rank that is lost in the middle of a run: the run goes on by itself from its last checkpoint, to the same bits."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.test_devices import overrides
+from tests.trainer.tiny_run import GAE, base_overrides, measured, same, weights, write_inputs
+from tether.commands.train import train
+from tether.config import load_config
+from tether.runtime.ranks import RankLost
+from tether.trainer import Callbacks
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def processes_of(folder: Path) -> dict[str, int]:
+    """Rank's log -> its process, which has it as standard output."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            output = (process / "fd/1").readlink()
+            if output.parent == folder / "ranks":
+                found[output.name] = int(process.name)
+    return found
+
+
+class Killer:
+    """Kills a rank after a step, as often as it is told."""
+
+    def __init__(self, folder: Path, step: int, times: int = 1) -> None:
+        self.folder, self.step, self.left, self.killed = folder, step, times, []
+
+    def on_step_end(self, step: int, _: object) -> None:
+        if step == self.step and self.left:
+            self.left -= 1
+            self.killed.append(processes_of(self.folder))
+            os.kill(self.killed[-1]["rank_1.log"], signal.SIGKILL)
+
+
+def run(inputs: Path, folder: Path, *more: str, steps: int = 4, killer: Killer | None = None) -> Path:
+    given = load_config(None, [*overrides(inputs, folder, 2, steps), "trainer.preflight=False", *more])
+    return train(given, Callbacks([killer] if killer else [])).folder
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(inputs: Path, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("ray")
+    whole = run(inputs, tmp_path / "whole")
+    killer = Killer(tmp_path / "killed", step=3)
+    killed = run(inputs, tmp_path / "killed", "trainer.save_freq=2", "trainer.resume_mode=disable", killer=killer)
+    said = capsys.readouterr()
+    assert "rank 1 died" in said.out
+    assert "That was in step 4. Restart 1 of 3 (trainer.max_restarts), from" in said.out
+    assert "resuming from" in said.out
+    assert (said.out + said.err).count("rank 1 died") == 1
+    for role in ("actor", "critic"):
+        assert same(weights(whole / "global_step_4", role), weights(killed / "global_step_4", role))
+    assert measured(whole) == measured(killed)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in killer.killed[0].values())
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_in_the_same_step_again_ends_the_run(inputs: Path, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("ray")
+    killer = Killer(tmp_path, step=1, times=9)
+    with pytest.raises(RankLost, match=r"(?s)^rank 1 died.*in step 2, and so it was before .rank 1 died"):
+        run(inputs, tmp_path, "trainer.save_freq=-1", killer=killer)
+    assert killer.left == 7
+    assert "from where the run began" in capsys.readouterr().out
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_without_restarts_the_first_loss_ends_the_run(inputs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    killer = Killer(tmp_path, step=1, times=9)
+    with pytest.raises(RankLost, match=r"(?s)^rank 1 died.*in step 2; trainer.max_restarts=0 restarts are used up$"):
+        run(inputs, tmp_path, "trainer.max_restarts=0", killer=killer)
+    assert killer.left == 8
+
+
+class Loser:
+    """Raises one error after the other, at the end of steps."""
+
+    def __init__(self, *failures: tuple[int, Exception], before: Callable[[], None] = lambda: None) -> None:
+        self.failures, self.before = list(failures), before
+
+    def on_step_end(self, step: int, _: object) -> None:
+        if self.failures and step == self.failures[0][0]:
+            self.before()
+            raise self.failures.pop(0)[1]
+
+
+def in_one_process(inputs: Path, folder: Path, *callbacks: object) -> Path:
+    given = [*base_overrides(inputs, folder), *GAE, "trainer.preflight=False", "trainer.save_freq=3"]
+    return train(load_config(None, given), Callbacks(callbacks)).folder
+
+
+def test_only_a_lost_rank_restarts_the_run(inputs: Path, tmp_path: Path) -> None:
+    whole = in_one_process(inputs, tmp_path / "whole")
+    lost = Loser((1, RankLost("rank 0 died")), (2, RankLost("rank 1 died")))
+    restarted = in_one_process(inputs, tmp_path / "restarted", lost)
+    assert lost.failures == []
+    assert same(weights(whole / "global_step_3"), weights(restarted / "global_step_3"))
+    assert measured(whole) == measured(restarted)
+    mistake = Loser((1, ValueError("not a loss")), (2, RankLost("never")))
+    with pytest.raises(ValueError, match="not a loss"):
+        in_one_process(inputs, tmp_path / "mistake", mistake)
+    assert len(mistake.failures) == 1
+
+
+def test_a_run_that_is_asked_to_stop_is_not_restarted(inputs: Path, tmp_path: Path) -> None:
+    stopped = Loser((1, RankLost("rank 0 died")), before=lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(RankLost, match=r"^rank 0 died$"):
+        in_one_process(inputs, tmp_path, stopped)
+
+
+def test_models_that_cannot_be_built_twice_end_the_run(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [RankLost("rank 0 died\nits last lines"), RankLost("rank 1 died")]
+    monkeypatch.setattr("tether.commands.train.build", lambda _: Loser((0, failures.pop(0))).on_step_end(0, None))
+    with pytest.raises(RankLost, match=r"^rank 1 died\nThat was while .* so it was before \(rank 0 died\)"):
+        in_one_process(inputs, inputs / "never")
+    assert failures == []

@@ -1,0 +1,9 @@
+"""What goes wrong with the processes of a run on several devices."""
+
+
+class RankFailed(ValueError):
+    """A rank raised an error, or could not be started; the message names it, and why."""
+
+
+class RankLost(RankFailed):
+    """A rank died, gave no answer, or lost the others: to start again may help; the message has its last lines."""
