@@ -7,7 +7,7 @@ import pytest
 from tests.config.loading import load, problems_of
 from tether.config.keys import keys
 from tether.config.rules import text
-from tether.config.rules.text import RULES
+from tether.config.rules.text import RULES, SHARDED
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
@@ -295,9 +295,22 @@ def test_mended(rule):
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
+CASES |= {
+    f"shards_of_{model}_divide_the_devices": (
+        [f"{model}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
+        f"{model}.fsdp_config.fsdp_size",
+        "3 does not divide trainer.n_gpus_per_node=4",
+        [f"{model}.fsdp_config.fsdp_size=2"],
+    )
+    for model in SHARDED
+}
 NOT_TAKEN_BY_VERL = {
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
-    *("rejection_modes_have_bounds", "bypass_has_no_token_baseline"),
+    *(
+        "rejection_modes_have_bounds",
+        "bypass_has_no_token_baseline",
+        *(f"shards_of_{model}_divide_the_devices" for model in SHARDED),
+    ),
 }
 """verl refuses these, or fails at them, too."""
 NOT_VERLS = {

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tether.batch import WeightUpdate
 from tether.config import LoadedConfig
 from tether.config.schema.section import Section
 
@@ -75,15 +76,39 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         yield "name", value.__qualname__
         yield from inspect.getclosurevars(value).nonlocals.items()
-    elif type(value).__module__ == "tether.execution.ray_group":
-        return  # numbers of processes
-    elif type(value).__module__.startswith(("tether.", "torch.optim", "transformers.", "jinja2.")):
+    elif type(value).__module__.startswith(("tether.", "torch.optim", "transformers.", "jinja2.", __name__)):
         yield from getattr(value, "__dict__", {}).items()
 
 
 def _recomputes(model: nn.Module) -> Iterator[tuple[str, bool]]:
     for name, module in model.named_modules():
         yield f"{name}:recomputes", getattr(module, "gradient_checkpointing", False)
+
+
+class OnRanks:
+    """Stands in the place of the processes of several devices: one rank's parts, in this process."""
+
+    def __init__(self, config: Any, device: torch.device, logs: Path) -> None:
+        self.size = config.trainer.n_gpus_per_node
+
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
+        self.parts = factory(*arguments)
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        return [getattr(self.parts[part], method)(*given) if given is not None else None for given in arguments]
+
+    def close(self) -> None:
+        pass
+
+
+class GivenEngine:
+    """Stands in the place of an engine in shards: what it is given."""
+
+    def __init__(self, model: nn.Module, *given: Any, **options: Any) -> None:
+        self.model, self.given, self.options = model, given, options
+
+    def export(self) -> WeightUpdate:
+        return WeightUpdate(0, self.model.state_dict().items())
 
 
 class Loader:

@@ -9,6 +9,7 @@ from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, wr
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
+SHARDED = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")
 VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
 LEARNED = ["reward_model.enable"] + [
     f"reward_model.{name}"
@@ -151,6 +152,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         "custom_reward_function.name": ["other_score"],
         "custom_reward_function.reward_kwargs": ["{weight: 2.0}"],
         f"{ROLLOUT}.max_model_len": ["65"],
+        **{f"{model}.fsdp_config.fsdp_size": ["1"] for model in SHARDED},
         "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
         "trainer.logger": ["console"],
         "trainer.resume_mode": ["disable"],

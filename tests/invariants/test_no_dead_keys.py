@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from tests.invariants import situations
-from tests.invariants.plan import Loader, Plan, plan_of
+from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
-from tether.assembly import inputs, learners, reward_model
+from tether.assembly import inputs, learners, reward_model, roles
 from tether.assembly.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
@@ -34,6 +34,7 @@ from tether.config.support.verl_keys import unread_keys
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rewards.service.pool import RewardPool
 from tether.runtime.terminal import Screen
+from tether.training.engines import fsdp
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.text.micro_batches import MicroBatching
 
@@ -135,6 +136,8 @@ class Bench:
         self.pools = Loader(KeptPool, keep=lambda pool: pool)
         self.loaders = [self.pools]
         patch.setattr(inputs, "RewardPool", self.pools)
+        patch.setattr(roles, "_group", OnRanks)
+        patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),
             (learners, "load_critic", deepcopy),
@@ -237,21 +240,8 @@ def is_read_by_text_runs(path: str) -> bool:
     return path != control_defaults.SWITCH
 
 
-def text_cases() -> list[Any]:
-    """Keys of runs on several devices are slow: their processes are started for each."""
-    paths = filter(is_read_by_text_runs, live_keys())
-    return [pytest.param(path, marks=pytest.mark.slow if is_of_ranks(path) else ()) for path in paths]
-
-
-def is_of_ranks(path: str) -> bool:
-    switch = keys()[path].acts_if
-    return switch is not None and switch.key == "trainer.n_gpus_per_node"
-
-
-@pytest.mark.parametrize("path", text_cases())
+@pytest.mark.parametrize("path", filter(is_read_by_text_runs, live_keys()))
 def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench) -> None:
-    if is_of_ranks(path):
-        pytest.importorskip("ray")
     assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tether.batch import TrainBatch
 from tether.training.division import Assign, balanced, divide, mini_batches
-from tether.training.engines.fsdp import FsdpEngine, device_mesh
+from tether.training.engines.fsdp import FsdpEngine, Sharding
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import LossSpec, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
@@ -46,8 +47,9 @@ def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any,
     dist.destroy_process_group()
 
 
-def make_fsdp(model: Any, micro: MicroBatching, *, shards: int = -1, **options: Any) -> FsdpEngine[Any]:
-    return FsdpEngine(model, micro, OPTIONS, mesh=device_mesh(torch.device("cpu"), shards), **options)
+def make_fsdp(model: Any, micro: MicroBatching, **options: Any) -> FsdpEngine[Any]:
+    sharding = {field.name: options.pop(field.name) for field in fields(Sharding) if field.name in options}
+    return FsdpEngine(model, micro, OPTIONS, sharding=Sharding(**sharding), **options)
 
 
 def costs(batch: TrainBatch) -> list[float]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.training.batches import (
     ROWS,
@@ -25,6 +26,7 @@ from tests.training.fsdp_ranks import OPTIONS, costs, learn, make_fsdp, on_ranks
 from tether.batch import TrainBatch
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.training.division import balanced, divide, mini_batches
+from tether.training.engines.fsdp import move_state
 from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
 from tether.training.protocol import LossSpec, UpdatePlan
@@ -70,6 +72,43 @@ def gradients(estimator: str, shards: int) -> Iterator[tuple[str, float]]:
     yield f"{estimator}, recomputed", distance(whole_gradients(sharded, batch, LOSS), expected)
     lopsided = make_fsdp(make_policy(), ONE_ROW, shards=shards)
     yield f"{estimator}, all rows on one rank", distance(whole_gradients(lopsided, batch, LOSS, on_last), expected)
+
+
+def options_of_memory(shards: int) -> Iterator[tuple[str, float]]:
+    """How far an update is from one process's, with each option that moves or frees weights."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_policy(), FOUR_ROWS)
+    for step in range(2):
+        engine.update(batch, LOSS, PLAN, step)
+    resting = {"weights_rest_on_host": True, "optimizer_rests_on_host": True}
+    for options in ({"reshard": False}, {"on_host": True}, resting):
+        sharded = make_fsdp(make_policy(), FOUR_ROWS, shards=shards, **options)
+        for step in range(2):
+            learn(sharded, batch, LOSS, PLAN, step)
+        sharded.load_state_dict(engine.state_dict())
+        yield f"{options}", distance(whole_weights(sharded), weights(engine.model))
+
+
+def kept_gathered(reshard: bool) -> bool:
+    """Whether a layer is whole between its forward and its backward pass."""
+    sharded = make_fsdp(make_policy(), FOUR_ROWS, reshard=reshard)
+    seen = []
+    layer = sharded.model.base_model.layers[0]
+    sharded.model.base_model.norm.register_forward_hook(
+        lambda *_: seen.append(not isinstance(next(layer.parameters()), DTensor))
+    )
+    whole_gradients(sharded, make_batch(make_policy(), make_critic()), LOSS)
+    return all(seen)
+
+
+def rounded_sums() -> float:
+    """How far gradients are that were summed in bfloat16."""
+    batch = make_batch(make_policy(), make_critic())
+    exact, rounded = (
+        whole_gradients(make_fsdp(make_policy(), FOUR_ROWS, reduce_dtype=dtype), batch, LOSS)
+        for dtype in (None, torch.bfloat16)
+    )
+    return distance(rounded, exact)
 
 
 def critic_gradients(shards: int) -> Iterator[tuple[str, float]]:
@@ -163,6 +202,9 @@ def everything(folder: Path, shards: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "gradients": dict([*gradients("gae", shards), *gradients("grpo", shards), *critic_gradients(shards)]),
         "averaged": averaged_gradients(),
+        "memory": dict(options_of_memory(shards)),
+        "kept gathered": [kept_gathered(True), kept_gathered(False)],
+        "rounded": rounded_sums(),
         "updates": [updates(LOSS, shards), updates(SELECTING, shards)],
         "float32": bits(None),
         "bfloat16": bits(torch.bfloat16),
@@ -195,6 +237,28 @@ def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -
 def test_means_over_the_rows_of_a_rank_are_noticed(group: tuple[int, dict[str, Any]]) -> None:
     ranks, found = group
     assert found["averaged"] < TOLERANCE if ranks == 1 else found["averaged"] > 1e-3
+
+
+def test_where_shards_lie_changes_no_result(group: tuple[int, dict[str, Any]]) -> None:
+    assert {case: far for case, far in group[1]["memory"].items() if not far < 1e-8} == {}
+    assert len(group[1]["memory"]) == 3
+
+
+def test_options_of_shards_act(group: tuple[int, dict[str, Any]]) -> None:
+    ranks, found = group
+    assert found["kept gathered"] == [False, True]
+    assert 1e-5 < found["rounded"] < 1e-1 or ranks == 1
+
+
+def test_the_state_of_an_optimizer_moves_but_for_its_steps() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    move_state(optimizer, torch.device("meta"))
+    assert {name: value.device.type for name, value in optimizer.state[weight].items()} == {
+        "step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta",
+    }  # fmt: skip
 
 
 def test_updates_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:

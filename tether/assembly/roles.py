@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from tether.assembly.learners import (
 from tether.assembly.number_formats import DTYPES
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
+from tether.config.schema import ShardConfig, TrainedFsdpConfig
 from tether.execution import ShardedEngine, ShardedSampler
 from tether.rollout import RolloutEngine
 from tether.rollout.native import NativeEngine, eos_token_ids
@@ -106,7 +108,7 @@ def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: Exit
     """
     ranks = config.trainer.n_gpus_per_node
     if ranks == 1:
-        engines = _engines(config, sources, LocalEngine)
+        engines = _engines(config, sources, lambda _: LocalEngine, sharded=False)
         return _roles(config, engines, engines["sampler"])
     group = _group(config, sources.device, logs)
     resources.callback(group.close)
@@ -120,17 +122,34 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
     """The parts of one rank; called on each."""
     fsdp = importlib.import_module("tether.training.engines.fsdp")
     seed_rng(config.trainer.seed)
-    return _engines(config, sources, partial(fsdp.FsdpEngine, mesh=fsdp.device_mesh(sources.device)))
+
+    def make(settings: ShardConfig) -> Any:
+        options: dict[str, Any] = {
+            "shards": settings.fsdp_size,
+            "reshard": settings.reshard_after_forward,
+            "on_host": settings.offload_policy,
+            "weights_rest_on_host": settings.param_offload,
+        }
+        if isinstance(settings, TrainedFsdpConfig):
+            narrow = settings.mixed_precision.reduce_dtype == "bfloat16"
+            options["reduce_dtype"] = torch.bfloat16 if narrow else None
+            options["optimizer_rests_on_host"] = settings.optimizer_offload
+        return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
+
+    return _engines(config, sources, make, sharded=True)
 
 
-def _engines(config: RunConfig, sources: Sources, make: Any) -> dict[str, Any]:
+def _engines(
+    config: RunConfig, sources: Sources, make: Callable[[ShardConfig], Any], *, sharded: bool
+) -> dict[str, Any]:
     """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
+    actor_shards, critic_shards = config.actor_rollout_ref.actor.fsdp_config, config.critic.model.fsdp_config
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
-    sampling = policy if make is LocalEngine else _copy_to_sample(config, policy)
+    sampling = _copy_to_sample(config, policy) if sharded else policy
     reference = load_reference(config, sources.model_path, policy, sources.device)
     # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-    actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make)
+    actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make(actor_shards))
     parts: dict[str, Any] = {"actor": actor}
     rollout = config.actor_rollout_ref.rollout
     native = NativeEngine(
@@ -139,12 +158,15 @@ def _engines(config: RunConfig, sources: Sources, make: Any) -> dict[str, Any]:
         max_num_seqs=rollout.max_num_seqs,
         dtype=DTYPES[rollout.dtype],
     )
-    parts["sampler"] = native if make is LocalEngine else RankSampler(native, actor)
+    parts["sampler"] = RankSampler(native, actor) if sharded else native
     if config.critic.enable:
-        parts["critic"] = critic_engine(config, sources.critic_path, sources.device, tokenizer, steps, incidents, make)
+        parts["critic"] = critic_engine(
+            config, sources.critic_path, sources.device, tokenizer, steps, incidents, make(critic_shards)
+        )
     if reference is not None and asks_reference(config):
         beside_policy = needs_full_kl(config)  # then it is whole on every rank, as the actor's forward passes need it
-        parts["reference"] = reference_engine(config, reference, LocalEngine if beside_policy else make)
+        shards = config.actor_rollout_ref.ref.fsdp_config
+        parts["reference"] = reference_engine(config, reference, LocalEngine if beside_policy else make(shards))
     return parts
 
 

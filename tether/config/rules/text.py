@@ -11,12 +11,13 @@ from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
-from tether.config.rules.shapes import Rule, at_most, needs, said_once, same, together
+from tether.config.rules.shapes import Rule, at_most, divides, needs, said_once, same, together
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+SHARDED = (ACTOR, "actor_rollout_ref.ref", "critic.model")
 
 
 def training_data_is_named(cfg: RunConfig) -> Problem | None:
@@ -191,6 +192,7 @@ RULES: tuple[Rule, ...] = (
     same(f"{ROLLOUT}.response_length", "data.max_response_length"),
     longest_prompt_leaves_room,
     adapters_train_on_one_device,
+    *(divides(f"{model}.fsdp_config.fsdp_size", "trainer.n_gpus_per_node") for model in SHARDED),
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

@@ -6,6 +6,7 @@ Marks in a field's annotation (`section`) say when a key acts, what it inherits 
 from tether.config.schema.actor import ActorConfig
 from tether.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
+from tether.config.schema.engine import ShardConfig, TrainedFsdpConfig
 from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
@@ -20,7 +21,9 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RolloutCorrectionConfig",
+    "ShardConfig",
     "TrainEnvConfig",
+    "TrainedFsdpConfig",
     "TrainerConfig",
     "section",
 ]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from tether.config.schema.algorithm import KlKind
 from tether.config.schema.engine import (
-    FsdpConfig,
     RefFsdpConfig,
+    TrainedFsdpConfig,
 )
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.section import (
@@ -113,7 +113,7 @@ class ActorConfig(Section):
     optim: Annotated[OptimConfig, EMBODIED_TOO]
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
-    fsdp_config: FsdpConfig
+    fsdp_config: TrainedFsdpConfig
     use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
     """Another name of model.use_remove_padding."""
     tau_pos: Annotated[PositiveFloat, SAPO, EMBODIED_TOO] = 1.0

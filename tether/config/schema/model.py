@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tether.config.schema.engine import FsdpConfig
+from tether.config.schema.engine import TrainedFsdpConfig
 from tether.config.schema.section import (
     EMBODIED_TOO,
     ActsIf,
@@ -56,6 +56,6 @@ class CriticModelConfig(Section):
     """Recompute activations in the backward pass: less memory, more time, same gradients."""
     use_remove_padding: bool = False
     """Pack rows without padding into one long sequence: faster, same gradients."""
-    fsdp_config: FsdpConfig
+    fsdp_config: TrainedFsdpConfig
     override_config: Options
     """Fields of the model's own config.json to change."""

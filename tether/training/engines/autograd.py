@@ -247,7 +247,7 @@ class AutogradEngine(Generic[Outputs]):
         for rows in places:
             micro = mini[rows]
             found = self._run(loss.forward, micro)
-            term = loss.function(found, micro.to(self.trained[0].device), sizes)
+            term = loss.function(found, micro.to(tensors_of(found)[0].device), sizes)
             term.loss.backward()
             outputs.append(found.detach())  # type: ignore[attr-defined]  # tensordict's classes
             measured.append(term.metrics)

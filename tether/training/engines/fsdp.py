@@ -3,13 +3,17 @@
 Every rank has the same code run on its part of each mini-batch, in the same number of micro-batches. Weights, gradients
 and optimizer are cut along their first dimension; a layer is put together while it runs. A gradient is summed over
 ranks, never averaged: the denominators of a loss already are those of the whole mini-batch. With `compute_dtype` the
-shards stay float32 while layers are gathered in the narrower dtype, and gradients are summed in float32.
+shards stay float32 while layers are gathered in the narrower dtype, and gradients are summed in float32 if not asked
+otherwise.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -27,10 +31,28 @@ from tether.batch import TrainBatch, WeightUpdate
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import AutogradEngine, SkippedMiniBatch, tensors_of
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import Forward, LossSpec, Outputs
+from tether.training.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How ranks share a model, and where its shards lie: a matter of memory and speed, never of the result."""
+
+    shards: int = -1
+    """Ranks among which the weights are cut; fewer than there are: so many copies of the model; -1: all (HSDP)."""
+    reshard: bool = True
+    """A layer's whole weights are freed after its forward pass, and gathered again for the backward pass."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed; None: float32, or the model's where it computes in no narrower dtype."""
+    on_host: bool = False
+    """Weights, gradients and optimizer lie in the memory of the host, where the optimizer works."""
+    weights_rest_on_host: bool = False
+    """Weights are moved there while the model does not run."""
+    optimizer_rests_on_host: bool = False
+    """Its state is moved there between updates."""
 
 
 class FsdpEngine(AutogradEngine[Outputs]):
@@ -43,7 +65,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
         model: policy, critic or reference, whole; in float32 if it is trained. It is cut in place.
         micro: limits of a forward and backward pass of a rank.
         optimizer: None for a model that is only run.
-        mesh: the ranks, see `device_mesh`.
+        sharding: how ranks share it.
         compute_dtype: dtype of forward and backward; None: the model's.
         options: of `AutogradEngine`.
     """
@@ -54,15 +76,50 @@ class FsdpEngine(AutogradEngine[Outputs]):
         micro: MicroBatching,
         optimizer: OptimizerOptions | None = None,
         *,
-        mesh: DeviceMesh,
+        sharding: Sharding = Sharding(),
         compute_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         # The class and the buffers of the model, without its weights: to put the whole model together again.
         self._empty = _with_weights(model, (p.to("meta") for p in model.parameters()))
         self._compute_dtype = compute_dtype or model.dtype
-        self._root = _cut(model, mesh, self._compute_dtype)
+        self._sharding, self._device = sharding, model.device
+        self._root = _cut(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
         super().__init__(model, [p for p in model.parameters() if p.requires_grad], micro, optimizer, **options)
+
+    def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
+        """See `tether.training.protocol.Engine.infer`."""
+        with self._weights_here():
+            return super().infer(batch, forward)
+
+    def learn(
+        self,
+        batch: TrainBatch,
+        loss: LossSpec[TrainBatch, Outputs],
+        plan: UpdatePlan,
+        parts: Sequence[MiniBatch],
+        step: int,
+    ) -> Updated[Outputs]:
+        """See `AutogradEngine.learn`."""
+        assert self.optimizer
+        with self._weights_here():
+            rests = self._sharding.optimizer_rests_on_host and not self._sharding.on_host
+            if rests:
+                move_state(self.optimizer, self._device)
+            updated = super().learn(batch, loss, plan, parts, step)
+            if rests:
+                move_state(self.optimizer, torch.device("cpu"))
+        return updated
+
+    @contextmanager
+    def _weights_here(self) -> Iterator[None]:
+        """The weights on the device of the rank, where they rest on the host."""
+        rests = self._sharding.weights_rest_on_host and not self._sharding.on_host
+        if rests:
+            self._root.to(self._device)
+        yield
+        if rests:
+            self._root.to("cpu")
 
     def export(self) -> WeightUpdate:
         """The current weights in the dtype of the forward pass, each put together when its turn comes."""
@@ -103,7 +160,9 @@ class FsdpEngine(AutogradEngine[Outputs]):
         outputs: Outputs
         outputs, _ = self._root(lambda: forward(self.model, micro, self.reference))
         if not torch.is_grad_enabled():
-            self._root.reshard()  # else a forward pass after the optimizer's step could find the weights before it
+            for module in self._root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # else a forward pass after the optimizer's step could find the weights before it
         return outputs
 
     def _rounds(self, count: int) -> int:
@@ -171,20 +230,34 @@ class _Root(nn.Module):
         return outputs, tensors_of(outputs)
 
 
-def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> Any:
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move what an optimizer keeps for each weight; its count of steps stays where it is."""
+    for moments in optimizer.state.values():
+        moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})
+
+
+def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding: Sharding) -> Any:
     """Cut a model in place, layer by layer; returns the root, which runs forward passes."""
-    wide = MixedPrecisionPolicy(cast_forward_inputs=False)
-    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reduce = sharding.reduce_dtype
+    wide = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce or torch.float32, cast_forward_inputs=False)
     policy = wide if dtype == model.dtype else narrow
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    cut = partial(
+        fully_shard,
+        mesh=mesh,
+        reshard_after_forward=sharding.reshard,
+        offload_policy=on_host if sharding.on_host else OffloadPolicy(),
+    )
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            cut(module, mp_policy=policy)
     if model.get_output_embeddings() is None:  # a critic, whose head stays wide: bfloat16 would round its values
-        fully_shard(model.base_model, mesh=mesh, mp_policy=policy)
+        cut(model.base_model, mp_policy=policy)
         policy = wide
     root = _Root(model)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+    cut(root, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -199,7 +272,10 @@ def _with_weights(model: PreTrainedModel, weights: Iterable[Tensor]) -> PreTrain
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    here: DTensor = value.to(value.device_mesh.device_type)  # type: ignore[assignment]  # it may rest on the host
+    return here.full_tensor()
 
 
 def _on_first_rank(value: Tensor) -> Tensor:

@@ -118,8 +118,9 @@ class ValueForward:
         self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
     ) -> ValueOutputs:
         """Value before each response token, and after the last where that is asked for."""
-        rows = on_device(token_rows(batch, packed=self.packed), model.device)
-        states, head = _states(model, rows), value_head_of(model)
+        head = value_head_of(model)
+        rows = on_device(token_rows(batch, packed=self.packed), next(head.parameters()).device)
+        states = _states(model, rows)
         after = None
         if self.with_bootstrap:
             after = torch.where(batch.truncated.to(states.device), values_from_hidden(states[rows.ends], head), 0.0)
