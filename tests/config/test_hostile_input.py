@@ -56,6 +56,8 @@ def test_any_file_loads_or_is_refused(tmp_path_factory, tree):
 @example(["actor_rollout_ref.actor.checkpoint.save_contents=x", "actor_rollout_ref.actor.checkpoint.save_contents.a=2"])
 @example(["actor_rollout_ref.actor.checkpoint.save_contents.a=2", "actor_rollout_ref.actor.checkpoint.save_contents=x"])
 @example(["data.apply_chat_template_kwargs.x={null:2}"])
+@example(["env.train.id="])
+@example(["env.train.id=[1]"])
 def test_any_override_loads_or_is_refused(overrides):
     with contextlib.suppress(ConfigError):
         load_config(None, [*BASE, *overrides])

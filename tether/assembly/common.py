@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tether.algorithms import TOKEN_SELECTIONS
-from tether.checkpoints import CheckpointStore, step_of
+from tether.checkpoints import BEST, CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Schedule, Trainer
-from tether.trainer.parts import CriticWarmup
+from tether.trainer.checkpoint import Persistence
+from tether.trainer.parts import BestTest, CriticWarmup
 from tether.trainer.preflight import Preflight
 from tether.training.engines.optimizer import OptimizerOptions
 
@@ -88,6 +89,17 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
     )
+
+
+def build_best_test(trainer: TrainerConfig, persistence: Persistence) -> BestTest:
+    """What the best test of a run is for; checkpoints of the best tests of earlier runs are set aside."""
+    if not trainer.keep_best:
+        return BestTest(stop_at=trainer.stop_at_score)
+    store = CheckpointStore(persistence.store.root / BEST, keep=1)
+    store.resolve("disable")
+    if trainer.resume_mode != "auto" and not trainer.val_only:
+        store.set_aside(None)
+    return BestTest(replace(persistence, store=store), trainer.stop_at_score)
 
 
 def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:

@@ -17,6 +17,7 @@ from tether.algorithms import REQUIRED_AGGREGATION
 from tether.assembly.common import (
     Run,
     begin_run,
+    build_best_test,
     build_critic_warmup,
     build_optimizer,
     find_start,
@@ -107,6 +108,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             env_seed=train.seed,
             warn=lambda message: loggers.warn(message),
         )
+        persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         trainer = Trainer(
             source=source,
             rollouts=rollouts,
@@ -117,9 +119,10 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             estimate_advantages=_advantages(config),
             select_rows=_learned_decisions(config, policy),
             critic_warmup=build_critic_warmup(trainer_config),
+            best=build_best_test(trainer_config, persistence),
             stop_on_collapse=trainer_config.on_collapse == "stop",
             schedule=schedule,
-            persistence=Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets),
+            persistence=persistence,
             loggers=loggers,
         )
         if checkpoint:

@@ -18,7 +18,7 @@ from tether.assembly.advantages import (
     build_reward_shaping,
     check_own_functions,
 )
-from tether.assembly.common import Run, begin_run, build_critic_warmup, find_start
+from tether.assembly.common import Run, begin_run, build_best_test, build_critic_warmup, find_start
 from tether.assembly.inputs import Inputs, build_inputs, build_rewards
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
@@ -111,6 +111,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
+            best=build_best_test(config.trainer, persistence),
             stop_on_collapse=config.trainer.on_collapse == "stop",
             schedule=schedule,
             persistence=persistence,

@@ -4,6 +4,6 @@ Rank 0 of a run writes through `CheckpointStore`; whoever reads a folder asks `f
 """
 
 from tether.checkpoints.manifest import PARTIAL, sha256_of
-from tether.checkpoints.store import CheckpointStore, find_checkpoint, load_state, save_state, step_of
+from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, load_state, save_state, step_of
 
-__all__ = ["PARTIAL", "CheckpointStore", "find_checkpoint", "load_state", "save_state", "sha256_of", "step_of"]
+__all__ = ["BEST", "PARTIAL", "CheckpointStore", "find_checkpoint", "load_state", "save_state", "sha256_of", "step_of"]

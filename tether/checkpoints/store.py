@@ -35,6 +35,8 @@ from tether.checkpoints.manifest import (
     write_manifest,
 )
 
+BEST = "best"
+"""Folder, below that of a run, that holds the checkpoint of its best test."""
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = re.compile(r"global_step_(\d+)")
 REPLACED, DOOMED = ".replaced_", ".doomed_"

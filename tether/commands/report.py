@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.assembly.control import fit_defaults
-from tether.checkpoints import CheckpointStore
+from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
 from tether.metrics.loggers import METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
@@ -50,6 +50,8 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
     if speeds:
         console.print(f"speed       {median(speeds):,.0f} environment steps a second (median of the logged steps)")
     console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
+    if best := CheckpointStore(directory / BEST).last_saved():
+        console.print(f"best test   {best}", soft_wrap=True)
     for line in next_commands(CheckpointStore(directory).last_saved(), command):
         console.print(line, soft_wrap=True)
 
@@ -88,6 +90,8 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
 
 def how_it_stopped(result: TrainingResult) -> str:
     """A line about the signal that stopped a run, and about what the same command does now."""
+    if result.stopped_by == "trainer.stop_at_score":
+        return f"trainer.stop_at_score was reached after step {result.step} of {result.total_steps}; raise it to go on"
     again = "the command above resumes" if result.checkpoint else "no step was saved: the same command begins again"
     return f"stopped by {result.stopped_by} after step {result.step} of {result.total_steps}; {again}"
 

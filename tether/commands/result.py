@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from tether.checkpoints import CheckpointStore
+from tether.checkpoints import BEST, CheckpointStore
 from tether.metrics.loggers import read_metrics, validation_means
 
 HELD_OUT = "val-core"
@@ -38,7 +38,9 @@ class TrainingResult:
     metrics: list[dict[str, float]] = field(repr=False)
     """One dict a logged step: "step", and the keys of docs/metrics.md; a key that was not logged is absent."""
     stopped_by: str | None = None
-    """The signal, or the setting (trainer.on_collapse), that stopped it before its last step."""
+    """The signal, or the setting (trainer.on_collapse, trainer.stop_at_score), that stopped it before its last step."""
+    best_checkpoint: Path | None = None
+    """Of the best test; None: it was not kept (trainer.keep_best)."""
 
     def column(self, key: str) -> list[float]:
         """A metric at every logged step, NaN where it was not logged.
@@ -81,6 +83,7 @@ def read_result(folder: Path, *, step: int, total_steps: int, stopped_by: str | 
         last_score=scores[max(scores)] if scores else math.nan,
         metrics=[{"step": number, **metrics} for number, metrics in steps.items()],
         stopped_by=stopped_by,
+        best_checkpoint=CheckpointStore(folder / BEST).last_saved(),
     )
 
 

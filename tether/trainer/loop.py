@@ -21,6 +21,7 @@ from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import Persistence, restore
 from tether.trainer.parts.alarms import Alarms
+from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.mismatch import MismatchAlarm
 from tether.trainer.parts.rollout_correction import RolloutCorrection
@@ -87,6 +88,7 @@ class Trainer:
     persistence: Persistence
     loggers: Loggers
     alarms: Alarms = field(default_factory=Alarms)
+    best: BestTest = field(default_factory=BestTest)
     stop_on_collapse: bool = False
     """Save and stop where an alarm says that the policy has collapsed."""
     stopped_by: str | None = None
@@ -167,8 +169,11 @@ class Trainer:
                 self.alarms.check_validation(metrics, self.loggers.warn)
             self.loggers.log(self.step_number, metrics)
             self.callbacks.on_evaluation(self.step_number, metrics)
+            self._judge(metrics)
         if not starts:  # after the validation, as in a run that was not interrupted before it
             self.rollouts.begin(self.step_number)
+        if self._has_to_stop():
+            return
         while self.step_number < self.schedule.total_steps:
             self.weights_change = False
             with self._saving_first(deepcopy(self.state()), rng_state()):
@@ -184,6 +189,7 @@ class Trainer:
                     self.unlogged |= tested
                     self.validation_due = False
                     self.callbacks.on_evaluation(done, tested)
+                    self._judge(tested)
                     stopping = self._has_to_stop()
                 measured = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
                 self.unlogged = {}
@@ -196,8 +202,20 @@ class Trainer:
         if complaint := self.critic_warmup.never_over():
             self.loggers.warn(complaint)
 
+    def _judge(self, tested: dict[str, float]) -> None:
+        """Compare a test with those before, and keep the checkpoint of the best."""
+        self.best.take(tested)
+        if self.best.is_new and self.best.persistence:
+            self.loggers.phase("save_checkpoint")
+            self.write_checkpoint(self.state(), self.best.persistence)
+
     def _has_to_stop(self) -> bool:
-        """Whether an alarm has spoken of a collapse since the last call, and the run is to stop then."""
+        """Whether a test was good enough, or an alarm has spoken of a collapse since the last call and the run is to
+        stop then.
+        """
+        if self.best.is_enough:
+            self.stopped_by = "trainer.stop_at_score"
+            return True
         collapsed, self.alarms.collapsed = self.alarms.collapsed, False
         if collapsed and self.stop_on_collapse:
             self.stopped_by = "trainer.on_collapse"
@@ -239,11 +257,14 @@ class Trainer:
         self.loggers.log(self.step_number, time.metrics())
         self.callbacks.on_checkpoint(self.step_number, path)
 
-    def write_checkpoint(self, state: dict[str, Any], *, in_step: bool = False) -> Path:
+    def write_checkpoint(
+        self, state: dict[str, Any], persistence: Persistence | None = None, *, in_step: bool = False
+    ) -> Path:
         """Write a checkpoint.
 
         Args:
             state: what `state` gave.
+            persistence: another one than that of the run.
             in_step: a step was begun after that, and failed before it changed a weight.
         """
         frozen = self.rollouts.freeze(in_step=in_step)
@@ -256,7 +277,7 @@ class Trainer:
 
         states = {role: learner.engine.state_dict() for role, learner in self._learners().items()}
         trainer = state | {"rollouts": state["rollouts"] | frozen.state}
-        return self.persistence.save(state["step"], write, states | {"trainer": trainer})
+        return (persistence or self.persistence).save(state["step"], write, states | {"trainer": trainer})
 
     def resume(self, checkpoint: Path) -> None:
         """Take over all state of a checkpoint; the weights came with the models."""
@@ -300,6 +321,7 @@ class Trainer:
             "unlogged": dict(self.unlogged),
             "critic_warmup": self.critic_warmup.state_dict(),
             "alarms": self.alarms.state_dict(),
+            "best": self.best.state_dict(),
             "mismatch": self.mismatch.state_dict() if self.mismatch else {},
             "source": self.source.state_dict(),
             "rollouts": self.rollouts.state_dict(),
@@ -313,6 +335,7 @@ class Trainer:
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self.alarms.load_state_dict(state["alarms"])
+        self.best.load_state_dict(state["best"])
         if self.mismatch:
             self.mismatch.load_state_dict(state["mismatch"])
         self.source.load_state_dict(state["source"])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tether.config.control_defaults import is_undecided, with_defaults
 from tether.config.keys import keys, values_of, with_values
-from tether.config.loading.given import COMMAND_LINE, STAND_IN, Given, Setting, read_given
+from tether.config.loading.given import COMMAND_LINE, ENV_KEY, STAND_IN, Given, Setting, read_given
 from tether.config.loading.interpolation import nest
 from tether.config.loading.overrides import Override
 from tether.config.loading.resolve import resolve
@@ -140,7 +140,7 @@ def _every_name(paths: set[str]) -> set[str]:
 
 def _check_the_rest(given: Given, bad: set[str], look: Look) -> list[Problem]:
     """Check a config whose bad keys, by each of their names, give way to their defaults, without a word about them."""
-    stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required}
+    stand_ins = {key: Setting(STAND_IN, COMMAND_LINE, 0) for key in bad if keys()[key].required or key == ENV_KEY}
     good = {key: setting for key, setting in given.items() if key not in bad}
     resolved = resolve(with_defaults(good | stand_ins))
     config = RunConfig.model_validate(nest(resolved.values))

@@ -10,6 +10,7 @@ from tether.config.schema.section import (
     ActsIf,
     Fraction,
     Inherits,
+    Name,
     Options,
     Positive,
     PositiveFloat,
@@ -34,7 +35,7 @@ FILMED = ActsIf(".save_video", on=(True,))
 class TrainEnvConfig(Section):
     """`env.train`: the environments that experience is collected in."""
 
-    id: str | None = None
+    id: Name | None = None
     """Id in env_type's registry, such as CartPole-v1, or FILE.py:FUNCTION of yours; null: not an embodied run."""
     env_type: EnvType = "gymnasium"
     """Where the id is looked up: Gymnasium's registry, envpool (environments in C++), or a simulator's own names."""
@@ -92,7 +93,7 @@ class VideoConfig(Section):
 class EvalEnvConfig(Section):
     """`env.eval`: the environments that the policy is tested in, without noise in its actions."""
 
-    id: Annotated[str | None, Inherits("env.train.id")]
+    id: Annotated[Name | None, Inherits("env.train.id")]
     """Id in the registry."""
     env_type: Annotated[EnvType, Inherits("env.train.env_type")]
     """Where the id is looked up."""

@@ -73,6 +73,10 @@ class TrainerConfig(Section):
     """Validate before the first step."""
     val_only: bool = False
     """Validate, then stop."""
+    keep_best: Annotated[bool, ActsIf("trainer.test_freq", off=(-1,)), EMBODIED_TOO] = False
+    """Keep the checkpoint of the best test in the folder best, beside the newest ones. (tether's own key.)"""
+    stop_at_score: Annotated[float | None, ActsIf("trainer.test_freq", off=(-1,)), EMBODIED_TOO] = None
+    """Save and stop once a test scores this: mean over data sources, or return of episodes. (tether's own key.)"""
     on_collapse: Annotated[Literal["warn", "stop"], EMBODIED_TOO] = "warn"
     """When an alarm says that the policy has collapsed: go on, or save and stop. (tether's own key.)"""
     rollout_data_dir: str | None = None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from tether.metrics.loggers.headline import VALIDATION, validation_means
+from tether.metrics.loggers.headline import VALIDATION, score_of_test, validation_means
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
 from tether.metrics.loggers.own import own_logger
 from tether.metrics.loggers.protocol import LogFailed, Logger, RunInfo, Sample
@@ -23,6 +23,7 @@ __all__ = [
     "build_loggers",
     "read_metrics",
     "read_samples",
+    "score_of_test",
     "validation_means",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,6 +47,13 @@ OPTIONAL_LABELS = (
 def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:
     """Give the mean validation score of each data source, by its key."""
     return {k: v for k, v in metrics.items() if k.startswith(VALIDATION) and k.rpartition("/")[2].startswith("mean@")}
+
+
+def score_of_test(tested: Mapping[str, float]) -> float:
+    """The score of a test: the mean over data sources, or the mean return of its episodes; -inf where it has none."""
+    scores = list(validation_means(tested).values()) or [tested.get("eval/return", -math.inf)]
+    score = sum(scores) / len(scores)
+    return -math.inf if math.isnan(score) else score
 
 
 def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:

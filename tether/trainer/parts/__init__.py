@@ -3,6 +3,7 @@
 The loop calls each by the methods of a small protocol; assembly decides which ones a run has.
 """
 
+from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.collector import Collector
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
@@ -15,6 +16,7 @@ from tether.trainer.parts.reward_shaping import LengthPenalty, RewardShaping
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 
 __all__ = [
+    "BestTest",
     "Collector",
     "CriticWarmup",
     "DynamicSampling",
