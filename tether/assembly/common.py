@@ -12,8 +12,7 @@ from tether.checkpoints import BEST, CheckpointStore, step_of
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
-from tether.trainer import Schedule, Trainer
-from tether.trainer.checkpoint import Persistence
+from tether.trainer import Persistence, Schedule, Trainer
 from tether.trainer.parts import BestTest, CriticWarmup
 from tether.trainer.preflight import Preflight
 from tether.training.engines.optimizer import OptimizerOptions
