@@ -164,7 +164,7 @@ def test_a_recipe_runs_made_small(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_runs_on_its_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run_gemma", "run_deepseek7b_llm_sp2"])
+def test_a_recipe_runs_on_its_devices(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    name = "run_gemma"
     check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=2"])

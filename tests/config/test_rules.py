@@ -304,7 +304,31 @@ CASES |= {
     )
     for model in SHARDED
 }
+SHARES = "ulysses_sequence_parallel_size"
+ON_FOUR = ["trainer.n_gpus_per_node=4", "critic.model.use_remove_padding=True"]
+CASES |= {
+    f"rows_of_{role}_are_shared_by_a_divisor": (
+        [*ON_FOUR, f"{role}.{SHARES}=3"],
+        f"{role}.{SHARES}",
+        "3 does not divide trainer.n_gpus_per_node=4",
+        [f"{role}.{SHARES}=2"],
+    )
+    for role in (ACTOR, "actor_rollout_ref.ref", "critic")
+}
+PACKS = "actor_rollout_ref.model.use_remove_padding"
+CASES |= {
+    f"shared_rows_of_{role}_are_packed": (
+        [*ON_FOUR, f"{packs}=False", f"{role}.{SHARES}=2"],
+        f"{role}.{SHARES}",
+        f"2 devices share packed rows only, and {packs} is False",
+        [f"{packs}=True"],
+    )
+    for role, packs in (
+        *((ACTOR, PACKS), ("actor_rollout_ref.ref", PACKS), ("critic", "critic.model.use_remove_padding")),
+    )
+}
 NOT_TAKEN_BY_VERL = {
+    *(name for name in CASES if name.startswith(("rows_of_", "shared_rows_of_"))),
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
         "rejection_modes_have_bounds",

@@ -94,6 +94,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
     learned = ["reward_model.enable=True", f"reward_model.model.path={folder / 'rm'}", "reward_model.rule_weight=1"]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
     return {
+        "critic.ulysses_sequence_parallel_size": ["critic.model.use_remove_padding=True"],
         "data.truncation": [*overlong, "data.truncation=left"],
         "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
         "data.apply_chat_template_kwargs": ['data.chat_template="{{ flag }}{{ messages[0].content }}"'],

@@ -104,9 +104,9 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
         lambda inputs, tmp: "actor_rollout_ref.actor.ppo_mini_batch_size=5",
         ["ppo_mini_batch_size", "data.train_batch_size=4"],
     ),
-    "sequence parallelism": (
-        lambda inputs, tmp: "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-        ["ulysses_sequence_parallel_size", "a device holds whole sequences", "set 1"],
+    "attention heads that devices cannot share": (
+        lambda inputs, tmp: "actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 trainer.n_gpus_per_node=8",
+        ["actor.ulysses_sequence_parallel_size=8", "the 4 attention heads of", "Set it to 1 or 2 or 4"],
     ),
     "resume path that is none": (
         lambda inputs, tmp: f"trainer.resume_mode=resume_path trainer.resume_from_path={tmp / 'global_step_7'}",

@@ -84,6 +84,24 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Pat
     assert saved_again(inputs, tmp_path / "one", 2, one / "global_step_3")
 
 
+@pytest.mark.slow
+def test_devices_that_share_rows_train_as_one(inputs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    packed = ["critic.model.use_remove_padding=True", "actor_rollout_ref.actor.use_kl_loss=True"]
+    shared = [f"{role}.ulysses_sequence_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
+    one = train([*overrides(inputs, tmp_path / "one", 1, 3), *packed])
+    two = train([*overrides(inputs, tmp_path / "two", 2, 3), *packed, *shared])
+    expected, found = measured(one), measured(two)
+    for step in (1, 2, 3):
+        assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
+        assert found[step].keys() == expected[step].keys()
+        for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/kl_loss"):
+            assert found[step][name] == pytest.approx(expected[step][name], rel=1e-3, abs=1e-6)
+    left, right = weights(one / "global_step_3"), weights(two / "global_step_3")
+    for name in left:
+        torch.testing.assert_close(right[name], left[name], rtol=1e-3, atol=1e-3)
+
+
 def test_without_ray_the_extra_is_named(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "tether.execution.ray_group", raising=False)

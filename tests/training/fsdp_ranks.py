@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tether.batch import TrainBatch
-from tether.training.division import Assign, balanced, divide, mini_batches
+from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.training.engines.fsdp import FsdpEngine, Sharding
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import LossSpec, Updated, UpdatePlan
@@ -56,10 +56,18 @@ def costs(batch: TrainBatch) -> list[float]:
     return sequence_lengths(batch).tolist()
 
 
+def share(
+    engine: FsdpEngine[Any], batch: TrainBatch, minis: list[MiniBatch], assign: Assign = balanced
+) -> tuple[Tensor, list[MiniBatch]]:
+    """The rows of this rank, which are those of all that share them, and its part of each mini-batch."""
+    together = engine.sharding.sequence
+    return divide(minis, costs(batch), dist.get_world_size() // together, assign)[dist.get_rank() // together]
+
+
 def learn(engine: FsdpEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> Updated:
     """An update of which each rank gets its rows only."""
     minis = mini_batches(batch.response_mask, plan, step)
-    rows, parts = divide(minis, costs(batch), dist.get_world_size(), balanced)[dist.get_rank()]
+    rows, parts = share(engine, batch, minis)
     return engine.learn(batch[rows], loss, plan, parts, step)
 
 
@@ -69,7 +77,7 @@ def whole_gradients(
     """The gradient of the loss of all rows as one mini-batch."""
     plan = UpdatePlan(mini_batch_rows=len(batch))
     minis = mini_batches(batch.response_mask, plan, 0)
-    rows, (part,) = divide(minis, costs(batch), dist.get_world_size(), assign)[dist.get_rank()]
+    rows, (part,) = share(engine, batch, minis, assign)
     engine.accumulate_gradients(batch[rows][part.rows], loss, part.sizes)
     grads = {name: p.grad for name, p in engine.model.named_parameters()}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items() if g is not None}

@@ -1,6 +1,7 @@
 """An engine in shards gives what one process gives, whatever the number of ranks."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,10 +23,10 @@ from tests.training.batches import (
     weights,
 )
 from tests.training.batches import gradients as local_gradients
-from tests.training.fsdp_ranks import OPTIONS, costs, learn, make_fsdp, on_ranks, whole_gradients, whole_weights
+from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, on_ranks, share, whole_gradients, whole_weights
 from tether.batch import TrainBatch
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.training.division import balanced, divide, mini_batches
+from tether.training.division import mini_batches
 from tether.training.engines.fsdp import move_state
 from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
@@ -58,23 +59,23 @@ def on_last(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [*[[]] * (ranks - 1), list(range(len(costs)))]
 
 
-def gradients(estimator: str, shards: int) -> Iterator[tuple[str, float]]:
+def gradients(estimator: str, sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     batch = make_batch(make_policy(), make_critic(), estimator)
     engine = make_engine(make_policy())
     engine.accumulate_gradients(batch, LOSS)
     expected = local_gradients(engine.model)
     for micro in (ONE_ROW, FOUR_ROWS, TOKENS):
-        sharded = make_fsdp(make_policy(), micro, shards=shards)
+        sharded = make_fsdp(make_policy(), micro, **sharding)
         yield f"{estimator}, {micro}", distance(whole_gradients(sharded, batch, LOSS), expected)
     recomputing = make_policy()
     enable_gradient_checkpointing(recomputing)
-    sharded = make_fsdp(recomputing, TOKENS, shards=shards)
+    sharded = make_fsdp(recomputing, TOKENS, **sharding)
     yield f"{estimator}, recomputed", distance(whole_gradients(sharded, batch, LOSS), expected)
-    lopsided = make_fsdp(make_policy(), ONE_ROW, shards=shards)
+    lopsided = make_fsdp(make_policy(), ONE_ROW, **sharding)
     yield f"{estimator}, all rows on one rank", distance(whole_gradients(lopsided, batch, LOSS, on_last), expected)
 
 
-def options_of_memory(shards: int) -> Iterator[tuple[str, float]]:
+def options_of_memory(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """How far an update is from one process's, with each option that moves or frees weights."""
     batch = make_batch(make_policy(), make_critic())
     engine = make_engine(make_policy(), FOUR_ROWS)
@@ -82,10 +83,9 @@ def options_of_memory(shards: int) -> Iterator[tuple[str, float]]:
         engine.update(batch, LOSS, PLAN, step)
     resting = {"weights_rest_on_host": True, "optimizer_rests_on_host": True}
     for options in ({"reshard": False}, {"on_host": True}, resting):
-        sharded = make_fsdp(make_policy(), FOUR_ROWS, shards=shards, **options)
+        sharded = make_fsdp(make_policy(), FOUR_ROWS, **sharding, **options)
         for step in range(2):
             learn(sharded, batch, LOSS, PLAN, step)
-        sharded.load_state_dict(engine.state_dict())
         yield f"{options}", distance(whole_weights(sharded), weights(engine.model))
 
 
@@ -111,12 +111,29 @@ def rounded_sums() -> float:
     return distance(rounded, exact)
 
 
-def critic_gradients(shards: int) -> Iterator[tuple[str, float]]:
+def critic_gradients(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     batch = make_batch(make_policy(), make_critic())
     engine = make_engine(make_critic())
     engine.accumulate_gradients(batch, VALUES)
-    sharded = make_fsdp(make_critic(), FOUR_ROWS, shards=shards)
+    sharded = make_fsdp(make_critic(), FOUR_ROWS, **sharding)
     yield "critic", distance(whole_gradients(sharded, batch, VALUES), local_gradients(engine.model))
+
+
+def inferred(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """How far outputs of this rank's rows are from those of one process, at the worst token."""
+    policy, critic = make_policy(), make_critic()
+    batch = make_batch(policy, critic)
+    whole = PolicyForward(temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
+    for model, forward in ((policy, whole), (critic, ValueForward(with_bootstrap=True))):
+        with torch.no_grad():
+            expected = forward(model, batch)
+        sharded = make_fsdp(model, FOUR_ROWS, **sharding)
+        rows, _ = share(sharded, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+        found = sharded.infer(batch[rows], forward)
+        for field in dataclasses.fields(expected):
+            if (value := getattr(expected, field.name)) is not None:
+                assert value.abs().sum() > 0
+                yield field.name, float((getattr(found, field.name) - value[rows]).abs().max())
 
 
 def averaged_gradients() -> float:
@@ -131,12 +148,14 @@ def averaged_gradients() -> float:
     return distance(found, local_gradients(engine.model))
 
 
-def updates(loss: LossSpec, shards: int) -> tuple[float, dict[str, float], dict[str, float], Tensor, Tensor]:
+def updates(
+    loss: LossSpec, sharding: dict[str, Any]
+) -> tuple[float, dict[str, float], dict[str, float], Tensor, Tensor]:
     batch = make_batch(make_policy(), make_critic())
-    engine, sharded = make_engine(make_policy(), FOUR_ROWS), make_fsdp(make_policy(), FOUR_ROWS, shards=shards)
+    engine, sharded = make_engine(make_policy(), FOUR_ROWS), make_fsdp(make_policy(), FOUR_ROWS, **sharding)
     expected, found = engine.update(batch, loss, PLAN, 3), learn(sharded, batch, loss, PLAN, 3)
     minis = mini_batches(batch.response_mask, PLAN, 3)
-    rows, parts = divide(minis, costs(batch), dist.get_world_size(), balanced)[dist.get_rank()]
+    rows, parts = share(sharded, batch, minis)
     first = torch.cat([part.rows for part in parts if part.epoch == 0])  # later epochs deal rows to other ranks
     return (
         distance(whole_weights(sharded), weights(engine.model)),
@@ -175,10 +194,10 @@ def same_state(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, Tensor) else left == right
 
 
-def skipped(folder: Path) -> tuple[float, float, list[int]]:
+def skipped(folder: Path, sharding: dict[str, Any]) -> tuple[float, float, list[int]]:
     batch = make_batch(make_policy(), make_critic())
     batch.advantages[BAD_ROW, 0] = math.nan
-    sharded = make_fsdp(make_policy(), FOUR_ROWS, incident_dir=folder)
+    sharded = make_fsdp(make_policy(), FOUR_ROWS, incident_dir=folder, **sharding)
     updated = learn(sharded, batch, LOSS, UpdatePlan(ROWS))
     moved = distance(whole_weights(sharded), weights(make_policy()))
     dist.barrier()
@@ -198,40 +217,49 @@ def resumed(folder: Path) -> bool:
     return dist.get_rank() > 0 or (same_state(back, state) and same_bits(torch.load(folder), before))
 
 
-def everything(folder: Path, shards: int) -> dict[str, Any]:
+def everything(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "gradients": dict([*gradients("gae", shards), *gradients("grpo", shards), *critic_gradients(shards)]),
+        "gradients": dict([*gradients("gae", sharding), *gradients("grpo", sharding), *critic_gradients(sharding)]),
+        "inferred": dict(inferred(sharding)),
         "averaged": averaged_gradients(),
-        "memory": dict(options_of_memory(shards)),
+        "memory": dict(options_of_memory(sharding)),
         "kept gathered": [kept_gathered(True), kept_gathered(False)],
         "rounded": rounded_sums(),
-        "updates": [updates(LOSS, shards), updates(SELECTING, shards)],
+        "updates": [updates(LOSS, sharding), updates(SELECTING, sharding)],
         "float32": bits(None),
         "bfloat16": bits(torch.bfloat16),
-        "skipped": skipped(folder / "incidents"),
+        "skipped": skipped(folder / "incidents", sharding),
     }
     return found | {"resumed": resumed(folder / "weights.pt")}
 
 
 LAYOUTS = (
-    pytest.param((1, -1), id="1 rank"),
-    pytest.param((2, -1), id="2 ranks"),
-    pytest.param((4, -1), id="4 ranks", marks=pytest.mark.slow),
-    pytest.param((4, 2), id="2 x 2 ranks", marks=pytest.mark.slow),
+    pytest.param((1, {}), id="1 rank"),
+    pytest.param((2, {}), id="2 ranks"),
+    pytest.param((2, {"sequence": 2}), id="2 ranks share rows"),
+    pytest.param((4, {}), id="4 ranks", marks=pytest.mark.slow),
+    pytest.param((4, {"shards": 2}), id="2 x 2 ranks", marks=pytest.mark.slow),
+    pytest.param((4, {"sequence": 2}), id="2 x 2 ranks share rows", marks=pytest.mark.slow),
+    pytest.param((4, {"sequence": 4, "shards": 2}), id="4 ranks share rows", marks=pytest.mark.slow),
 )
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    ranks, shards = request.param
+    ranks, sharding = request.param
     folder = tmp_path_factory.mktemp("ranks")
-    return ranks, on_ranks(folder, ranks, everything, folder, shards)
+    return ranks, on_ranks(folder, ranks, everything, folder, sharding)
 
 
 def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
     """Whatever the micro-batches; some ranks have fewer than others, and wait in padding ones."""
     assert {case: worst for case, worst in group[1]["gradients"].items() if not worst < TOLERANCE} == {}
     assert len(group[1]["gradients"]) == 11
+
+
+def test_outputs_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
+    assert group[1]["inferred"].keys() == {"log_probs", "entropy", "sum_pi_squared", "values", "bootstrap_values"}
+    assert max(group[1]["inferred"].values()) < TOLERANCE
 
 
 def test_means_over_the_rows_of_a_rank_are_noticed(group: tuple[int, dict[str, Any]]) -> None:

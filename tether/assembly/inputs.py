@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.reward_model import build_reward_model, check_scoring
-from tether.config import RunConfig
+from tether.config import RunConfig, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.sources import load_rows
@@ -44,6 +44,7 @@ def build_inputs(config: RunConfig) -> Inputs:
     model, data = config.actor_rollout_ref.model, config.data
     model_path = resolve_model_path(model.path, cache_dir())
     critic_path = resolve_model_path(config.critic.model.path, cache_dir()) if config.critic.enable else model_path
+    _check_heads(config, model_path, critic_path)
     tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
     train = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle)
     validation = None
@@ -59,6 +60,28 @@ def build_inputs(config: RunConfig) -> Inputs:
         for prompts in filter(None, (train, validation)):
             _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
     return Inputs(model_path, critic_path, tokenizer, train, validation)
+
+
+def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
+    """Refuse to split attention among devices that its heads do not allow.
+
+    Raises:
+        ValueError: names the key, the heads and the numbers that fit.
+    """
+    roles = (("actor_rollout_ref.actor", policy), ("actor_rollout_ref.ref", policy), ("critic", critic))
+    for role, path in roles:
+        key = f"{role}.ulysses_sequence_parallel_size"
+        ranks = values_of(config)[key]
+        if ranks == 1 or config.trainer.n_gpus_per_node == 1 or is_gguf(path):
+            continue
+        trusted = config.actor_rollout_ref.model.trust_remote_code
+        heads = load_config(path, trust_remote_code=trusted).get_text_config().num_attention_heads
+        if heads % ranks:
+            fits = [str(n) for n in range(1, ranks) if heads % n == 0 and config.trainer.n_gpus_per_node % n == 0]
+            raise ValueError(
+                f"{key}={ranks}: the {heads} attention heads of {path} cannot be split among {ranks} devices. "
+                f"Set it to {' or '.join(fits)}."
+            )
 
 
 def _check_vocabulary(path: Path | str, prompts: PromptDataset, *, trust_remote_code: bool) -> None:

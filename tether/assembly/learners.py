@@ -20,7 +20,7 @@ from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.batch import TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RolloutCorrectionConfig
+from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
@@ -48,10 +48,20 @@ MakeEngine = Callable[..., Any]
 """`LocalEngine`, or an engine with the same arguments."""
 
 
-def micro_batching(*, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str) -> MicroBatching:
-    """Rows of a micro-batch, or tokens under ``use_dynamic_bsz``; keys begin with `section` and `kind`."""
+def sequence_ranks(config: RunConfig, role: ActorConfig | CriticConfig | RefConfig) -> int:
+    """How many ranks share each row of tokens."""
+    return role.ulysses_sequence_parallel_size if config.trainer.n_gpus_per_node > 1 else 1
+
+
+def micro_batching(
+    *, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str, ranks: int = 1
+) -> MicroBatching:
+    """Rows of a micro-batch, or tokens under ``use_dynamic_bsz``, of all `ranks` that share them; keys begin with
+    `section` and `kind`.
+    """
     if dynamic:
-        return MicroBatching(max_tokens=tokens, packed=packed, key=f"{section}.{kind}_max_token_len_per_gpu")
+        key = f"{section}.{kind}_max_token_len_per_gpu"
+        return MicroBatching(max_tokens=tokens * ranks, packed=packed, key=key, ranks=ranks)
     return MicroBatching(max_rows=rows, packed=packed, key=f"{section}.{kind}_micro_batch_size_per_gpu")
 
 
@@ -128,7 +138,7 @@ def actor_engine(
     packed = config.actor_rollout_ref.model.use_remove_padding
     return make(
         model,
-        _update_micro(actor, packed),
+        _update_micro(config, actor, packed),
         build_optimizer(actor.optim, total_steps),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
@@ -137,6 +147,7 @@ def actor_engine(
             packed=packed,
             section="actor_rollout_ref.rollout",
             kind="log_prob",
+            ranks=sequence_ranks(config, actor),
         ),
         compute_dtype=DTYPES[actor.fsdp_config.dtype],
         reference=reference if needs_full_kl(config) else None,
@@ -206,6 +217,7 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
         packed=settings.model.use_remove_padding,
         section="actor_rollout_ref.ref",
         kind="log_prob",
+        ranks=1 if needs_full_kl(config) else sequence_ranks(config, settings.ref),
     )
     return make(reference.model, micro, during=reference.during)
 
@@ -239,7 +251,7 @@ def critic_engine(
         enable_gradient_checkpointing(model)
     return make(
         model,
-        _update_micro(critic, packed),
+        _update_micro(config, critic, packed),
         build_optimizer(critic.optim, total_steps),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
@@ -248,6 +260,7 @@ def critic_engine(
             packed=packed,
             section="critic",
             kind="forward",
+            ranks=sequence_ranks(config, critic),
         ),
         compute_dtype=DTYPES[critic.model.fsdp_config.dtype],
         save=partial(save_model, tokenizer),
@@ -289,7 +302,7 @@ def needs_full_kl(config: RunConfig) -> bool:
     return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 
-def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:
+def _update_micro(config: RunConfig, role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:
     return micro_batching(
         dynamic=role.use_dynamic_bsz,
         rows=role.ppo_micro_batch_size_per_gpu,
@@ -297,6 +310,7 @@ def _update_micro(role: ActorConfig | CriticConfig, packed: bool) -> MicroBatchi
         packed=packed,
         section="critic" if isinstance(role, CriticConfig) else "actor_rollout_ref.actor",
         kind="ppo",
+        ranks=sequence_ranks(config, role),
     )
 
 

@@ -27,11 +27,12 @@ from tether.assembly.learners import (
     load_reference,
     needs_full_kl,
     reference_engine,
+    sequence_ranks,
 )
 from tether.assembly.number_formats import DTYPES
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import ShardConfig, TrainedFsdpConfig
+from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
 from tether.execution import ShardedEngine, ShardedSampler
 from tether.rollout import RolloutEngine
 from tether.rollout.native import NativeEngine, eos_token_ids
@@ -113,9 +114,14 @@ def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: Exit
     group = _group(config, sources.device, logs)
     resources.callback(group.close)
     group.build(build_parts, config, sources)
-    names = ["actor", *(["critic"] if config.critic.enable else []), *(["reference"] if asks_reference(config) else [])]
+    parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
+    if config.critic.enable:
+        parts["critic"] = sequence_ranks(config, config.critic)
+    if asks_reference(config):
+        parts["reference"] = 1 if needs_full_kl(config) else sequence_ranks(config, config.actor_rollout_ref.ref)
     ends = group.call("sampler", "ends", [(), *[None] * (ranks - 1)])[0]
-    return _roles(config, {n: ShardedEngine(group, n) for n in names}, ShardedSampler(group, "sampler", ends))
+    engines = {name: ShardedEngine[Any](group, name, sequence) for name, sequence in parts.items()}
+    return _roles(config, engines, ShardedSampler(group, "sampler", ends))
 
 
 def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
@@ -123,8 +129,10 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
     fsdp = importlib.import_module("tether.training.engines.fsdp")
     seed_rng(config.trainer.seed)
 
-    def make(settings: ShardConfig) -> Any:
+    def make(role: ActorConfig | CriticConfig | RefConfig) -> Any:
+        settings = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
         options: dict[str, Any] = {
+            "sequence": sequence_ranks(config, role),
             "shards": settings.fsdp_size,
             "reshard": settings.reshard_after_forward,
             "on_host": settings.offload_policy,
@@ -140,16 +148,15 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
 
 
 def _engines(
-    config: RunConfig, sources: Sources, make: Callable[[ShardConfig], Any], *, sharded: bool
+    config: RunConfig, sources: Sources, make: Callable[[ActorConfig | CriticConfig | RefConfig], Any], *, sharded: bool
 ) -> dict[str, Any]:
     """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
-    actor_shards, critic_shards = config.actor_rollout_ref.actor.fsdp_config, config.critic.model.fsdp_config
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
     sampling = _copy_to_sample(config, policy) if sharded else policy
     reference = load_reference(config, sources.model_path, policy, sources.device)
     # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-    actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make(actor_shards))
+    actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make(config.actor_rollout_ref.actor))
     parts: dict[str, Any] = {"actor": actor}
     rollout = config.actor_rollout_ref.rollout
     native = NativeEngine(
@@ -161,12 +168,12 @@ def _engines(
     parts["sampler"] = RankSampler(native, actor) if sharded else native
     if config.critic.enable:
         parts["critic"] = critic_engine(
-            config, sources.critic_path, sources.device, tokenizer, steps, incidents, make(critic_shards)
+            config, sources.critic_path, sources.device, tokenizer, steps, incidents, make(config.critic)
         )
     if reference is not None and asks_reference(config):
         beside_policy = needs_full_kl(config)  # then it is whole on every rank, as the actor's forward passes need it
-        shards = config.actor_rollout_ref.ref.fsdp_config
-        parts["reference"] = reference_engine(config, reference, LocalEngine if beside_policy else make(shards))
+        make_reference = LocalEngine if beside_policy else make(config.actor_rollout_ref.ref)
+        parts["reference"] = reference_engine(config, reference, make_reference)
     return parts
 
 

@@ -27,17 +27,18 @@ class ShardedEngine(Generic[Outputs]):
     Args:
         group: the ranks.
         part: what the engine is called there.
+        sequence: ranks that share their rows, see `tether.training.engines.fsdp.Sharding`.
     """
 
-    def __init__(self, group: Group, part: str) -> None:
-        self._group, self._part = group, part
+    def __init__(self, group: Group, part: str, sequence: int = 1) -> None:
+        self._group, self._part, self._sequence = group, part, sequence
         self.version = 0
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         """See `tether.training.protocol.Engine.infer`."""
-        dealt = balanced(_work(batch), self._group.size)
+        dealt = balanced(_work(batch), self._group.size // self._sequence)
         # A rank without rows runs along on one that is another's.
-        found = self._call("infer", [(batch[torch.tensor(rows or [0])], forward) for rows in dealt])
+        found = self._call_groups("infer", [(batch[torch.tensor(rows or [0])], forward) for rows in dealt])
         answers = [(answer, torch.tensor(rows)) for answer, rows in zip(found, dealt, strict=True) if rows]
         return scattered([answer for answer, _ in answers], [rows for _, rows in answers], len(batch))
 
@@ -46,8 +47,8 @@ class ShardedEngine(Generic[Outputs]):
     ) -> Updated[Outputs]:
         """See `tether.training.protocol.Engine.update`."""
         minis = mini_batches(batch.response_mask, plan, step)
-        shares = divide(minis, _work(batch), self._group.size, balanced)
-        found = self._call("learn", [(batch[rows], loss, plan, parts, step) for rows, parts in shares])
+        shares = divide(minis, _work(batch), self._group.size // self._sequence, balanced)
+        found = self._call_groups("learn", [(batch[rows], loss, plan, parts, step) for rows, parts in shares])
         self.version += 1
         outputs, places = [], []
         for updated, (rows, parts) in zip(found, shares, strict=True):
@@ -74,6 +75,11 @@ class ShardedEngine(Generic[Outputs]):
         """Take over the state of `state_dict`, of any number of ranks."""
         self.version = state["version"]
         self._call("load_state_dict", [(self._group.share(state),)] * self._group.size)
+
+    def _call_groups(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Of each group of ranks that share their rows, the answer of the first."""
+        every = [given for given in arguments for _ in range(self._sequence)]
+        return self._call(method, every)[:: self._sequence]
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self._group.call(self._part, method, arguments)

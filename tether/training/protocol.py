@@ -42,7 +42,8 @@ Outputs = TypeVar("Outputs")
 """What a forward gives for the rows of a batch; a tensordict of that many rows."""
 
 Forward = Callable[[Any, Batch, Any], Outputs]
-"""(model, micro-batch, the engine's reference model or None) -> the model's outputs."""
+"""(model, micro-batch, the engine's reference model or None) -> the model's outputs. Ranks that share their rows are a
+fourth argument."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ itself.
 
 from __future__ import annotations
 
+from functools import reduce
+
 from tether.config.problems import Problem
 from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
-from tether.config.rules.shapes import Rule, at_most, divides, needs, said_once, same, together
+from tether.config.rules.shapes import Condition, Rule, at_most, divides, needs, said_once, same, together
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -94,6 +96,19 @@ def adapters_train_on_one_device(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.n_gpus_per_node", what, "set it to 1, or leave actor_rollout_ref.model.lora_rank out")
 
 
+def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
+    """Devices share one row of packed tokens, not a rectangle."""
+    key = f"{role}.ulysses_sequence_parallel_size"
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        ranks, packed = (reduce(getattr, path.split("."), cfg) for path in (key, padding))
+        if cfg.trainer.n_gpus_per_node == 1 or ranks == 1 or packed or not when(cfg):
+            return None
+        return Problem(key, f"{ranks} devices share packed rows only, and {padding} is False", f"set {padding}=True")
+
+    return rule
+
+
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
     """Greedy answers to one prompt are all the same."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
@@ -168,11 +183,22 @@ def _critic_has_its_own_size(cfg: RunConfig) -> bool:
     return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
+def _reference_has_its_own_ranks(cfg: RunConfig) -> bool:
+    """The actor's, which it inherits, are complained about once."""
+    policy = cfg.actor_rollout_ref
+    return policy.ref.ulysses_sequence_parallel_size != policy.actor.ulysses_sequence_parallel_size
+
+
 def _has_a_server_for_programs(cfg: RunConfig) -> bool:
     return cfg.reward_model.sandbox_fusion.url is not None and cfg.reward_model.num_workers is not None
 
 
 ACTOR_WARMUP = said_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
+ROLES: tuple[tuple[str, str, Condition], ...] = (
+    (ACTOR, "actor_rollout_ref.model", lambda cfg: True),
+    ("actor_rollout_ref.ref", "actor_rollout_ref.model", _reference_has_its_own_ranks),
+    ("critic", "critic.model", lambda cfg: cfg.critic.enable),
+)
 KEPT_TOGETHER = same("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep")
 """Actor and critic of a step stand in one checkpoint."""
 
@@ -192,6 +218,14 @@ RULES: tuple[Rule, ...] = (
     same(f"{ROLLOUT}.response_length", "data.max_response_length"),
     longest_prompt_leaves_room,
     adapters_train_on_one_device,
+    *(
+        rule
+        for role, model, when in ROLES
+        for rule in (
+            divides(f"{role}.ulysses_sequence_parallel_size", "trainer.n_gpus_per_node", when),
+            shared_rows_are_packed(role, f"{model}.use_remove_padding", when),
+        )
+    ),
     *(divides(f"{model}.fsdp_config.fsdp_size", "trainer.n_gpus_per_node") for model in SHARDED),
     greedy_validation_answers_once,
     validation_has_data,

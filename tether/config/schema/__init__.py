@@ -3,10 +3,10 @@
 Marks in a field's annotation (`section`) say when a key acts, what it inherits and which values are refused.
 """
 
-from tether.config.schema.actor import ActorConfig
+from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
-from tether.config.schema.engine import ShardConfig, TrainedFsdpConfig
+from tether.config.schema.engine import TrainedFsdpConfig
 from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
@@ -20,8 +20,8 @@ __all__ = [
     "EvalEnvConfig",
     "ModelConfig",
     "OptimConfig",
+    "RefConfig",
     "RolloutCorrectionConfig",
-    "ShardConfig",
     "TrainEnvConfig",
     "TrainedFsdpConfig",
     "TrainerConfig",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from tether.config.schema.algorithm import KlKind
 from tether.config.schema.engine import (
+    ON_RANKS,
     RefFsdpConfig,
     TrainedFsdpConfig,
 )
@@ -113,6 +114,8 @@ class ActorConfig(Section):
     optim: Annotated[OptimConfig, EMBODIED_TOO]
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
+    ulysses_sequence_parallel_size: Annotated[Positive, ON_RANKS] = 1
+    """Devices that share each packed row of tokens (Ulysses): for rows that are too long for one."""
     fsdp_config: TrainedFsdpConfig
     use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
     """Another name of model.use_remove_padding."""
@@ -141,4 +144,8 @@ class RefConfig(Section):
         ActsIf(".log_prob_use_dynamic_bsz", on=(True,)),
     ]
     """Tokens a forward pass when log_prob_use_dynamic_bsz is on."""
+    ulysses_sequence_parallel_size: Annotated[
+        Positive, Inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size"), ON_RANKS
+    ]
+    """Devices that share each packed row of tokens."""
     fsdp_config: RefFsdpConfig

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate
+from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import AutogradEngine, SkippedMiniBatch, tensors_of
 from tether.training.engines.optimizer import OptimizerOptions
@@ -43,6 +44,8 @@ class Sharding:
 
     shards: int = -1
     """Ranks among which the weights are cut; fewer than there are: so many copies of the model; -1: all (HSDP)."""
+    sequence: int = 1
+    """Ranks that share each row of packed tokens, and are given the same rows; they follow one another."""
     reshard: bool = True
     """A layer's whole weights are freed after its forward pass, and gathered again for the backward pass."""
     reduce_dtype: torch.dtype | None = None
@@ -83,7 +86,8 @@ class FsdpEngine(AutogradEngine[Outputs]):
         # The class and the buffers of the model, without its weights: to put the whole model together again.
         self._empty = _with_weights(model, (p.to("meta") for p in model.parameters()))
         self._compute_dtype = compute_dtype or model.dtype
-        self._sharding, self._device = sharding, model.device
+        self.sharding, self._device = sharding, model.device
+        self._sequence = _sequence_ranks(model.device, sharding.sequence)
         self._root = _cut(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
         super().__init__(model, [p for p in model.parameters() if p.requires_grad], micro, optimizer, **options)
 
@@ -103,7 +107,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
         """See `AutogradEngine.learn`."""
         assert self.optimizer
         with self._weights_here():
-            rests = self._sharding.optimizer_rests_on_host and not self._sharding.on_host
+            rests = self.sharding.optimizer_rests_on_host and not self.sharding.on_host
             if rests:
                 move_state(self.optimizer, self._device)
             updated = super().learn(batch, loss, plan, parts, step)
@@ -114,7 +118,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
     @contextmanager
     def _weights_here(self) -> Iterator[None]:
         """The weights on the device of the rank, where they rest on the host."""
-        rests = self._sharding.weights_rest_on_host and not self._sharding.on_host
+        rests = self.sharding.weights_rest_on_host and not self.sharding.on_host
         if rests:
             self._root.to(self._device)
         yield
@@ -158,7 +162,8 @@ class FsdpEngine(AutogradEngine[Outputs]):
 
     def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:
         outputs: Outputs
-        outputs, _ = self._root(lambda: forward(self.model, micro, self.reference))
+        shared = [self._sequence] if self._sequence else []
+        outputs, _ = self._root(lambda: forward(self.model, micro, self.reference, *shared))
         if not torch.is_grad_enabled():
             for module in self._root.modules():
                 if isinstance(module, FSDPModule):
@@ -174,7 +179,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
     def _of_all(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
-        every = _from_all((measured, shares))
+        every = self._from_groups((measured, shares))
         totals: dict[str, Tensor] = {}
         for name, share in chain.from_iterable(of_rank.items() for _, of_rank in every):
             totals[name] = totals.get(name, 0.0) + share
@@ -185,18 +190,22 @@ class FsdpEngine(AutogradEngine[Outputs]):
     ) -> TrainBatch:
         assert loss.prepare
         outputs = self._infer(mini, loss.forward, self.micro)
-        every = [piece for piece in _from_all((part.places, mini, outputs)) if len(piece[0])]
+        every = [piece for piece in self._from_groups((part.places, mini, outputs)) if len(piece[0])]
         whole = _put_together([(places, rows) for places, rows, _ in every])
         loss.prepare(whole, _put_together([(places, found) for places, _, found in every]), draws)
         rows: TrainBatch = whole[part.places]
         return rows
+
+    def _from_groups(self, value: Found) -> list[Found]:
+        """The value of each group of ranks that share their rows."""
+        return _from_all(value)[:: self.sharding.sequence]
 
     def _clip_gradients(self, limit: float) -> float:
         return float(_whole(torch.nn.utils.clip_grad_norm_(self.trained, limit)))
 
     def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
         whole = self._whole_model()
-        every = [piece for piece in _from_all((part.places, mini)) if len(piece[0])]
+        every = [piece for piece in self._from_groups((part.places, mini)) if len(piece[0])]
         if whole is not None:
             rows = _put_together(every)
             self._incidents.keep(step, whole, SkippedMiniBatch(whole, self.reference, rows, loss))
@@ -215,6 +224,14 @@ def device_mesh(device: torch.device, shards: int = -1) -> DeviceMesh:
     if not 0 < shards < ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _sequence_ranks(device: torch.device, sequence: int) -> SequenceRanks | None:
+    if sequence == 1:
+        return None
+    groups = (dist.get_world_size() // sequence, sequence)
+    mesh = init_device_mesh(device.type, groups, mesh_dim_names=("rows", "sequence"))
+    return SequenceRanks(mesh.get_group("sequence"))
 
 
 class _Root(nn.Module):

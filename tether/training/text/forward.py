@@ -18,6 +18,7 @@ from tether.batch import TrainBatch, on_device
 from tether.kernels import select_rows
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
+from tether.models.layers import SequenceRanks
 from tether.models.output import KeptSets, full_kl_of_hidden, lm_head_of, token_log_probs
 from tether.training.text.packing import TokenRows, token_rows
 
@@ -70,10 +71,14 @@ class PolicyForward:
     neither its hidden states nor its logits are ever kept for a whole batch."""
 
     def __call__(
-        self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
+        self,
+        model: PreTrainedModel,
+        batch: TrainBatch,
+        reference: ReferenceModel | None = None,
+        ranks: SequenceRanks | None = None,
     ) -> PolicyOutputs:
-        """Log-probability (and what else is asked for) of each response token."""
-        rows, head, kept = token_rows(batch, packed=self.packed), lm_head_of(model), None
+        """Log-probability (and what else is asked for) of each response token, computed where `ranks` have it."""
+        rows, head, kept = token_rows(batch, packed=self.packed, ranks=ranks), lm_head_of(model), None
         if batch.kept is not None:
             kept = on_device(KeptSets.read(batch.kept, rows.slots, len(head.weight)), head.weight.device)
         rows = on_device(rows, head.weight.device)
@@ -115,15 +120,21 @@ class ValueForward:
     """Also the value at the last token of a truncated response: of the state in which the length limit cut it."""
 
     def __call__(
-        self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
+        self,
+        model: PreTrainedModel,
+        batch: TrainBatch,
+        reference: ReferenceModel | None = None,
+        ranks: SequenceRanks | None = None,
     ) -> ValueOutputs:
         """Value before each response token, and after the last where that is asked for."""
         head = value_head_of(model)
-        rows = on_device(token_rows(batch, packed=self.packed), next(head.parameters()).device)
+        rows = on_device(token_rows(batch, packed=self.packed, ranks=ranks), next(head.parameters()).device)
         states = _states(model, rows)
         after = None
         if self.with_bootstrap:
-            after = torch.where(batch.truncated.to(states.device), values_from_hidden(states[rows.ends], head), 0.0)
+            here = batch.truncated.to(states.device) & (rows.ends >= 0)
+            after = torch.where(here, values_from_hidden(states[rows.ends], head), 0.0)
+            after = after if ranks is None else ranks.sum(after)
         return ValueOutputs(
             values=rows.scatter(values_from_hidden(select_rows(states, rows.predicts), head)),
             bootstrap_values=after,

@@ -33,10 +33,12 @@ class MicroBatching:
     longest of its micro-batch."""
     key: str = field(default="the limit of a micro-batch", compare=False)
     """Of the configuration, which set the limit."""
+    ranks: int = field(default=1, compare=False)
+    """That share the tokens of a micro-batch; the key says how many tokens one of them has."""
 
     def __str__(self) -> str:
         """As in the configuration."""
-        return f"{self.key}={self.max_rows if self.max_tokens is None else self.max_tokens}"
+        return f"{self.key}={self.max_rows if self.max_tokens is None else max(1, self.max_tokens // self.ranks)}"
 
     def halved(self, rows: Sequence[RowSize]) -> MicroBatching | None:
         """The limits under which the largest micro-batch of these rows is cut in two; None where each is a row."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tether.batch import RolloutBatch, TrainBatch
 from tether.kernels import AttentionLayout
-from tether.models.layers import Packed, Padded
+from tether.models.layers import Packed, Padded, SequenceRanks, Shared
 from tether.training.text.micro_batches import RowSize
 
 
@@ -31,11 +31,36 @@ class TokenRows:
     slots: Tensor  # [M] their flat place in B*T
     ends: Tensor  # [B] flat position in R*S of the last token of each row
     shape: tuple[int, int]  # (B, T)
+    ranks: SequenceRanks | None = None
+    """Which share the tokens, if any; `predicts`, `targets` and `slots` then are those of the tokens on this rank, and
+    an end that is elsewhere is -1."""
 
     def scatter(self, per_token: Tensor) -> Tensor:
-        """[M] -> [B, T], zero where the mask is not set; differentiable."""
+        """[M] -> [B, T], of all ranks, zero where the mask is not set; differentiable."""
         rows, width = self.shape
-        return per_token.new_zeros(rows * width).scatter(0, self.slots, per_token).view(rows, width)
+        here = per_token.new_zeros(rows * width).scatter(0, self.slots, per_token).view(rows, width)
+        return here if self.ranks is None else self.ranks.sum(here)
+
+    def shared(self, ranks: SequenceRanks) -> TokenRows:
+        """This rank's slice of packed rows."""
+        tokens = self.input_ids.shape[1]
+        first, last = ranks.span(tokens)
+        places = torch.arange(first, last)
+        inside = places < tokens
+        places = places.where(inside, 0)
+        here = (first <= self.predicts) & (self.predicts < last)
+        ends = self.ends - first
+        return TokenRows(
+            input_ids=self.input_ids[:, places].where(inside, 0),
+            position_ids=self.position_ids[:, places].where(inside, 0),
+            layout=Shared(self.layout, tokens, ranks),
+            predicts=self.predicts[here] - first,
+            targets=self.targets[here],
+            slots=self.slots[here],
+            ends=ends.where((ends >= 0) & (self.ends < last), -1),
+            shape=self.shape,
+            ranks=ranks,
+        )
 
 
 def sequence_lengths(batch: RolloutBatch) -> Tensor:
@@ -66,8 +91,8 @@ def padding_row() -> TrainBatch:
     return TrainBatch.assemble(row, torch.zeros(1))
 
 
-def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
-    """Lay the rows out for the model, where the batch lies: in the memory of the host.
+def token_rows(batch: TrainBatch, *, packed: bool, ranks: SequenceRanks | None = None) -> TokenRows:
+    """Lay the rows out for the model, where the batch lies: in the memory of the host; a slice of them for a rank.
 
     With `packed` (``use_remove_padding``) no position goes into padding, and a prompt that several rows begin with
     stands once, before their responses: so many rows cost the layers a single prompt.
@@ -77,7 +102,7 @@ def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
     rows, width = batch.response_mask.shape
     after_prompt = prompt_start + batch.prompt_length - 1
     after_last = response_start + batch.response_length - 1
-    return TokenRows(
+    rows_here = TokenRows(
         input_ids=input_ids,
         position_ids=position_ids,
         layout=layout,
@@ -87,6 +112,8 @@ def token_rows(batch: TrainBatch, *, packed: bool) -> TokenRows:
         ends=torch.where(batch.response_length == 0, after_prompt, after_last),
         shape=(rows, width),
     )
+    assert packed or ranks is None, "ranks share packed rows only"
+    return rows_here if ranks is None else rows_here.shared(ranks)
 
 
 def _packed(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
