@@ -140,6 +140,11 @@ WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.trai
     [
         ([*WAITS, "env.train.env_type=envpool"], "env.train.env_type", "use gymnasium"),
         ([*WAITS, "env.train.vectorization=vector"], "env.train.vectorization", "use auto, sync or subprocess"),
+        (
+            ["policy.share_critic=True", "policy.critic_hidden_dim=8"],
+            "policy.critic_hidden_dim",
+            "or set policy.share_critic=False",
+        ),
         ([*WAITS, "policy.share_critic=True"], "policy.share_critic", "leave it out"),
         ([*WAITS, "env.train.group_size=1"], "env.train.group_size", "set it to 2 or more, or use gae"),
         (

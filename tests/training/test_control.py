@@ -165,9 +165,11 @@ def test_flat_adamw_is_that_of_torch(weight_decay):
 
 CHUNKED = {
     "gaussian": PolicySpec(5, None, 2, num_action_chunks=3, value_width=3, hidden_dim=8, num_layers=2),
-    "discrete": PolicySpec(5, (2, 3), 2, num_action_chunks=3, value_width=1, hidden_dim=8, num_layers=2),
+    "discrete": PolicySpec(
+        5, (2, 3), 2, num_action_chunks=3, value_width=1, hidden_dim=8, num_layers=2, critic_num_layers=1,
+    ),
     "shared": PolicySpec(5, None, 2, 3, 3, share_critic=True, hidden_dim=8, num_layers=2, activation="elu"),
-}
+}  # fmt: skip
 LEVELS = {"token_level": (3, 2), "action_level": (3,), "chunk_level": ()}
 
 

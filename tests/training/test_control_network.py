@@ -25,7 +25,7 @@ SPECS = {
     "cnn": PolicySpec(2, None, 2, **SMALL, **PICTURED, share_critic=True),
     "two cnns": PolicySpec(2, (3,), 1, **SMALL, **PICTURED),
     "lstm": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, share_critic=True),
-    "two lstms of chunks": PolicySpec(5, None, 1, 2, 2, **SMALL, lstm_dim=4),
+    "two lstms of chunks": PolicySpec(5, None, 1, 2, 2, **SMALL, lstm_dim=4, critic_hidden_dim=5),
     "cnn and lstm": PolicySpec(2, (4,), 1, **SMALL, **PICTURED, lstm_dim=4),
 }
 SEQUENCES, DECISIONS = 6, 4

@@ -74,6 +74,8 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         share_critic=policy.share_critic,
         hidden_dim=policy.hidden_dim,
         num_layers=policy.num_layers,
+        critic_hidden_dim=_if_other(policy.critic_hidden_dim, policy.hidden_dim),
+        critic_num_layers=_if_other(policy.critic_num_layers, policy.num_layers),
         activation=policy.activation,
         init_logstd=policy.init_logstd,
         normalize_observations=policy.normalize_observations,
@@ -178,6 +180,10 @@ def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy
     spec = importlib.import_module("tether.models.vla.spec").VlaSpec(**fields)
     made: Policy = importlib.import_module("tether.models.vla.policy").VlaPolicy(spec, config.trainer.seed)
     return made
+
+
+def _if_other(size: int, actors: int) -> int | None:
+    return None if size == actors else size
 
 
 def _take_over(policy: Policy, start: Policy, path: str) -> None:

@@ -22,9 +22,9 @@ LAYOUT = (
 PICTURED = {"layout": LAYOUT, "pictures": ("image",), "pixel_scale": 10.0}
 SPECS = {
     "cnn": PolicySpec(6, (3,), 1, **SMALL, **PICTURED, share_critic=True),
-    "two cnns": PolicySpec(6, None, 2, **SMALL, **PICTURED, normalize_observations=True),
+    "two cnns": PolicySpec(6, None, 2, **SMALL, **PICTURED, normalize_observations=True, critic_num_layers=3),
     "lstm": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, share_critic=True),
-    "two lstms": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, normalize_observations=True),
+    "two lstms": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, normalize_observations=True, critic_hidden_dim=3),
     "cnn and lstm": PolicySpec(6, None, 2, **SMALL, **PICTURED, lstm_dim=4, num_action_chunks=2, value_width=2),
     "no critic": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, value_width=0),
 }

@@ -14,7 +14,7 @@ from tether.models.control.normalize import RunningNormalizer
 SPECS = [
     PolicySpec(4, None, 2, hidden_dim=8, num_layers=2, normalize_observations=True, activation="elu"),
     PolicySpec(4, (3,), 1, hidden_dim=8, num_layers=1),
-    PolicySpec(4, (3, 2), 2, hidden_dim=8, num_layers=3, activation="relu"),
+    PolicySpec(4, (3, 2), 2, hidden_dim=8, num_layers=3, activation="relu", critic_hidden_dim=5, critic_num_layers=1),
 ]
 
 
@@ -121,6 +121,12 @@ def test_running_statistics_are_those_of_everything_seen():
     torch.testing.assert_close(normalizer.var, everything.var(0, unbiased=False))
     scaled = normalizer(torch.cat(pieces))
     torch.testing.assert_close(scaled.mean(0), torch.zeros(2), atol=1e-5, rtol=0)
+
+
+def test_a_critic_has_sizes_of_its_own():
+    sizes = [layer.weight.shape for layer in make(SPECS[2]).critic.layers]
+    assert sizes == [(5, 4), (1, 5)]
+    assert [layer.weight.shape for layer in make(SPECS[2]).actor.layers] == [(8, 4), (8, 8), (8, 8), (5, 8)]
 
 
 @pytest.mark.parametrize("spec", SPECS)

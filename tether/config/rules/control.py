@@ -96,6 +96,16 @@ def critic_exists(cfg: RunConfig) -> Problem | None:
     return Problem(key, f"there is no critic with algorithm.adv_estimator={estimator}", "leave it out")
 
 
+def critic_has_layers(cfg: RunConfig) -> Problem | None:
+    """Sizes are of a critic's own network."""
+    policy = cfg.policy
+    for key, size in (("critic_hidden_dim", policy.hidden_dim), ("critic_num_layers", policy.num_layers)):
+        if policy.share_critic and getattr(policy, key) != size:
+            what = f"{getattr(policy, key)}, but with policy.share_critic the critic has no hidden layers of its own"
+            return Problem(f"policy.{key}", what, "leave it out, or set policy.share_critic=False")
+    return None
+
+
 def levels_fit(cfg: RunConfig) -> Problem | None:
     """A probability ratio has one advantage."""
     algorithm, chunk = cfg.algorithm, cfg.policy.num_action_chunks
@@ -178,6 +188,7 @@ RULES = (
     loss_has_no_second_sampler,
     estimator_fits_episodes,
     critic_exists,
+    critic_has_layers,
     levels_fit,
     episodes_can_weigh_alike,
     filter_bounds_enclose_something,

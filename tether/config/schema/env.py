@@ -152,6 +152,10 @@ class PolicyConfig(Section):
     """Nonlinearity of the hidden layers."""
     share_critic: Annotated[bool, NETWORK] = False
     """Let the critic be one more layer on the policy's hidden ones; else it has its own network."""
+    critic_hidden_dim: Annotated[Positive, Inherits(".hidden_dim"), NETWORK]
+    """Width of the critic's own hidden layers. (tether's own key.)"""
+    critic_num_layers: Annotated[Positive, Inherits(".num_layers"), NETWORK]
+    """Hidden layers of the critic's own network. (tether's own key.)"""
     init_logstd: Annotated[float, OWN_TOO] = -0.5
     """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
     num_action_chunks: Positive = 1

@@ -46,12 +46,12 @@ class ControlPolicy(nn.Module):
         super().__init__()
         self.spec = spec
         generator = torch.Generator().manual_seed(seed)
-        hidden = [spec.obs_dim] + [spec.hidden_dim] * spec.num_layers
+        hidden, of_critic = [[spec.obs_dim] + [of.hidden_dim] * of.num_layers for of in (spec, spec.of_critic)]
         self.row, self.head = spec.make_row(), spec.make_head()
         self.actor = Mlp([*hidden, self.head.outputs], spec.activation, 0.01 * math.sqrt(2), generator)
         self.critic: Mlp | None = None
         if spec.value_width:
-            before = hidden[-1:] if spec.share_critic else hidden
+            before = hidden[-1:] if spec.share_critic else of_critic
             self.critic = Mlp([*before, spec.value_width], spec.activation, 1.0, generator)
         self.normalizer: RunningNormalizer | None = None
         if spec.normalize_observations:

@@ -104,8 +104,8 @@ class NetworkPolicy(nn.Module):
         self.critic_torso: Torso | None = None
         self.critic: nn.Linear | None = None
         if spec.value_width:
-            self.critic_torso = None if spec.share_critic else Torso(spec, generator)
-            self.critic = orthogonal_linear(self.torso.width, spec.value_width, 1.0, generator)
+            self.critic_torso = None if spec.share_critic else Torso(spec.of_critic, generator)
+            self.critic = orthogonal_linear((self.critic_torso or self.torso).width, spec.value_width, 1.0, generator)
         self.normalizer: RunningNormalizer | None = None
         if spec.normalize_observations:
             self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)

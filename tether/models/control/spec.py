@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensordict import TensorDict
@@ -37,6 +37,9 @@ class PolicySpec:
     """The critic is a linear layer on what the actor's is on, not a network of its own."""
     hidden_dim: int = 256
     num_layers: int = 3
+    critic_hidden_dim: int | None = None
+    """Of a critic's own network; None: as the actor's."""
+    critic_num_layers: int | None = None
     activation: str = "tanh"
     init_logstd: float = -0.5
     normalize_observations: bool = False
@@ -63,6 +66,15 @@ class PolicySpec:
     def has_mask(self) -> bool:
         """Observations say which choices are allowed."""
         return any(part.kind == "mask" for part in self.layout)
+
+    @property
+    def of_critic(self) -> PolicySpec:
+        """The same with the sizes of the critic's own network."""
+        return replace(
+            self,
+            hidden_dim=self.critic_hidden_dim or self.hidden_dim,
+            num_layers=self.critic_num_layers or self.num_layers,
+        )
 
     @property
     def parts(self) -> ObsLayout:
