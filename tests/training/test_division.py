@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tether.training.division import balanced, divide, mini_batches
+from tether.training.division import balance_metrics, balanced, divide, in_order, mini_batches
 from tether.training.protocol import LossSizes, UpdatePlan
 
 
@@ -38,3 +38,17 @@ def test_each_row_of_a_mini_batch_is_on_one_rank_and_knows_its_place() -> None:
             found[parts[number].places] = rows[parts[number].rows]
         assert found.tolist() == mini.rows.tolist()
     assert 0 not in torch.cat([rows for rows, _ in shares])
+
+
+def test_the_busiest_rank_over_the_mean() -> None:
+    """8 + 7 + 6 and 5 + 4 as they come; 16 and 14 as they are dealt, of which the mean is 15."""
+    tokens = [8, 7, 6, 5, 4]
+    minis = mini_batches(torch.ones(5, 1, dtype=torch.bool), UpdatePlan(mini_batch_rows=5, epochs=2), 0)
+    shares = {deal: divide(minis, tokens, 2, deal) for deal in (balanced, in_order)}
+    found = balance_metrics(minis, shares[balanced], tokens, tokens)
+    assert {key.removeprefix("global_seqlen/"): value for key, value in found.items()} == {
+        "min": 9, "max": 21, "minmax_diff": 12, "balanced_min": 14, "balanced_max": 16, "mean": 15,
+        "busiest_over_mean": pytest.approx(16 / 15),
+    }  # fmt: skip
+    assert balance_metrics(minis, shares[in_order], tokens, tokens)["global_seqlen/busiest_over_mean"] == 21 / 15
+    assert balance_metrics([], divide([], [], 2, balanced), [], [])["global_seqlen/busiest_over_mean"] == 1

@@ -39,6 +39,7 @@ from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.objects import is_object
 from tether.training import Learner
+from tether.training.division import balanced, in_order
 from tether.training.engines.local import LocalEngine
 from tether.training.text import PolicyOutputs, ValueOutputs
 
@@ -120,7 +121,8 @@ def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: Exit
     if asks_reference(config):
         parts["reference"] = 1 if needs_full_kl(config) else sequence_ranks(config, config.actor_rollout_ref.ref)
     ends = group.call("sampler", "ends", [(), *[None] * (ranks - 1)])[0]
-    engines = {name: ShardedEngine[Any](group, name, sequence) for name, sequence in parts.items()}
+    assign = balanced if config.trainer.balance_batch else in_order
+    engines = {name: ShardedEngine[Any](group, name, sequence, assign) for name, sequence in parts.items()}
     return _roles(config, engines, ShardedSampler(group, "sampler", ends))
 
 

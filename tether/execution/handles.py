@@ -12,7 +12,7 @@ from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
 from tether.execution.worker import Group
 from tether.rollout import FinishedResponse, NoiseKey, SamplingParams, join_rollouts
 from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
-from tether.training.division import balanced, divide, mini_batches
+from tether.training.division import Assign, balance_metrics, balanced, divide, mini_batches
 from tether.training.engines.autograd import scattered
 from tether.training.text import sequence_lengths
 
@@ -28,15 +28,16 @@ class ShardedEngine(Generic[Outputs]):
         group: the ranks.
         part: what the engine is called there.
         sequence: ranks that share their rows, see `tether.training.engines.fsdp.Sharding`.
+        assign: which rank gets which rows.
     """
 
-    def __init__(self, group: Group, part: str, sequence: int = 1) -> None:
-        self._group, self._part, self._sequence = group, part, sequence
+    def __init__(self, group: Group, part: str, sequence: int = 1, assign: Assign = balanced) -> None:
+        self._group, self._part, self._sequence, self._assign = group, part, sequence, assign
         self.version = 0
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         """See `tether.training.protocol.Engine.infer`."""
-        dealt = balanced(_work(batch), self._group.size // self._sequence)
+        dealt = self._assign(_work(batch), self._group.size // self._sequence)
         # A rank without rows runs along on one that is another's.
         found = self._call_groups("infer", [(batch[torch.tensor(rows or [0])], forward) for rows in dealt])
         answers = [(answer, torch.tensor(rows)) for answer, rows in zip(found, dealt, strict=True) if rows]
@@ -47,7 +48,8 @@ class ShardedEngine(Generic[Outputs]):
     ) -> Updated[Outputs]:
         """See `tether.training.protocol.Engine.update`."""
         minis = mini_batches(batch.response_mask, plan, step)
-        shares = divide(minis, _work(batch), self._group.size // self._sequence, balanced)
+        work = _work(batch)
+        shares = divide(minis, work, self._group.size // self._sequence, self._assign)
         found = self._call_groups("learn", [(batch[rows], loss, plan, parts, step) for rows, parts in shares])
         self.version += 1
         outputs, places = [], []
@@ -56,7 +58,8 @@ class ShardedEngine(Generic[Outputs]):
                 first = torch.cat([part.rows for part in parts if part.epoch == 0])  # later a row may be elsewhere
                 outputs.append(updated.outputs[first])
                 places.append(rows[first])
-        return Updated(found[0].metrics, scattered(outputs, places, len(batch)) if outputs else None)
+        metrics = found[0].metrics | balance_metrics(minis, shares, sequence_lengths(batch).tolist(), work)
+        return Updated(metrics, scattered(outputs, places, len(batch)) if outputs else None)
 
     def export(self) -> WeightUpdate:
         """The weights stay on the ranks, where `ShardedSampler` takes them over."""

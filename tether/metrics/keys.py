@@ -153,6 +153,19 @@ LENGTHS: Mapping[str, MetricInfo] = {
     "response_length/clip_ratio": MetricInfo("Share of responses cut by the length limit.", "below 0.1"),
     **_spread("prompt_length", "length of a prompt, in tokens"),
     "prompt_length/clip_ratio": MetricInfo("Share of prompts that fill the prompt limit.", "near 0"),
+    "global_seqlen/min": MetricInfo(
+        "Fewest tokens that a device would have if rows were dealt as they come.", when="on several devices"
+    ),
+    "global_seqlen/max": MetricInfo("Most tokens that a device would have then.", when="on several devices"),
+    "global_seqlen/minmax_diff": MetricInfo("The difference between these two.", when="on several devices"),
+    "global_seqlen/balanced_min": MetricInfo("Fewest tokens that a device has.", when="on several devices"),
+    "global_seqlen/balanced_max": MetricInfo("Most tokens that a device has.", when="on several devices"),
+    "global_seqlen/mean": MetricInfo("Mean tokens of a device.", when="on several devices"),
+    "global_seqlen/busiest_over_mean": MetricInfo(
+        "Work of the busiest device over the mean, of layers and attention, summed over mini-batches.",
+        "near 1",
+        when="on several devices",
+    ),
     "response/identical_fraction": MetricInfo(
         "Share of the scored responses of a step that are its most frequent one; absent with a single prompt.",
         "falls with the length of replies; near 1 the policy ignores the prompt",

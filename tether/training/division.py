@@ -82,6 +82,49 @@ def divide(
     return shares
 
 
+def in_order(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Rows to ranks as they stand, as many to each."""
+    return [part.tolist() for part in torch.arange(len(costs)).tensor_split(ranks)]
+
+
+def balance_metrics(
+    minis: Sequence[MiniBatch],
+    shares: Sequence[tuple[Tensor, list[MiniBatch]]],
+    tokens: Sequence[int],
+    costs: Sequence[float],
+) -> dict[str, float]:
+    """How evenly rows were dealt: tokens of a rank in a pass over the batch, and what they cost.
+
+    Args:
+        minis: of the whole batch.
+        shares: of them, see `divide`.
+        tokens: of each row.
+        costs: of each row.
+    """
+    ranks = len(shares)
+    undealt = divide(minis, costs, ranks, in_order)
+    before, after = (torch.tensor(_loads(dealt, tokens)).sum(dim=1) for dealt in (undealt, shares))
+    work = torch.tensor(_loads(shares, costs), dtype=torch.float64)
+    mean = float(after.double().mean())
+    return {
+        "global_seqlen/min": float(before.min()),
+        "global_seqlen/max": float(before.max()),
+        "global_seqlen/minmax_diff": float(before.max() - before.min()),
+        "global_seqlen/balanced_min": float(after.min()),
+        "global_seqlen/balanced_max": float(after.max()),
+        "global_seqlen/mean": mean,
+        "global_seqlen/busiest_over_mean": float(work.amax(dim=0).sum() / work.mean(dim=0).sum()) if mean else 1.0,
+    }
+
+
+def _loads(shares: Sequence[tuple[Tensor, list[MiniBatch]]], costs: Sequence[float]) -> list[list[float]]:
+    """[ranks][mini-batches of the first pass] what the rows cost."""
+    return [
+        [sum(costs[row] for row in rows[part.rows].tolist()) for part in parts if part.epoch == 0]
+        for rows, parts in shares
+    ]
+
+
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Rows to ranks so that each has about as much to do; each rank's rows ascend.
 

@@ -89,5 +89,7 @@ class TrainerConfig(Section):
     """Devices of this machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
     max_restarts: Annotated[Count, ActsIf("trainer.n_gpus_per_node", off=(1,))] = 3
     """How often a run goes on by itself from its last checkpoint when a rank was lost. (tether's own key.)"""
+    balance_batch: Annotated[bool, ActsIf("trainer.n_gpus_per_node", off=(1,))] = True
+    """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
     """CPU threads; null: one a core. (tether's own key.)"""
