@@ -239,12 +239,12 @@ time.sleep(60)
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     expected = 4 if calls == ["right"] else 10  # two guards, two workers, five forks and a daemon
     try:
-        until(lambda: len(psutil.Process(trainer.pid).children(recursive=True)) >= expected, 20)
+        until(lambda: len(psutil.Process(trainer.pid).children(recursive=True)) >= expected, 60)
         below = psutil.Process(trainer.pid).children(recursive=True)
     finally:
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
-    until(lambda: not [process for process in below if running(process.pid)])
+    until(lambda: not [process for process in below if running(process.pid)], 20)
 
 
 def test_two_workers_halve_the_time():
@@ -363,7 +363,7 @@ print("resumes from here")
     assert out == "resumes from here\n"
     assert f"{number.name}: a process gave no answer" in err
     assert len(below) == 2
-    until(lambda: not [process for process in below if running(process.pid)])
+    until(lambda: not [process for process in below if running(process.pid)], 20)
 
 
 def test_workers_load_no_torch():
