@@ -129,6 +129,7 @@ def made_small(name: str, folder: Path) -> list[str]:
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
         "trainer.n_gpus_per_node": 1,
+        "trainer.nnodes": 1,
         "trainer.logger": "file",
         "trainer.test_freq": min(config.trainer.test_freq, 1),
         "trainer.save_freq": min(config.trainer.save_freq, 2),

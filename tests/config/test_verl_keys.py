@@ -317,12 +317,12 @@ def test_validation_on_a_file_without_a_name_is_refused():
 def test_training_names_everything_that_is_missing_at_once(files):
     files()
     named = ["custom_reward_function.path=r.py", "actor_rollout_ref.model.path=./m"]
-    wrong = ["algorithm.gama=1", "critic.enable=7", "trainer.nnodes=2", "trainer.resume_mode=resume_path"]
+    wrong = ["algorithm.gama=1", "critic.enable=7", "trainer.esi_redundant_time=2", "trainer.resume_mode=resume_path"]
     with pytest.raises(ConfigError) as error:
         CliRunner().invoke(app, ["train", *BASE, *named, *wrong], catch_exceptions=False)
     assert {problem.path for problem in error.value.problems} == {
         "actor_rollout_ref.model.path", "data.train_files", "data.val_files", "custom_reward_function.path",
-        "algorithm.gama", "critic.enable", "trainer.nnodes", "trainer.resume_from_path",
+        "algorithm.gama", "critic.enable", "trainer.esi_redundant_time", "trainer.resume_from_path",
     }  # fmt: skip
 
 

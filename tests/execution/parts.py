@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 class Part:
     def pid(self) -> int:
         return os.getpid()
+
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
 
     def threads(self) -> tuple[int, str]:
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]

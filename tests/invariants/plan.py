@@ -88,8 +88,8 @@ def _recomputes(model: nn.Module) -> Iterator[tuple[str, bool]]:
 class OnRanks:
     """Stands in the place of the processes of several devices: one rank's parts, in this process."""
 
-    def __init__(self, config: Any, device: torch.device, logs: Path) -> None:
-        self.size = config.trainer.n_gpus_per_node
+    def __init__(self, per_node: int, device: str, threads: int, logs: Path, *, nodes: int, options: Any) -> None:
+        self.size, self.options = nodes * per_node, options
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
         self.parts = factory(*arguments)

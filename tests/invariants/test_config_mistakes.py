@@ -87,7 +87,7 @@ def test_a_grammar_that_takes_any_new_key_would_show() -> None:
 WRONG = {
     "algorithm.gemma": "0.9",
     "algorithm.lam": "high",
-    "trainer.nnodes": "2",
+    "trainer.esi_redundant_time": "2",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "2048",
     "actor_rollout_ref.rollout.response_length": "8",
     "actor_rollout_ref.rollout.val_kwargs.n": "4",

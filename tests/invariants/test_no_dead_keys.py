@@ -136,7 +136,7 @@ class Bench:
         self.pools = Loader(KeptPool, keep=lambda pool: pool)
         self.loaders = [self.pools]
         patch.setattr(inputs, "RewardPool", self.pools)
-        patch.setattr(roles, "_group", OnRanks)
+        patch.setattr(roles, "_start_group", OnRanks)
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),

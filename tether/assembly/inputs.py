@@ -72,12 +72,12 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
     for role, path in roles:
         key = f"{role}.ulysses_sequence_parallel_size"
         ranks = values_of(config)[key]
-        if ranks == 1 or config.trainer.n_gpus_per_node == 1 or is_gguf(path):
+        if ranks == 1 or config.trainer.devices == 1 or is_gguf(path):
             continue
         trusted = config.actor_rollout_ref.model.trust_remote_code
         heads = load_config(path, trust_remote_code=trusted).get_text_config().num_attention_heads
         if heads % ranks:
-            fits = [str(n) for n in range(1, ranks) if heads % n == 0 and config.trainer.n_gpus_per_node % n == 0]
+            fits = [str(n) for n in range(1, ranks) if heads % n == 0 and config.trainer.devices % n == 0]
             raise ValueError(
                 f"{key}={ranks}: the {heads} attention heads of {path} cannot be split among {ranks} devices. "
                 f"Set it to {' or '.join(fits)}."

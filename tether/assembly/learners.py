@@ -50,7 +50,7 @@ MakeEngine = Callable[..., Any]
 
 def sequence_ranks(config: RunConfig, role: ActorConfig | CriticConfig | RefConfig) -> int:
     """How many ranks share each row of tokens."""
-    return role.ulysses_sequence_parallel_size if config.trainer.n_gpus_per_node > 1 else 1
+    return role.ulysses_sequence_parallel_size if config.trainer.devices > 1 else 1
 
 
 def micro_batching(

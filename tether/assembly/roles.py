@@ -108,7 +108,7 @@ def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: Exit
     Raises:
         ValueError: models that cannot be loaded or trained, devices that are not there.
     """
-    ranks = config.trainer.n_gpus_per_node
+    ranks = config.trainer.devices
     if ranks == 1:
         engines = _engines(config, sources, lambda _: LocalEngine, sharded=False)
         return _roles(config, engines, engines["sampler"])
@@ -201,22 +201,30 @@ def _group(config: RunConfig, device: torch.device, logs: Path) -> Any:
     Raises:
         ValueError: Ray is not installed, or there are too few devices.
     """
-    ranks, key = config.trainer.n_gpus_per_node, "trainer.n_gpus_per_node"
+    nodes, ranks = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    key = "trainer.n_gpus_per_node" if nodes == 1 else "trainer.nnodes"
     if is_object(config.actor_rollout_ref.model.path):
-        raise ValueError(f"{key}={ranks}: a model that is an object of this process has no other device. Save it first")
-    here = torch.cuda.device_count()
-    if device.type == "cuda" and ranks > here:
-        raise ValueError(f"{key}={ranks}: this machine has {here} CUDA devices. Set it to at most {here}")
+        raise ValueError(f"{key}: a model that is an object of this process has no other device. Save it first")
     if device.type != "cuda" and config.trainer.device != "cpu":
         raise ValueError(
-            f"{key}={ranks}: this machine has no CUDA device. Set {key}=1, or trainer.device=cpu for {ranks} processes "
-            "on its cores"
+            f"trainer.n_gpus_per_node={ranks}: this machine has no CUDA device. Set it to 1, or trainer.device=cpu for "
+            f"{ranks} processes on its cores"
         )
+    options = config.ray_kwargs.ray_init
+    return _start_group(ranks, device.type, config.trainer.num_threads, logs, nodes=nodes, options=options)
+
+
+def _start_group(per_node: int, device: str, threads: int | None, logs: Path, *, nodes: int, options: Any) -> Any:
+    """See `tether.execution.ray_group.RayGroup`, which needs an extra."""
+    key = "trainer.n_gpus_per_node" if nodes == 1 else "trainer.nnodes"
     try:
         execution = importlib.import_module("tether.execution.ray_group")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{key}={ranks}: several devices need the package {error.name}, which is not installed. "
-            f"Run: pip install 'tether[ray]', or set {key}=1."
+            f"{key}={per_node if nodes == 1 else nodes}: several devices need the package {error.name}, which is not "
+            f"installed. Run: pip install 'tether[ray]', or set {key}=1."
         ) from error
-    return execution.RayGroup(ranks, device.type, config.trainer.num_threads, logs)
+    here = torch.cuda.device_count()
+    if device == "cuda" and per_node > here and execution.is_local(nodes, options):
+        raise ValueError(f"{key}={per_node}: this machine has {here} CUDA devices. Set it to at most {here}")
+    return execution.RayGroup(per_node, device, threads, logs, nodes=nodes, options=options)

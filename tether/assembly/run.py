@@ -123,7 +123,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        if (ranks := config.trainer.n_gpus_per_node) > 1:
+        if (ranks := config.trainer.devices) > 1:
             about.append(f"{ranks} devices; up to {config.trainer.max_restarts} restarts when one is lost")
         learners: list[Learner[Any, Any]] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
+import json
 import os
+import platform
+import resource
+import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +24,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from tether import __version__
 from tether.runtime.machine import set_threads
 
 COLLECTIVE_SECONDS = 600.0
 """How long a rank waits for the others."""
 BEAT_SECONDS = 0.5
 """Between two signs of life."""
+GETS_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
 
 
 class Group(Protocol):
@@ -50,42 +60,65 @@ class Group(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Process:
+    """Where a rank runs, and on which versions."""
+
+    pid: int
+    machine: str
+    """Processes with the same one have numbers of each other."""
+    host: str
+    versions: Mapping[str, str]
+
+
+def this_process() -> Process:
+    """The one that asks."""
+    machine = socket.gethostname()
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(
+            Path("/proc/self/ns/pid").readlink()
+        )
+    versions = {"tether": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return Process(os.getpid(), machine, socket.gethostname(), versions)
+
+
 class Worker:
     """One rank.
 
     Args:
         rank: its number.
         threads: CPU threads.
-        log: file for what it prints; its time of change is the rank's last sign of life.
+        log: file for what it prints, stacks on SIGUSR1 among it.
+        folder: that relative paths begin at.
+        store: host and port of the driver's `torch.distributed.TCPStore`, where ranks meet and give signs of life.
     """
 
-    def __init__(self, rank: int, threads: int, log: Path) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, threads: int, log: Path, folder: Path, store: tuple[str, int]) -> None:
+        self._rank, self._address = rank, store
         self._parts: Mapping[str, Any] = {}
+        self._doing, self._since = "starts", time.time()
+        with suppress(OSError):  # a folder of another machine
+            os.chdir(folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, sys.stdout.fileno())
         os.dup2(descriptor, sys.stderr.fileno())
         faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1)
         set_threads(threads)
-        threading.Thread(target=_beat, args=(descriptor,), daemon=True).start()
+        beats = self._store()  # of its own: that of the main thread may wait for others
+        threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
-    def pid(self) -> int:
-        """Of this process."""
-        return os.getpid()
+    def process(self) -> Process:
+        """This one."""
+        return this_process()
 
-    def address(self) -> str:
-        """Where rank 0 waits for the others."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{free.getsockname()[1]}"
-
-    def join(self, address: str, ranks: int, device: str) -> None:
-        """Wait for the other ranks at the address of rank 0."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    def join(self, ranks: int, device: str) -> None:
+        """Wait for the other ranks."""
+        _use_interface_to(self._address[0])
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            init_method=address,
+            store=self._store(),
             rank=self._rank,
             world_size=ranks,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
@@ -95,14 +128,42 @@ class Worker:
 
     def build(self, factory: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...]) -> None:
         """Have a factory make the parts."""
+        self._doing, self._since = "build", time.time()
         self._parts = factory(*arguments)
+        self._doing, self._since = "waits", time.time()
 
     def call(self, part: str, method: str, *arguments: Any) -> Any:
         """Call a method of a part."""
-        return getattr(self._parts[part], method)(*arguments)
+        self._doing, self._since = f"{part}.{method}", time.time()
+        answer = getattr(self._parts[part], method)(*arguments)
+        self._doing, self._since = "waits", time.time()
+        return answer
+
+    def _store(self) -> dist.TCPStore:
+        return dist.TCPStore(*self._address, is_master=False, wait_for_workers=False)
+
+    def _beat(self, store: dist.TCPStore) -> None:
+        number = 0
+        with suppress(dist.DistError):  # the driver is gone, and Ray ends this process
+            while True:
+                number += 1
+                device = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+                host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # peak
+                sign = {"beat": number, "doing": self._doing, "since": self._since, "host": host, "device": device}
+                store.set(f"rank {self._rank}", json.dumps(sign))  # never a question, for which it would wait
+                time.sleep(BEAT_SECONDS)
 
 
-def _beat(descriptor: int) -> None:
-    while True:
-        os.utime(descriptor)
-        time.sleep(BEAT_SECONDS)
+def _use_interface_to(host: str) -> None:
+    """Let Gloo talk by the network interface that leads to a host; else it takes what this host's name stands for,
+    which often is a loopback.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        mine = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), GETS_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == mine:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                    return

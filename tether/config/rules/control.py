@@ -55,10 +55,11 @@ def device_is_a_cpu(cfg: RunConfig) -> Problem | None:
 
 def one_device_trains(cfg: RunConfig) -> Problem | None:
     """Several devices share the work of text runs alone."""
-    devices = cfg.trainer.n_gpus_per_node
+    trainer = cfg.trainer
+    devices, key = trainer.devices, "nnodes" if trainer.nnodes > 1 else "n_gpus_per_node"
     if devices == 1:
         return None
-    return Problem("trainer.n_gpus_per_node", f"{devices} devices train no embodied runs so far", "leave it out")
+    return Problem(f"trainer.{key}", f"{devices} devices train no embodied runs so far", "leave it out")
 
 
 def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:

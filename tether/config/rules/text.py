@@ -89,7 +89,7 @@ def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
 
 def adapters_train_on_one_device(cfg: RunConfig) -> Problem | None:
     """Shards of a model with an adapter are not made yet."""
-    devices, rank = cfg.trainer.n_gpus_per_node, cfg.actor_rollout_ref.model.lora_rank
+    devices, rank = cfg.trainer.devices, cfg.actor_rollout_ref.model.lora_rank
     if devices == 1 or not rank:
         return None
     what = f"{devices} devices train no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
@@ -102,7 +102,7 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
 
     def rule(cfg: RunConfig) -> Problem | None:
         ranks, packed = (reduce(getattr, path.split("."), cfg) for path in (key, padding))
-        if cfg.trainer.n_gpus_per_node == 1 or ranks == 1 or packed or not when(cfg):
+        if cfg.trainer.devices == 1 or ranks == 1 or packed or not when(cfg):
             return None
         return Problem(key, f"{ranks} devices share packed rows only, and {padding} is False", f"set {padding}=True")
 

@@ -13,7 +13,7 @@ from tether.config.schema.model import ModelConfig
 from tether.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from tether.config.schema.rollout import RolloutConfig
 from tether.config.schema.section import EMBODIED, ActsIf, Section
-from tether.config.schema.trainer import TrainerConfig
+from tether.config.schema.trainer import RayKwargsConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -40,5 +40,6 @@ class RunConfig(Section):
     custom_reward_function: Annotated[CustomRewardFunctionConfig, ActsIf("custom_reward_function.path", off=(None,))]
     reward_model: RewardModelConfig
     trainer: TrainerConfig
+    ray_kwargs: RayKwargsConfig
     env: Annotated[EnvConfig, EMBODIED]
     policy: Annotated[PolicyConfig, EMBODIED]

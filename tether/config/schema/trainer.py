@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from tether.config.schema.engine import ON_RANKS
 from tether.config.schema.section import (
     EMBODIED,
     EMBODIED_TOO,
@@ -14,6 +15,7 @@ from tether.config.schema.section import (
     Inherits,
     Name,
     OffOrEvery,
+    Options,
     OwnFunction,
     Positive,
     Refuses,
@@ -86,10 +88,24 @@ class TrainerConfig(Section):
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
     """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
     n_gpus_per_node: Positive = 1
-    """Devices of this machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
-    max_restarts: Annotated[Count, ActsIf("trainer.n_gpus_per_node", off=(1,))] = 3
+    """Devices of each machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
+    nnodes: Positive = 1
+    """Machines of a Ray cluster that share the work."""
+    max_restarts: Annotated[Count, ON_RANKS] = 3
     """How often a run goes on by itself from its last checkpoint when a rank was lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ActsIf("trainer.n_gpus_per_node", off=(1,))] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
     """CPU threads; null: one a core. (tether's own key.)"""
+
+    @property
+    def devices(self) -> int:
+        """On all machines together."""
+        return self.nnodes * self.n_gpus_per_node
+
+
+class RayKwargsConfig(Section):
+    """The Ray cluster of runs on several devices."""
+
+    ray_init: Annotated[Options, ON_RANKS]
+    """Arguments of ray.init, for example {address: auto} for a cluster that is there, or {num_cpus: 8}."""

@@ -1,0 +1,104 @@
+"""Several nodes: two raylets on this machine, each with one rank; what is missing or different is said."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster
+
+from tests.execution.parts import make
+from tests.trainer.test_devices import overrides
+from tests.trainer.tiny_run import measured, same, weights, write_inputs
+from tests.trainer.tiny_run import train as one_process
+from tether.commands.train import train
+from tether.config import load_config
+from tether.execution.cluster import check_versions
+from tether.execution.ray_group import RayGroup
+from tether.execution.worker import this_process
+from tether.runtime.ranks import RankFailed
+from tether.trainer import Callbacks
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False)
+    cluster.add_node(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
+def to(cluster: Cluster) -> dict[str, Any]:
+    return {"options": {"address": cluster.address}}
+
+
+@pytest.mark.slow
+def test_ranks_of_two_nodes_work_together(cluster: Cluster, tmp_path: Path) -> None:
+    group = RayGroup(1, "cpu", 1, tmp_path, nodes=2, **to(cluster))
+    try:
+        group.build(make)
+        found = group.call("part", "summed", [(torch.tensor([1.0]),), (torch.tensor([10.0]),)])
+        assert [value.tolist() for value in found] == [[11.0]] * 2
+        assert len(set(group.call("part", "node", [(), ()]))) == 2
+    finally:
+        group.close()
+    missing = r"^trainer.nnodes=3 with .*=1 each: 1 CPUs are missing; CPUs of the 2 nodes .*: 1, .*: 1; waited 1 s"
+    with pytest.raises(RankFailed, match=missing):
+        RayGroup(1, "cpu", 1, tmp_path, nodes=3, start_seconds=1, **to(cluster))
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_outlives_the_loss_of_one(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = write_inputs(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    on_nodes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.preflight=False"]
+
+    def run(name: str, *callbacks: object) -> Path:
+        given = load_config(None, [*overrides(inputs, tmp_path / name, 1, 2), *on_nodes])
+        return train(given, Callbacks(callbacks)).folder
+
+    class Remover:
+        """Takes a node away after the first step, and brings another one."""
+
+        left = 1
+
+        def on_step_end(self, step: int, _: object) -> None:
+            if step == 1 and self.left:
+                self.left = 0
+                cluster.remove_node(cluster.list_all_nodes()[-1])
+                cluster.add_node(num_cpus=1)
+
+    one = one_process(overrides(inputs, tmp_path / "one", 1, 2))
+    whole = run("whole")
+    two = run("two", Remover())
+    assert "That was in step 2. Restart 1 of 3" in capsys.readouterr().out
+    assert measured(two) == measured(whole)
+    assert same(weights(two / "global_step_2"), weights(whole / "global_step_2"))
+    for step, metrics in measured(one).items():
+        assert measured(two)[step]["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-3)
+
+
+def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(
+        RankFailed, match=r"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:1 .*ray start --head"
+    ):
+        RayGroup(1, "cpu", 1, tmp_path, nodes=2)
+    with pytest.raises(RankFailed, match=r"^ray_kwargs.ray_init.num_cpu: .* Did you mean num_cpus"):
+        RayGroup(1, "cpu", 1, tmp_path, options={"num_cpu": 2})
+
+
+def test_nodes_with_other_versions_are_named() -> None:
+    mine = this_process()
+    check_versions(mine, [mine, mine])
+    other = replace(mine, host="beside", versions={**mine.versions, "torch": "1.0"})
+    with pytest.raises(RankFailed, match=r"^nodes with other versions: beside has torch 1.0, .* has 2"):
+        check_versions(mine, [mine, other, other])

@@ -1,0 +1,164 @@
+"""A Ray cluster: one that exists already, or a local one; room in it for the ranks of a run."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from tether.execution.worker import Process
+from tether.runtime.machine import usable_cores
+from tether.runtime.ranks import RankFailed
+from tether.spelling import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0
+"""How often a wait looks again, and after how long it says for what it waits."""
+REACH_SECONDS = 10.0
+STARTS = 3
+"""A machine under load may start Ray too slowly for Ray's own patience."""
+OBJECT_STORE = 1 << 30  # bytes
+LOCAL = "local"
+KEY = "ray_kwargs.ray_init"
+
+
+def address_of(nodes: int, options: Mapping[str, Any]) -> str:
+    """The cluster that a run uses: the one that is named, by an option or by RAY_ADDRESS; else one of its own, or for
+    several nodes the one that runs on this machine.
+    """
+    found: str = options.get("address") or os.environ.get("RAY_ADDRESS") or (LOCAL if nodes == 1 else "auto")
+    return found
+
+
+def is_local(nodes: int, options: Mapping[str, Any]) -> bool:
+    """Whether a run starts a cluster of its own, on this machine."""
+    return address_of(nodes, options) == LOCAL
+
+
+def connect(nodes: int, per_node: int, device: str, options: Mapping[str, Any]) -> str:
+    """Connect to a cluster, or start one on this machine; returns this machine's address in it.
+
+    Args:
+        nodes: machines that a run needs.
+        per_node: its devices on each.
+        device: ``cpu`` or ``cuda``.
+        options: of ``ray.init``.
+
+    Raises:
+        RankFailed: an option that there is not, or no cluster.
+    """
+    address = address_of(nodes, options)
+    given = {name: value for name, value in options.items() if value is not None} | {"address": address}
+    known = inspect.signature(ray.init).parameters
+    for name in given:
+        if name not in known and not name.startswith("_"):
+            raise RankFailed(f"{KEY}.{name}: ray.init takes no {name}.{did_you_mean(name, known)}")
+    _reach(address, nodes)
+    gc.collect()  # what an earlier session left would free its namesakes in this one: both number from 1
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == LOCAL:
+        cores = max(per_node, usable_cores()) if device == "cpu" else None
+        quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": cores}
+    for attempt in range(STARTS):
+        try:
+            with _signals_kept():
+                ray.init(**quiet | given)
+        except Exception as error:  # Ray raises many kinds
+            ray.shutdown()
+            if address != LOCAL:
+                raise _no_cluster(address, nodes, error) from error
+            if attempt == STARTS - 1:
+                raise RankFailed(f"Ray does not start on this machine ({type(error).__name__}: {error})") from error
+        else:
+            break
+    return "127.0.0.1" if address == LOCAL else str(ray.util.get_node_ip_address())
+
+
+def _reach(address: str, nodes: int) -> None:
+    """Whether something listens at HOST:PORT: Ray itself would wait there for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in host:
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            raise _no_cluster(address, nodes, error) from error
+
+
+def _no_cluster(address: str, nodes: int, error: Exception) -> RankFailed:
+    return RankFailed(
+        f"trainer.nnodes={nodes}: no Ray cluster to join at {address} ({error}). Start it: ray start --head on one "
+        "machine, ray start --address=HOST:6379 on the others"
+    )
+
+
+def room(nodes: int, per_node: int, device: str, seconds: float) -> PlacementGroup:
+    """Reserve the devices of a run: a bundle for each node, no two of them on the same.
+
+    Raises:
+        RankFailed: they are not there within so many seconds; says what is missing.
+    """
+    share = {"CPU": per_node} | ({"GPU": per_node} if device == "cuda" else {})
+    group = placement_group([share] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "STRICT_PACK")
+    ready, began, said = group.ready(), time.monotonic(), False
+    while not ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+        waited = time.monotonic() - began
+        if waited > seconds:
+            missing = _missing(nodes, per_node, next(reversed(share)))
+            remove_placement_group(group)
+            raise RankFailed(f"{missing}; waited {seconds:g} s. Ask for fewer, or start more")
+        if waited > SAY_SECONDS and not said:
+            said = True
+            logger.warning("waiting up to %g s: %s", seconds, _missing(nodes, per_node, next(reversed(share))))
+    return group
+
+
+def _missing(nodes: int, per_node: int, kind: str) -> str:
+    """What a run asks for, and what the nodes of the cluster have."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    have = [(node["NodeManagerHostname"], int(node["Resources"].get(kind, 0))) for node in alive]
+    best = sorted((min(count, per_node) for _, count in have), reverse=True)[:nodes]
+    lack = nodes * per_node - sum(best)
+    shown = ", ".join(f"{name}: {count}" for name, count in have)
+    why = f"{lack} {kind}s are missing" if lack else f"others use them: {ray.available_resources().get(kind, 0):g} free"
+    asked = f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={per_node} each"
+    return f"{asked}: {why}; {kind}s of the {len(have)} nodes of the cluster: {shown}"
+
+
+def check_versions(mine: Process, theirs: Sequence[Process]) -> None:
+    """Compare the nodes of a run with this one.
+
+    Raises:
+        RankFailed: names each node with another version.
+    """
+    wrong = {
+        f"{process.host} has {name} {process.versions[name]}, {mine.host} has {version}": None
+        for process in theirs
+        for name, version in mine.versions.items()
+        if process.versions[name] != version
+    }
+    if wrong:
+        raise RankFailed(f"nodes with other versions: {'; '.join(wrong)}. Install the same on all of them")
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM and `breakpoint` over for good."""
+    term, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
+    yield
+    if signal.getsignal(signal.SIGTERM) is not term:
+        signal.signal(signal.SIGTERM, term)
+    if debugger is None:
+        os.environ.pop("PYTHONBREAKPOINT", None)
