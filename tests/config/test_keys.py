@@ -89,7 +89,7 @@ def test_explain_says_what_a_key_inherits():
 def test_explain_says_what_is_refused_and_what_does_nothing():
     assert "optimal_token_baseline, gdpo, raw or a function of a file" in explain("algorithm.adv_estimator")
     assert "refused: any value but null (tether keeps" in explain("trainer.default_hdfs_dir")
-    assert "no effect here: " in explain("actor_rollout_ref.rollout.gpu_memory_utilization")
+    assert "no effect here: " in explain("actor_rollout_ref.rollout.scheduling_policy")
     assert "acts only while algorithm.use_pf_ppo is True" in explain("algorithm.pf_ppo.weight_pow")
     assert "from this step on, counted from 1" in explain("trainer.critic_warmup")
     assert "second name of: data.chat_template" in explain("actor_rollout_ref.model.custom_chat_template")

@@ -395,14 +395,14 @@ def test_saved_and_loaded_again_it_is_the_same(write):
         f"{MICRO}=2",
         f"{ACTOR}.clip_ratio=0.3",
         "critic.ppo_epochs=2",
-        f"{ROLLOUT}.gpu_memory_utilization=0.4",
+        f"{ROLLOUT}.scheduling_policy=lifo",
         "data.apply_chat_template_kwargs={enable_thinking: false}",
         "data.chat_template='{% for m in messages %}\\${m}: \"x\"{% endfor %}'",
         "trainer.logger=[console,wandb]",
     )
     again = load_config(write(first.to_yaml()), [])
     assert again.config == first.config
-    assert "gpu_memory_utilization" not in first.to_yaml()  # nothing reads it
+    assert "scheduling_policy" not in first.to_yaml()  # nothing reads it
     assert "megatron" not in first.to_yaml()
 
 

@@ -148,6 +148,18 @@ CASES = {
         "2 devices train no adapters so far",
         ["trainer.n_gpus_per_node=1"],
     ),
+    "servers_take_whole_models": (
+        [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"],
+        f"{ROLLOUT}.name",
+        "vllm gets the weights of whole models, and no adapters so far",
+        [f"{ROLLOUT}.name=native"],
+    ),
+    "servers_tell_what_they_kept": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"],
+        f"{ROLLOUT}.top_p",
+        "0.9 alone: vllm tells which tokens it kept only together with",
+        [f"{ROLLOUT}.top_k=50"],
+    ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",

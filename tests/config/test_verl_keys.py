@@ -85,7 +85,7 @@ def test_what_verl_would_act_on_is_refused(override, why):
 def test_what_is_read_nowhere_is_noted_by_name_and_reason():
     notes = load("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.rollout.scheduling_policy=lifo").notes
     assert "no effect: actor_rollout_ref.actor.strategy=megatron (tether trains with an engine of its own)" in notes
-    assert any("scheduling_policy=lifo (the native engine" in note for note in notes)
+    assert any("scheduling_policy=lifo (tether sets up its inference servers" in note for note in notes)
 
 
 def test_many_such_keys_of_a_file_are_counted(tmp_path):
@@ -139,7 +139,7 @@ def test_a_misspelled_one_is_rejected():
 
 def test_explain_knows_them():
     assert "refused: any value but false (multi-token" in explain("actor_rollout_ref.model.mtp.enable").lower()
-    assert "no effect here: the native engine" in explain("actor_rollout_ref.rollout.scheduling_policy")
+    assert "no effect here: tether sets up" in explain("actor_rollout_ref.rollout.scheduling_policy")
     assert explain("reward.num_workers").startswith("reward_model.num_workers\n")
 
 

@@ -18,6 +18,11 @@ LEARNED = ["reward_model.enable"] + [
         *(f"model.{part}" for part in ("path", "input_tokenizer", "trust_remote_code", "fsdp_config.dtype")),
     )
 ]
+SERVED = (  # by vLLM
+    *("server_urls", "server_timeout", "parity_freq", "update_weights_bucket_megabytes", "free_cache_engine"),
+    *("tensor_model_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "engine_kwargs.vllm"),
+)
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
     letters = sum(c.isalpha() for c in solution_str)
@@ -115,6 +120,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{CORRECTION}.rollout_rs_threshold": [f"{CORRECTION}.rollout_rs_threshold=2"],
         f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
         **dict.fromkeys(LEARNED, learned),
+        **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=vllm"] for name in SERVED},
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
@@ -130,6 +136,10 @@ def text_others(folder: Path) -> dict[str, list[str]]:
     """See `Situation.others`."""
     return {
         "data.train_files": [f"{folder / 'ragged.jsonl'}"],
+        f"{ROLLOUT}.name": ["vllm"],
+        f"{ROLLOUT}.server_urls": ["[http://127.0.0.1:9]"],
+        f"{ROLLOUT}.load_format": ["auto"],
+        f"{ROLLOUT}.engine_kwargs.vllm": ["{swap_space: 3}"],
         "data.val_files": [f"{folder / 'train.jsonl'}"],
         "data.chat_template": ['"{{ messages[0].content }}"'],
         "data.apply_chat_template_kwargs": ["{flag: 7}"],

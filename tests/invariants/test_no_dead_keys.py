@@ -22,6 +22,7 @@ import pytest
 from tests.invariants import situations
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
+from tests.rollout.stand_in import environment
 from tether.assembly import inputs, learners, reward_model, roles
 from tether.assembly.build import build
 from tether.commands.report import command_to_resume, show_report
@@ -228,6 +229,7 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("TETHER_VLLM", str(environment(folder / "vllm")))
 
 
 def is_dead(path: str, situation: Situation, bench: Bench) -> bool:
@@ -269,6 +271,8 @@ def test_looking_twice_shows_the_same(situation: Situation, bench: Bench) -> Non
     loaded = load(*situation.base)
     for look in (bench.plan, bench.step, command):
         assert look(loaded) == look(loaded)
+    served = load(*situation.base, *situation.context.get("actor_rollout_ref.rollout.parity_freq", []))
+    assert bench.plan(served) == bench.plan(served)
 
 
 @needs_envs

@@ -15,6 +15,7 @@ from tether.models.language.model_path import resolve_model_path
 from tether.rewards.custom import check_call
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
+from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 
@@ -55,6 +56,9 @@ def _of_text(config: RunConfig) -> Named:
         named = f"{custom.path}:{custom.name}"
         yield "custom_reward_function.path", named, _definition
         yield "custom_reward_function.name", named, partial(_reward, reward_kwargs=custom.reward_kwargs)
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "vllm" and not rollout.server_urls:
+        yield "actor_rollout_ref.rollout.name", rollout.name, vllm_python
     yield from _of_both(config)
 
 
@@ -85,6 +89,21 @@ def _of_both(config: RunConfig) -> Named:
 
 def _model(path: str) -> object:
     return resolve_model_path(path, cache_dir())
+
+
+def vllm_python(name: str = "vllm") -> Path:
+    """The interpreter of vLLM's environment.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return environment_of(name, "TETHER_VLLM")
+    except ValueError as error:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name={error}. Run scripts/vllm.sh, which makes one; name servers that "
+            "run in actor_rollout_ref.rollout.server_urls; or set actor_rollout_ref.rollout.name=native"
+        ) from None
 
 
 def _path(name: str) -> None:

@@ -30,11 +30,13 @@ from tether.assembly.learners import (
     sequence_ranks,
 )
 from tether.assembly.number_formats import DTYPES
+from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
 from tether.execution import ShardedEngine, ShardedSampler
-from tether.rollout import RolloutEngine
+from tether.models.layers import use_tether_attention
+from tether.rollout import RolloutEngine, SamplingParams
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.objects import is_object
@@ -96,14 +98,17 @@ def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **res
     return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **rest)
 
 
-def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: ExitStack) -> Roles:
+def build_roles(
+    config: RunConfig, sources: Sources, sampling: SamplingParams, logs: Path, resources: ExitStack
+) -> Roles:
     """Load the models on the devices of a run.
 
     Args:
         config: of the run.
         sources: of its models.
-        logs: folder for what ranks print.
-        resources: closes the processes of ranks.
+        sampling: how responses are drawn that are trained on.
+        logs: folder for what other processes print.
+        resources: closes the processes of ranks, and servers.
 
     Raises:
         ValueError: models that cannot be loaded or trained, devices that are not there.
@@ -111,8 +116,10 @@ def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: Exit
     ranks = config.trainer.devices
     if ranks == 1:
         engines = _engines(config, sources, lambda _: LocalEngine, sharded=False)
-        return _roles(config, engines, engines["sampler"])
-    group = _group(config, sources.device, logs)
+        card = engines.get("card")
+        served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
+        return _roles(config, engines, served or engines["sampler"])
+    group = _group(config, sources.device, logs / "ranks")
     resources.callback(group.close)
     group.build(build_parts, config, sources)
     parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
@@ -120,10 +127,27 @@ def build_roles(config: RunConfig, sources: Sources, logs: Path, resources: Exit
         parts["critic"] = sequence_ranks(config, config.critic)
     if asks_reference(config):
         parts["reference"] = 1 if needs_full_kl(config) else sequence_ranks(config, config.actor_rollout_ref.ref)
-    ends = group.call("sampler", "ends", [(), *[None] * (ranks - 1)])[0]
     assign = balanced if config.trainer.balance_batch else in_order
     engines = {name: ShardedEngine[Any](group, name, sequence, assign) for name, sequence in parts.items()}
-    return _roles(config, engines, ShardedSampler(group, "sampler", ends))
+    first_rank = [(), *[None] * (ranks - 1)]
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        card = group.call("card", "read", first_rank)[0]
+        return _roles(config, engines, _served(config, engines["actor"], card, sources, sampling, logs, resources))
+    return _roles(config, engines, ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0]))
+
+
+def _served(
+    config: RunConfig,
+    actor: Any,
+    card: PolicyCard,
+    sources: Sources,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+) -> RolloutEngine:
+    """The sampler that servers are behind."""
+    learner = build_actor(config, actor)
+    return build_servers(config, learner, card, sources.device, sampling, logs / "vllm", resources)
 
 
 def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
@@ -155,19 +179,25 @@ def _engines(
     """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
-    sampling = _copy_to_sample(config, policy) if sharded else policy
+    rollout = config.actor_rollout_ref.rollout
+    served = rollout.name == "vllm"
+    sampling = _copy_to_sample(config, policy) if sharded and not served else policy
+    card = PolicyCard.of(policy) if served else None  # while it is whole
     reference = load_reference(config, sources.model_path, policy, sources.device)
     # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
     actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make(config.actor_rollout_ref.actor))
     parts: dict[str, Any] = {"actor": actor}
-    rollout = config.actor_rollout_ref.rollout
-    native = NativeEngine(
-        sampling,
-        eos_token_ids=eos_token_ids(sampling),
-        max_num_seqs=rollout.max_num_seqs,
-        dtype=DTYPES[rollout.dtype],
-    )
-    parts["sampler"] = RankSampler(native, actor) if sharded else native
+    if served:
+        parts["card"] = card
+        use_tether_attention(policy)  # for training; the native engine sees to it itself
+    else:
+        native = NativeEngine(
+            sampling,
+            eos_token_ids=eos_token_ids(sampling),
+            max_num_seqs=rollout.max_num_seqs,
+            dtype=DTYPES[rollout.dtype],
+        )
+        parts["sampler"] = RankSampler(native, actor) if sharded else native
     if config.critic.enable:
         parts["critic"] = critic_engine(
             config, sources.critic_path, sources.device, tokenizer, steps, incidents, make(config.critic)

@@ -82,7 +82,8 @@ def build_run(loaded: LoadedConfig) -> Run:
             total_steps=schedule.total_steps,
             incidents=directory / "incidents",
         )
-        roles = build_roles(config, sources, directory / "ranks", resources)
+        sampling = sampling_params(config)
+        roles = build_roles(config, sources, sampling, directory, resources)
         collector = Collector(roles.sampler, rewards, inputs.tokenizer, config.reward_model.max_error_rate)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
         resources.callback(loggers.close)
@@ -91,7 +92,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         source = PromptSource(inputs.train, sampler)
         rollouts = TextRollouts(
             collector=collector,
-            sampling=sampling_params(config),
+            sampling=sampling,
             dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
             greedy_baseline=build_greedy_baseline(config),
             reward_components=build_reward_components(config),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
@@ -62,8 +63,13 @@ class ShardedEngine(Generic[Outputs]):
         return Updated(metrics, scattered(outputs, places, len(batch)) if outputs else None)
 
     def export(self) -> WeightUpdate:
-        """The weights stay on the ranks, where `ShardedSampler` takes them over."""
-        return WeightUpdate(self.version, ())
+        """The weights stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them."""
+        return WeightUpdate(self.version, _Brought(self))
+
+    def whole_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """All weights, put together on rank 0."""
+        found: list[tuple[str, torch.Tensor]] = self._call("whole_weights", [()] * self._group.size)[0]
+        return found
 
     def save(self, folder: Path) -> None:
         """See `tether.training.protocol.Engine.save`; rank 0 writes."""
@@ -86,6 +92,16 @@ class ShardedEngine(Generic[Outputs]):
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self._group.call(self._part, method, arguments)
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """The weights of ranks, which travel only when they are read."""
+
+    engine: ShardedEngine[Any]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.engine.whole_weights())
 
 
 class ShardedSampler:

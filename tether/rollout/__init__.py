@@ -1,9 +1,20 @@
 """Rollouts: sampling from language models and playing in environments.
 
-`protocol` has the interface of an engine. `native` samples in the trainer's process; `env` plays episodes.
+`protocol` has the interface of an engine. `native` samples in the trainer's process, `vllm` by
+servers, which `parity` compares with the trainer; `env` plays episodes.
 """
 
 from tether.rollout.concat import join_rollouts
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
 
-__all__ = ["FinishedResponse", "NoiseKey", "RolloutEngine", "SamplingParams", "env", "join_rollouts", "native"]
+__all__ = [
+    "FinishedResponse",
+    "NoiseKey",
+    "RolloutEngine",
+    "SamplingParams",
+    "env",
+    "join_rollouts",
+    "native",
+    "parity",
+    "vllm",
+]

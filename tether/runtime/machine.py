@@ -39,6 +39,12 @@ def computes_in_bfloat16(device: torch.device) -> bool:
     return False
 
 
+def cuda_names(count: int) -> list[str]:
+    """What the first CUDA devices of this process are called by its ``CUDA_VISIBLE_DEVICES``."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (named.split(",") if named else [str(number) for number in range(count)])[:count]
+
+
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

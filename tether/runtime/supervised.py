@@ -165,6 +165,10 @@ class SupervisedProcess:
         with contextlib.suppress(OSError):  # already closed
             self._control.shutdown(socket.SHUT_WR)
 
+    def has_ended(self) -> bool:
+        """Whether it ended without being asked to; `close` then says how."""
+        return self._is_closed or bool(select.select([self._control], [], [], 0)[0])
+
     def finish(self) -> None:
         """Send nothing more: `Channel.receive` gives None to the process, which should then end by itself."""
         with contextlib.suppress(OSError):  # closed already

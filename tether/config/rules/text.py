@@ -109,6 +109,24 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
     return rule
 
 
+def servers_take_whole_models(cfg: RunConfig) -> Problem | None:
+    """Adapters are not sent to servers yet."""
+    rank = cfg.actor_rollout_ref.model.lora_rank
+    if cfg.actor_rollout_ref.rollout.name != "vllm" or not rank:
+        return None
+    what = f"vllm gets the weights of whole models, and no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
+    return Problem(f"{ROLLOUT}.name", what, "set it to native, or leave actor_rollout_ref.model.lora_rank out")
+
+
+def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
+    """vLLM lists the tokens that it could have drawn only up to a number, and training replays the cut."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or rollout.top_p == 1 or rollout.top_k > 0:
+        return None
+    what = f"{rollout.top_p} alone: vllm tells which tokens it kept only together with {ROLLOUT}.top_k"
+    return Problem(f"{ROLLOUT}.top_p", what, f"set {ROLLOUT}.top_k too, such as 50")
+
+
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
     """Greedy answers to one prompt are all the same."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
@@ -227,6 +245,8 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     *(divides(f"{model}.fsdp_config.fsdp_size", "trainer.n_gpus_per_node") for model in SHARDED),
+    servers_take_whole_models,
+    servers_tell_what_they_kept,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

@@ -10,6 +10,7 @@ from tether.config.schema.engine import TrainedFsdpConfig
 from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
+from tether.config.schema.rollout import RolloutConfig
 from tether.config.schema.trainer import TrainerConfig
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RefConfig",
+    "RolloutConfig",
     "RolloutCorrectionConfig",
     "TrainEnvConfig",
     "TrainedFsdpConfig",

@@ -10,14 +10,23 @@ from tether.config.schema.section import (
     AliasOf,
     Inherits,
     Limit,
+    Name,
     NonNegative,
+    OffOrEvery,
+    Options,
     Positive,
     PositiveFloat,
     PositiveFraction,
     Refuses,
     Section,
+    Strings,
 )
 
+_NO_CLIENT = "tether has no client for it: set native, or vllm"
+VLLM = ActsIf(".name", on=("vllm",))
+OUR_VLLM = ActsIf(".server_urls", on=((),))
+"""Keys that are options of servers which tether starts."""
+OUR_VLLM_OPTIONS = ActsIf("actor_rollout_ref.rollout.server_urls", on=((),))
 EngineName = Literal["native", "vllm", "sglang", "trtllm", "hf"]
 
 
@@ -36,11 +45,18 @@ class ValKwargsConfig(Section):
     """Responses a held-out prompt."""
 
 
+class EngineKwargsConfig(Section):
+    """`rollout.engine_kwargs`: options of an engine that have no key of their own."""
+
+    vllm: Annotated[Options, OUR_VLLM_OPTIONS]
+    """Options of vLLM's command line, with underscores; they win over what tether sets."""
+
+
 class RolloutConfig(Section):
     """Sampling: engine, temperature, number of responses, and the forward pass for old log-probs."""
 
-    name: Annotated[EngineName, Refuses(("trtllm",), "tether samples with the native engine")] = "native"
-    """Engine that samples; native runs in this process."""
+    name: Annotated[EngineName, Refuses(("sglang", "trtllm"), _NO_CLIENT)] = "native"
+    """Engine that samples; native runs in this process, vllm in servers."""
     n: Positive = 1
     """Responses a prompt; they form the group of grpo and rloo."""
     temperature: PositiveFloat = 1.0
@@ -78,3 +94,28 @@ class RolloutConfig(Section):
     """Tokens a forward pass when log_prob_use_dynamic_bsz is on."""
     max_model_len: Positive | None = None
     """Longest prompt and response together: a response that reaches it is cut; null: no such limit."""
+    server_urls: Annotated[Strings, VLLM] = ()
+    """Addresses of vLLM servers that somebody else started; empty: tether starts its own."""
+    server_timeout: Annotated[PositiveFloat, VLLM] = 600.0
+    """Seconds in which a server must have started, have taken weights, or have sampled a token."""
+    parity_freq: Annotated[OffOrEvery, VLLM] = 10
+    """Steps between two comparisons of its log-probs with the trainer's; the first weights are always compared."""
+    update_weights_bucket_megabytes: Annotated[Positive, VLLM] = 512
+    """Weights that travel to a server at a time, MiB."""
+    free_cache_engine: Annotated[bool, OUR_VLLM] = True
+    """Servers give back their memory while nothing is sampled; on a CPU vLLM cannot, and goes on."""
+    tensor_model_parallel_size: Annotated[Positive, OUR_VLLM] = 1
+    """Devices that share the model of a server."""
+    gpu_memory_utilization: Annotated[PositiveFraction, OUR_VLLM] = 0.5
+    """Share of a device's memory that a server may take; on a CPU, of the machine's."""
+    max_num_batched_tokens: Annotated[Positive, OUR_VLLM] = 8192
+    """Tokens in one forward pass of a server."""
+    enforce_eager: Annotated[bool, OUR_VLLM] = False
+    """Neither compile the model nor record CUDA graphs."""
+    enable_chunked_prefill: Annotated[bool, OUR_VLLM] = True
+    """Mix parts of long prompts with decoding."""
+    enable_prefix_caching: Annotated[bool, OUR_VLLM] = True
+    """Compute what prompts share once; the cache is emptied at each update."""
+    load_format: Annotated[Name, OUR_VLLM] = "dummy"
+    """What a server starts with; dummy: random weights, as it is given the policy's before it samples."""
+    engine_kwargs: EngineKwargsConfig

@@ -24,9 +24,9 @@ def notes(given: Given, values: Mapping[str, object]) -> list[str]:
 
 def _engine(values: Mapping[str, object]) -> str | None:
     name = values["actor_rollout_ref.rollout.name"]
-    if name == "native":
+    if name != "hf":
         return None
-    return f"actor_rollout_ref.rollout.name={name}: this installation samples with the native engine instead"
+    return f"actor_rollout_ref.rollout.name={name}: the native engine samples instead, also of a model of transformers"
 
 
 def _clip_ratio(given: Given, values: Mapping[str, object]) -> str | None:

@@ -29,6 +29,7 @@ from tether.models.layers import use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.generation import Forward, Generation
 from tether.rollout.native.recorded_decoder import ReplayedDecoder
+from tether.rollout.prompts import check_prompts
 from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ class NativeEngine:
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-        self._check(arrays, sampling)
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        check_prompts(arrays, sampling, context)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
             forward = self._current_forward()
@@ -140,26 +142,6 @@ class NativeEngine:
         )
         logits: Tensor = output.logits.flatten(0, 1)
         return logits
-
-    def _check(self, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
-        if not prompts:
-            raise ValueError("prompts: the list is empty. Pass at least one prompt")
-        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        for index, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise ValueError(f"prompts[{index}]: no tokens. A prompt needs at least one, such as the BOS token")
-            room = sampling.room(len(prompt))
-            if room < 1:
-                raise ValueError(
-                    f"prompts[{index}]: {len(prompt)} prompt tokens leave no room for a response in "
-                    f"{sampling.max_length} tokens. Raise actor_rollout_ref.rollout.max_model_len"
-                )
-            if context is not None and len(prompt) + room > context:
-                raise ValueError(
-                    f"prompts[{index}]: {len(prompt)} prompt tokens + {room} new tokens exceed the "
-                    f"model's max_position_embeddings of {context}. "
-                    "Lower data.max_prompt_length or data.max_response_length"
-                )
 
 
 def _copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

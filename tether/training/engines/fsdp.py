@@ -129,6 +129,11 @@ class FsdpEngine(AutogradEngine[Outputs]):
         """The current weights in the dtype of the forward pass, each put together when its turn comes."""
         return WeightUpdate(self.version, self._gathered())
 
+    def whole_weights(self) -> list[tuple[str, Tensor]]:
+        """What `export` exports, on rank 0 and in the memory of the host; the other ranks give none."""
+        first = dist.get_rank() == 0
+        return [(name, value.cpu()) for name, value in self._gathered() if first]
+
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.model.state_dict().items():
             yield name, _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)

@@ -1,0 +1,134 @@
+"""Whole runs that sample by vLLM: by a server that speaks its language everywhere, and by vLLM where it is there."""
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.stand_in import environment, serve
+from tests.rollout.test_vllm import REAL, needs_vllm
+from tests.tiny import EOS_ID, save_tiny
+from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, set_eos, train, weights, write_inputs
+from tether.assembly.build import build
+from tether.assembly.named_inputs import missing_inputs
+from tether.assembly.run import build_run
+from tether.config import ConfigError, load_config
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = [
+    *GRPO,
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.parity_freq=2",
+    f"{ROLLOUT}.gpu_memory_utilization=0.05",
+    f"{ROLLOUT}.enforce_eager=True",
+    f"{ROLLOUT}.server_timeout=300",
+]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Inputs of a run, whose model vLLM takes, too: its heads are 32 wide."""
+    monkeypatch.setenv("TETHER_VLLM", str(environment(tmp_path / "env")))
+    write_inputs(tmp_path)
+    set_eos(save_tiny(tmp_path / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])
+    return tmp_path
+
+
+def check_steps(directory: Path, *steps: int) -> None:
+    """The steps were done, with samples of the policy that learned from them."""
+    metrics = measured(directory)
+    assert [step for step in metrics if step] == list(steps)
+    for step in steps:
+        assert metrics[step]["training/rollout_mismatch_alarm"] == 0
+        assert metrics[step]["rollout_corr/k3_kl"] < 1e-7
+        assert metrics[step]["actor/grad_norm"] > 0
+    assert all(map(math.isfinite, metrics[steps[-1]].values()))
+
+
+@contextmanager
+def another_server(model: Path) -> Iterator[str]:
+    """The override that names it."""
+    server = serve(str(model), 0, set())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"{ROLLOUT}.server_urls=[http://127.0.0.1:{server.server_port}]"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path) -> None:
+    """Its server is another, and has other weights at first."""
+    whole, halves = inputs / "whole", inputs / "halves"
+    for folder, steps in ((whole, 2), (halves, 1), (halves, 2)):
+        options = ["trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
+        with another_server(inputs / "model") as url:
+            train([*base_overrides(inputs, folder), *VLLM, *options, url])
+    check_steps(whole, 1, 2)
+    check_steps(halves, 1, 2)
+    assert same(weights(whole / "global_step_2"), weights(halves / "global_step_2"))
+    assert measured(whole) == measured(halves)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert REAL is not None
+    monkeypatch.setenv("TETHER_VLLM", str(REAL.parent.parent))
+    options = ["trainer.test_freq=1", "trainer.total_training_steps=4"]
+    check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, *options]), 1, 2, 3, 4)
+
+
+@pytest.mark.slow
+def test_shards_are_put_together_for_the_server(inputs: Path) -> None:
+    pytest.importorskip("ray")
+    with another_server(inputs / "model") as url:
+        check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, url, "trainer.n_gpus_per_node=2"]), 1, 2, 3)
+
+
+def test_without_vllm_its_command_is_named(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETHER_VLLM", str(inputs / "nowhere"))
+    overrides = [*base_overrides(inputs, inputs / "run"), *VLLM]
+    words = r"none is at TETHER_VLLM=.*nowhere. Run scripts/vllm.sh.*server_urls.*rollout.name=native"
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, overrides, missing_inputs)
+    with pytest.raises(ValueError, match=words):
+        build(load_config(None, overrides))
+    assert not missing_inputs(load_config(None, [*overrides, f"{ROLLOUT}.server_urls=[http://localhost:1]"]).config)
+
+
+def test_keys_of_verl_reach_the_command_line(inputs: Path) -> None:
+    run = build_run(load_config(None, [
+        *base_overrides(inputs, inputs / "run"), *VLLM, f"{ROLLOUT}.max_num_seqs=7",
+        f"{ROLLOUT}.max_num_batched_tokens=99",
+        f"{ROLLOUT}.enable_chunked_prefill=False", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.top_k=5",
+        f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 3, seed: 4, compilation_config: {{mode: 0}}}}",
+    ]))  # fmt: skip
+    (server,) = run.trainer.rollouts.collector.engine._engine.servers
+    words = set(server.where.command(1234))
+    run.close()
+    assert {"--port=1234", "--max-num-seqs=7", "--max-num-batched-tokens=99", "--no-enable-chunked-prefill"} <= words
+    assert {"--tensor-parallel-size=2", "--gpu-memory-utilization=0.05", "--enforce-eager", "--dtype=float32"} <= words
+    assert {"--load-format=dummy", "--max-model-len=72", "--max-logprobs=5", "--swap-space=3", "--seed=4"} <= words
+    assert '--compilation-config={"mode": 0}' in words
+    assert server.where.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["actor_rollout_ref.model.lora_rank=4"], r"no adapters so far \(actor_rollout_ref.model.lora_rank=4"),
+        ([f"{ROLLOUT}.top_p=0.9"], r"0.9 alone: vllm tells which tokens it kept only together with"),
+        ([f"{ROLLOUT}.name=sglang"], r"tether has no client for it: set native, or vllm"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused_at_once(inputs: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [*base_overrides(inputs, inputs / "run"), *VLLM, *settings])
+
+
+def test_options_of_servers_have_no_effect_on_those_of_others(inputs: Path) -> None:
+    urls = f"{ROLLOUT}.server_urls=[http://localhost:1]"
+    notes = load_config(None, [*base_overrides(inputs, inputs / "run"), *VLLM, urls]).notes
+    assert any(f"{ROLLOUT}.enforce_eager=True" in note and "server_urls is" in note for note in notes)

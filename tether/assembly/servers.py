@@ -1,0 +1,171 @@
+"""The engine that samples by servers, and the probe that proves it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from tether.assembly.named_inputs import vllm_python
+from tether.assembly.number_formats import DTYPES
+from tether.batch import RolloutBatch, TrainBatch
+from tether.config import RunConfig
+from tether.config.schema import RolloutConfig
+from tether.rollout import SamplingParams
+from tether.rollout.native import eos_token_ids
+from tether.rollout.parity import ParityProbe
+from tether.rollout.vllm import Launch, Server, Traffic, VllmEngine, launch_of
+from tether.runtime.machine import cuda_names
+from tether.trainer.parts import mismatch_tolerance
+from tether.training import Learner
+
+
+@dataclass(frozen=True)
+class PolicyCard:
+    """What servers have to know of a policy that may lie in shards elsewhere."""
+
+    config: PreTrainedConfig
+    generation_config: GenerationConfig | None
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    second_names: frozenset[str]
+    """Names of weights that lie in the same memory as one before them: tied ones."""
+
+    @classmethod
+    def of(cls, policy: PreTrainedModel) -> PolicyCard:
+        """Of a whole model."""
+        seen: set[int] = set()
+        names = set()
+        for name, value in policy.state_dict(keep_vars=True).items():
+            if value.data_ptr() in seen:
+                names.add(name)
+            seen.add(value.data_ptr())
+        ends = eos_token_ids(policy)
+        return cls(policy.config, policy.generation_config, ends, policy.dtype, frozenset(names))
+
+    def read(self) -> PolicyCard:
+        """The card itself, which thus travels."""
+        return self
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and response."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+
+def build_servers(
+    config: RunConfig,
+    actor: Learner[Any, Any],
+    policy: PolicyCard,
+    device: torch.device,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+) -> ParityProbe:
+    """An engine that samples by vLLM servers; they start when the first responses are asked for.
+
+    Args:
+        config: of the run.
+        actor: whose weights they get, and who is compared with them.
+        policy: its model.
+        device: that trains.
+        sampling: how responses are drawn that are trained on.
+        logs: folder for what servers print.
+        resources: ends the servers.
+
+    Raises:
+        ValueError: vLLM is not installed.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    where = rollout.server_urls or _launches(config, policy, device, logs)
+    servers = [Server(one, rollout.server_timeout) for one in where]
+    traffic = Traffic(
+        dtype=DTYPES.get(rollout.dtype, policy.dtype),
+        bucket=rollout.update_weights_bucket_megabytes << 20,
+        left_out=policy.second_names,
+        max_num_seqs=rollout.max_num_seqs,
+        sleeps=rollout.free_cache_engine,
+    )
+    engine = VllmEngine(
+        servers,
+        actor.engine.export,
+        eos_token_ids=policy.eos_token_ids,
+        vocabulary=policy.config.get_text_config().vocab_size,
+        context=policy.context,
+        traffic=traffic,
+    )
+    resources.callback(engine.close)
+
+    def log_probs(rows: RolloutBatch) -> torch.Tensor:
+        found: torch.Tensor = actor.infer(TrainBatch.assemble(rows, torch.zeros(len(rows)))).log_probs
+        return found
+
+    formats = (rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    tolerance = mismatch_tolerance(*(DTYPES[name] for name in formats))
+    return ParityProbe(engine, log_probs, every=rollout.parity_freq, tolerance=tolerance, sampling=sampling)
+
+
+def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:
+    """One server on a CPU; on GPUs as many as the devices of the run have room for.
+
+    Raises:
+        ValueError: vLLM is not installed, or there are too few devices.
+    """
+    rollout, described = config.actor_rollout_ref.rollout, logs / "model"
+    python, parts, ranks = vllm_python(), rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    policy.config.save_pretrained(described)
+    if policy.generation_config is not None:
+        policy.generation_config.save_pretrained(described)
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    options = {
+        "model": str(described.absolute()),
+        "dtype": rollout.dtype,
+        "max_model_len": min(longest, policy.context or longest),
+        "max_logprobs": max(rollout.top_k, 1),
+        "max_num_seqs": rollout.max_num_seqs,
+        "seed": 0,  # every request has its own
+        **_options(rollout),
+        **({"enable_sleep_mode": True} if rollout.free_cache_engine and device.type == "cuda" else {}),
+        **{name: _word(value) for name, value in rollout.engine_kwargs.vllm.items()},
+    }
+    if device.type != "cuda":
+        return [launch_of(python, logs / "vllm.log", options, _on_cores(parts))]
+    if ranks % parts:
+        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
+        raise ValueError(f"{key}: does not divide the devices of the run (trainer.n_gpus_per_node={ranks})")
+    names = cuda_names(ranks)
+    return [
+        launch_of(python, logs / f"vllm-{first}.log", options, {"CUDA_VISIBLE_DEVICES": ",".join(part)})
+        for first in range(0, ranks, parts)
+        if (part := names[first : first + parts])
+    ]
+
+
+def _options(rollout: RolloutConfig) -> dict[str, object]:
+    """The keys that are options of vLLM by the same name, or nearly."""
+    return {
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "load_format": rollout.load_format,
+    }
+
+
+def _word(value: object) -> object:
+    """An option as the command line takes it."""
+    return json.dumps(value) if isinstance(value, dict | list | tuple) else value
+
+
+def _on_cores(parts: int) -> dict[str, str]:
+    """Threads of a server on a CPU: as many as the trainer's, which wait meanwhile; a core for each parallel part."""
+    bind = "nobind" if parts == 1 else "|".join(map(str, range(parts)))
+    return {"OMP_NUM_THREADS": str(max(torch.get_num_threads() // parts, 1)), "VLLM_CPU_OMP_THREADS_BIND": bind,
+            "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # fmt: skip

@@ -1,0 +1,91 @@
+"""Takes over weights from files, inside a vLLM server's processes: standard library, torch, safetensors and vLLM only.
+
+Naming `Extension` as ``--worker-extension-cls`` imports this module in every worker, which registers the backend
+``tether`` of vLLM's weight transfer. Each call of ``/update_weights`` names a safetensors file with some tensors, as
+transformers names them; every tensor-parallel worker reads the whole of each and keeps its share.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """Nothing to agree on."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """A file to read."""
+
+    path: str = ""
+
+
+class FileEngine(WeightTransferEngine[Init, Update]):
+    """Loads what the files of an update hold, and demands that they hold every parameter of the model."""
+
+    init_info_cls, update_info_cls = Init, Update
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Begin: the layers collect their weights."""
+        self.expected = {name for name, _ in self.model.named_parameters()}
+        self.loaded: set[str] = set()
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, str]) -> None:
+        """Load one file; the base class would synchronize an accelerator, which a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Load one file.
+
+        Raises:
+            ValueError: it has a tensor that the model has not.
+        """
+        with safe_open(update_info.path, "pt") as file:
+            self.loaded |= self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+    def finish_weight_update(self) -> None:
+        """End: pack what is left to pack.
+
+        Raises:
+            ValueError: a parameter of the model was in no file.
+        """
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_head(self.model)
+        if missing := sorted(self.expected - self.loaded):
+            raise ValueError(f"tether sent no weights for {len(missing)} parameters: {', '.join(missing[:4])}")
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+
+def pack_tied_head(model: torch.nn.Module) -> None:
+    """Pack an output head that shares the embeddings' weight: on a CPU vLLM 0.32 keeps a packed copy of the first
+    weights in it, which reloading does not renew.
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None and getattr(model.config, "tie_word_embeddings", False):
+        head.quant_method.process_weights_after_loading(head)
+
+
+class Extension:
+    """What ``/collective_rpc`` finds in a worker beside its own methods."""
+
+    def pack_head(self) -> None:
+        """See `pack_tied_head`."""
+        pack_tied_head(self.model_runner.model)  # type: ignore[attr-defined]
+
+
+if "tether" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("tether", FileEngine)

@@ -1,0 +1,53 @@
+"""Another program, guarded: it ends with its owner, even by kill -9, and so does everything that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tether.runtime.channel import Channel
+from tether.runtime.supervised import SupervisedProcess
+
+
+def start_program(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> SupervisedProcess:
+    """Run a program with nothing of this process's Python in its environment.
+
+    Args:
+        command: the program and its arguments.
+        log: file that takes what it prints.
+        environment: variables that it gets beside those of this process.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = SupervisedProcess.spawn("tether.runtime.program:become")
+    process.send(json.dumps([list(command), str(log), dict(environment)]).encode(), within=60)
+    return process
+
+
+def become(channel: Channel) -> None:
+    """Be the program that the first message names; see `start_program`."""
+    message = channel.receive()
+    if message is None:
+        return
+    command, log, environment = json.loads(message)
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    os.execve(command[0], command, {k: v for k, v in os.environ.items() if k not in ours} | environment)
+
+
+def environment_of(name: str, variable: str) -> Path:
+    """The interpreter of an environment of its own: of the folder that a variable names, or of ``.venv-NAME``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = os.environ.get(variable)
+    places = [Path(named)] if named else [Path(f".venv-{name}"), Path(__file__).parents[2] / f".venv-{name}"]
+    for place in places:
+        if (python := place.expanduser().absolute() / "bin/python").exists():
+            return python
+    looked = f"{variable}={named}" if named else " and ".join(map(str, dict.fromkeys(p.absolute() for p in places)))
+    raise ValueError(f"{name} runs in an environment of its own, and none is at {looked}")
