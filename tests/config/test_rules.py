@@ -142,12 +142,6 @@ CASES = {
         "512 leaves a prompt of data.max_prompt_length=512 tokens no room",
         [f"{ROLLOUT}.max_model_len=513"],
     ),
-    "adapters_train_on_one_device": (
-        ["actor_rollout_ref.model.lora_rank=4", "trainer.n_gpus_per_node=2"],
-        "trainer.n_gpus_per_node",
-        "2 devices train no adapters so far",
-        ["trainer.n_gpus_per_node=1"],
-    ),
     "servers_take_whole_models": (
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"],
         f"{ROLLOUT}.name",
@@ -311,7 +305,7 @@ CASES |= {
     f"shards_of_{model}_divide_the_devices": (
         [f"{model}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
         f"{model}.fsdp_config.fsdp_size",
-        "3 does not divide trainer.n_gpus_per_node=4",
+        "3 does not divide the 4 devices",
         [f"{model}.fsdp_config.fsdp_size=2"],
     )
     for model in SHARDED
@@ -322,7 +316,7 @@ CASES |= {
     f"rows_of_{role}_are_shared_by_a_divisor": (
         [*ON_FOUR, f"{role}.{SHARES}=3"],
         f"{role}.{SHARES}",
-        "3 does not divide trainer.n_gpus_per_node=4",
+        "3 does not divide the 4 devices",
         [f"{role}.{SHARES}=2"],
     )
     for role in (ACTOR, "actor_rollout_ref.ref", "critic")

@@ -87,13 +87,26 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Pat
     assert saved_again(inputs, tmp_path / "one", 2, one / "global_step_3")
 
 
+SHARED = [f"{role}.ulysses_sequence_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
+ADAPTERS = ["actor_rollout_ref.model.lora_rank=2", "algorithm.use_kl_in_reward=True"]
+
+
 @pytest.mark.slow
-def test_devices_that_share_rows_train_as_one(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("both", "on_devices"),
+    [([], SHARED), (ADAPTERS, []), (ADAPTERS, SHARED)],
+    ids=["shared rows", "adapters", "adapters and shared rows"],
+)
+def test_other_ways_to_share_train_as_one_device(
+    both: list[str], on_devices: list[str], inputs: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("ray")
-    packed = ["critic.model.use_remove_padding=True", "actor_rollout_ref.actor.use_kl_loss=True"]
-    shared = [f"{role}.ulysses_sequence_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
+    if both:
+        pytest.importorskip("peft")
+    packed = ["critic.model.use_remove_padding=True", "actor_rollout_ref.actor.use_kl_loss=True", *both]
     one = train([*overrides(inputs, tmp_path / "one", 1, 3), *packed])
-    two = train([*overrides(inputs, tmp_path / "two", 2, 3), *packed, *shared])
+    for steps in (2, 3):  # the third from a checkpoint
+        two = train([*overrides(inputs, tmp_path / "two", 2, steps), *packed, *on_devices])
     expected, found = measured(one), measured(two)
     for step in (1, 2, 3):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.training.batches import (
     ROWS,
@@ -31,7 +33,7 @@ from tether.training.engines.fsdp import move_state
 from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
 from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward, ValueForward
+from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward
 from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 
@@ -43,6 +45,7 @@ SELECTING = LossSpec(
     TokenSelection("clip_cov", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 0.2,
                                 "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}),
 )  # fmt: skip
+FULL_KL = LossSpec(PolicyForward(with_full_kl=True), PolicyLoss(kl_coef=0.2, kl_kind="full"))
 VALUES = LossSpec(ValueForward(), CriticLoss())
 PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
 ONE_ROW, FOUR_ROWS, TOKENS = MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)
@@ -136,6 +139,55 @@ def inferred(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield field.name, float((getattr(found, field.name) - value[rows]).abs().max())
 
 
+def adapted() -> PreTrainedModel:
+    """A policy with adapters that already do something."""
+    lora = pytest.importorskip("tether.models.language.lora")
+    model = make_policy()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        lora.add_lora(model, lora.LoraOptions(rank=2))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
+    """How far log-probs of the reference, gradients and updated weights of adapters are from one process's."""
+    lora = pytest.importorskip("tether.models.language.lora")
+    batch = make_batch(make_policy(), make_critic())
+    engine, sharded = (
+        make_engine(adapted(), FOUR_ROWS),
+        make_fsdp(adapted(), FOUR_ROWS, save=lora.save_merged, **sharding),
+    )
+    reference = sharded.frozen(FOUR_ROWS, lora.adapter_off)
+    rows, _ = share(sharded, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+    found = {}
+    with torch.no_grad():
+        base = PolicyForward()(make_policy(), batch).log_probs[rows]
+    found["reference"] = float((reference.infer(batch[rows], PolicyForward()).log_probs - base).abs().max())
+    engine.accumulate_gradients(batch, LOSS)
+    found["gradients"] = distance(whole_gradients(sharded, batch, LOSS), local_gradients(engine.model))
+    for step in range(2):
+        reference.infer(batch[rows], PolicyForward())
+        engine.update(batch, LOSS, PLAN, step)
+        learn(sharded, batch, LOSS, PLAN, step)
+    for one in (engine, sharded):
+        one.reference = ReferenceModel(one.model, lora.adapter_off)
+    engine.accumulate_gradients(batch, FULL_KL)
+    found["full KL"] = distance(whole_gradients(sharded, batch, FULL_KL), local_gradients(engine.model))
+    updated, before = weights(engine.model), weights(adapted())
+    found["weights"] = distance(whole_weights(sharded), updated)
+    found["frozen"] = max(float((updated[name] - before[name]).abs().max()) for name in before if "lora" not in name)
+    found["learned"] = distance(updated, before)
+    sharded.save(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        merged = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        found["merged"] = distance(weights(merged), dict(lora.merged_state_dict(engine.model)))
+    return found
+
+
 def averaged_gradients() -> float:
     """The negative control: denominators of the rows of a rank."""
     batch = make_batch(make_policy(), make_critic())
@@ -222,6 +274,7 @@ def everything(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
         "gradients": dict([*gradients("gae", sharding), *gradients("grpo", sharding), *critic_gradients(sharding)]),
         "inferred": dict(inferred(sharding)),
         "averaged": averaged_gradients(),
+        "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
         "memory": dict(options_of_memory(sharding)),
         "kept gathered": [kept_gathered(True), kept_gathered(False)],
         "rounded": rounded_sums(),
@@ -260,6 +313,15 @@ def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -
 def test_outputs_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
     assert group[1]["inferred"].keys() == {"log_probs", "entropy", "sum_pi_squared", "values", "bootstrap_values"}
     assert max(group[1]["inferred"].values()) < TOLERANCE
+
+
+def test_adapters_train_as_in_one_process(group: tuple[int, dict[str, Any]]) -> None:
+    """The reference is the model without them, in turns with updates."""
+    pytest.importorskip("peft")
+    found = group[1]["adapters"]
+    assert max(found[name] for name in ("reference", "gradients")) < TOLERANCE
+    assert max(found[name] for name in ("weights", "merged", "full KL")) < 1e-8
+    assert found["frozen"] == 0 < found["learned"]
 
 
 def test_means_over_the_rows_of_a_rank_are_noticed(group: tuple[int, dict[str, Any]]) -> None:

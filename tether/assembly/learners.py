@@ -53,6 +53,14 @@ def sequence_ranks(config: RunConfig, role: ActorConfig | CriticConfig | RefConf
     return role.ulysses_sequence_parallel_size if config.trainer.devices > 1 else 1
 
 
+def reference_ranks(config: RunConfig) -> int:
+    """The same of the reference, which with LoRA is the policy's model, and for a full KL is whole on every rank."""
+    settings = config.actor_rollout_ref
+    if settings.model.lora_rank:
+        return sequence_ranks(config, settings.actor)
+    return 1 if needs_full_kl(config) else sequence_ranks(config, settings.ref)
+
+
 def micro_batching(
     *, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str, ranks: int = 1
 ) -> MicroBatching:
@@ -217,7 +225,7 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
         packed=settings.model.use_remove_padding,
         section="actor_rollout_ref.ref",
         kind="log_prob",
-        ranks=1 if needs_full_kl(config) else sequence_ranks(config, settings.ref),
+        ranks=reference_ranks(config),
     )
     return make(reference.model, micro, during=reference.during)
 

@@ -27,6 +27,7 @@ from tether.assembly.learners import (
     load_reference,
     needs_full_kl,
     reference_engine,
+    reference_ranks,
     sequence_ranks,
 )
 from tether.assembly.number_formats import DTYPES
@@ -126,7 +127,7 @@ def build_roles(
     if config.critic.enable:
         parts["critic"] = sequence_ranks(config, config.critic)
     if asks_reference(config):
-        parts["reference"] = 1 if needs_full_kl(config) else sequence_ranks(config, config.actor_rollout_ref.ref)
+        parts["reference"] = reference_ranks(config)
     assign = balanced if config.trainer.balance_batch else in_order
     engines = {name: ShardedEngine[Any](group, name, sequence, assign) for name, sequence in parts.items()}
     first_rank = [(), *[None] * (ranks - 1)]
@@ -203,8 +204,11 @@ def _engines(
             config, sources.critic_path, sources.device, tokenizer, steps, incidents, make(config.critic)
         )
     if reference is not None and asks_reference(config):
-        beside_policy = needs_full_kl(config)  # then it is whole on every rank, as the actor's forward passes need it
-        make_reference = LocalEngine if beside_policy else make(config.actor_rollout_ref.ref)
+        make_reference = make(config.actor_rollout_ref.ref)
+        if sharded and reference.model is policy:  # with LoRA
+            make_reference = lambda _, micro, during: actor.frozen(micro, during)  # noqa: E731
+        elif needs_full_kl(config):  # then it is whole on every rank, as the actor's forward passes need it
+            make_reference = LocalEngine
         parts["reference"] = reference_engine(config, reference, make_reference)
     return parts
 

@@ -27,10 +27,11 @@ def multiple(key: str, of: str) -> Rule:
     return _pair(key, of, lambda a, b: a % b != 0, what, fix)
 
 
-def divides(key: str, devices: str, when: Condition = lambda cfg: True) -> Rule:
+def divides_devices(key: str, when: Condition = lambda cfg: True) -> Rule:
     """Groups of as many devices as a key says, where there are several; -1 is all of them."""
-    what, fix = "{own} does not divide {limit}={other}", "set it to a divisor of {other}"
-    return _pair(key, devices, lambda a, b: a > 0 and b > 1 and b % a != 0, what, fix, when)
+    what = "{own} does not divide the {other} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+    fix = "set it to a divisor of {other}"
+    return _pair(key, "trainer.devices", lambda a, b: a > 0 and b > 1 and b % a != 0, what, fix, when)
 
 
 def same(key: str, other: str) -> Rule:

@@ -13,7 +13,7 @@ from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
-from tether.config.rules.shapes import Condition, Rule, at_most, divides, needs, said_once, same, together
+from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -85,15 +85,6 @@ def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
         return None
     what = f"{limit} leaves a prompt of data.max_prompt_length={longest} tokens no room for a response"
     return Problem(f"{ROLLOUT}.max_model_len", what, f"set it above {longest}, or lower data.max_prompt_length")
-
-
-def adapters_train_on_one_device(cfg: RunConfig) -> Problem | None:
-    """Shards of a model with an adapter are not made yet."""
-    devices, rank = cfg.trainer.devices, cfg.actor_rollout_ref.model.lora_rank
-    if devices == 1 or not rank:
-        return None
-    what = f"{devices} devices train no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
-    return Problem("trainer.n_gpus_per_node", what, "set it to 1, or leave actor_rollout_ref.model.lora_rank out")
 
 
 def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
@@ -235,16 +226,15 @@ RULES: tuple[Rule, ...] = (
     same(f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
     same(f"{ROLLOUT}.response_length", "data.max_response_length"),
     longest_prompt_leaves_room,
-    adapters_train_on_one_device,
     *(
         rule
         for role, model, when in ROLES
         for rule in (
-            divides(f"{role}.ulysses_sequence_parallel_size", "trainer.n_gpus_per_node", when),
+            divides_devices(f"{role}.ulysses_sequence_parallel_size", when),
             shared_rows_are_packed(role, f"{model}.use_remove_padding", when),
         )
     ),
-    *(divides(f"{model}.fsdp_config.fsdp_size", "trainer.n_gpus_per_node") for model in SHARDED),
+    *(divides_devices(f"{model}.fsdp_config.fsdp_size") for model in SHARDED),
     servers_take_whole_models,
     servers_tell_what_they_kept,
     greedy_validation_answers_once,

@@ -93,7 +93,7 @@ class TrainerConfig(Section):
     """Machines of a Ray cluster that share the work."""
     max_restarts: Annotated[Count, ON_RANKS] = 3
     """How often a run goes on by itself from its last checkpoint when a rank was lost. (tether's own key.)"""
-    balance_batch: Annotated[bool, ActsIf("trainer.n_gpus_per_node", off=(1,))] = True
+    balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
     """CPU threads; null: one a core. (tether's own key.)"""

@@ -91,6 +91,13 @@ class FsdpEngine(AutogradEngine[Outputs]):
         self._root = _cut(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
         super().__init__(model, [p for p in model.parameters() if p.requires_grad], micro, optimizer, **options)
 
+    def frozen(self, micro: MicroBatching, during: Callable[[PreTrainedModel], Any]) -> FsdpEngine[Outputs]:
+        """The same weights, run only, and in a context: with LoRA the reference is the policy with its adapter off."""
+        twin = copy.copy(self)
+        twin.micro = twin.infer_micro = micro
+        twin.optimizer, twin.reference, twin._during = None, None, during
+        return twin
+
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         """See `tether.training.protocol.Engine.infer`."""
         with self._weights_here():
