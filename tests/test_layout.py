@@ -16,7 +16,7 @@ PACKAGE = ROOT / "tether"
 LEVELS = {
     "batch": -1, "observations": -1, "keyed_random": -1, "loss_requirements": -1, "spelling": -2, "runtime": -1,
     "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "models": 2, "data": 2,
-    "envs": 2, "rewards": 1, "checkpoints": 2, "rollout": 3, "training": 3, "execution": 4,
+    "envs": 2, "rewards": 1, "tools": 1, "checkpoints": 2, "rollout": 3, "training": 3, "execution": 4,
     "trainer": 5, "assembly": 6, "commands": 7,
 }  # fmt: skip
 FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}

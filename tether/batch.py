@@ -46,6 +46,8 @@ class Prompt:
     """The row's `extra_info`, passed to the reward as it is."""
     index: int = 0
     """Row number in the concatenated dataset: the sample's identity in logs."""
+    agent_name: str | None = None
+    """Who answers the policy between its turns; None: the default of the run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids, "Prompt.token_ids"))
@@ -151,6 +153,8 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     kept: KeptTokens | None = None
     """What top-k and top-p left to draw from; None where they left everything. Log-probabilities and entropies are of
     the distribution over these tokens."""
+    turn_scores: Float[Tensor, "B T"] | None = None
+    """The parts of the score, each on the last token of its turn; None: all of it is on the last token."""
 
 
 class TrainBatch(RolloutBatch):
@@ -194,15 +198,19 @@ class TrainBatch(RolloutBatch):
             rollout: what was sampled.
             scores: [B] one score per response; NaN where the reward abstained or failed.
 
-        The score lands on the last token that the policy sampled. A row without a score loses its whole
-        ``response_mask``, so that no statistic and no loss sees it.
+        The score lands on the last token that the policy sampled, or its parts on the ends of their turns. A row
+        without a score loses its whole ``response_mask``, so that no statistic and no loss sees it.
         """
         _check_groups(rollout)
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
         mask = rollout.response_mask & scored[:, None]
+        if rollout.turn_scores is None:
+            placed = on_last_token(scores.where(scored, 0.0), mask)
+        else:
+            placed = rollout.turn_scores.where(mask, 0.0)
         return cls(
             **{field.name: getattr(rollout, field.name) for field in fields(rollout)} | {"response_mask": mask},
-            token_level_scores=on_last_token(scores.where(scored, 0.0), mask).to(torch.float32),
+            token_level_scores=placed.to(torch.float32),
             scored=scored,
             batch_size=rollout.batch_size,
         )

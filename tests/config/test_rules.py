@@ -154,6 +154,36 @@ CASES = {
         "0.9 alone: vllm tells which tokens it kept only together with",
         [f"{ROLLOUT}.top_k=50"],
     ),
+    "agents_are_known": (
+        [f"{ROLLOUT}.agent.default_agent_loop=tools"],
+        f"{ROLLOUT}.agent.default_agent_loop",
+        "tools is no agent",
+        [f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent"],
+    ),
+    "tools_need_turns": (
+        [f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"],
+        f"{ROLLOUT}.multi_turn.tool_config_path",
+        "multi_turn.enable=False leaves out",
+        [f"{ROLLOUT}.multi_turn.enable=True"],
+    ),
+    "environments_need_turns": (
+        [f"{ROLLOUT}.multi_turn.interaction_config_path=tools.yaml"],
+        f"{ROLLOUT}.multi_turn.interaction_config_path",
+        "multi_turn.enable=False leaves out",
+        [f"{ROLLOUT}.multi_turn.enable=True"],
+    ),
+    "turns_end": (
+        [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.ignore_eos=True"],
+        f"{ROLLOUT}.ignore_eos",
+        "True lets no turn end",
+        [f"{ROLLOUT}.ignore_eos=False"],
+    ),
+    "turns_are_sampled_here": (
+        [f"{ROLLOUT}.multi_turn.enable=True", "trainer.n_gpus_per_node=2"],
+        "trainer.n_gpus_per_node",
+        "2 devices sample no conversations so far",
+        ["trainer.n_gpus_per_node=1"],
+    ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",

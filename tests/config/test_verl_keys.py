@@ -305,9 +305,9 @@ def test_the_reward_manager_has_one_rule_under_both_names():
 
 
 @pytest.mark.parametrize("key", ["tool_config_path", "interaction_config_path"])
-def test_tools_are_refused(key):
+def test_tools_need_turns(key):
     path = f"actor_rollout_ref.rollout.multi_turn.{key}"
-    assert "several turns" in problems_of(f"{path}=tools.yaml")[path]
+    assert "multi_turn.enable=False leaves out" in problems_of(f"{path}=tools.yaml")[path]
 
 
 def test_validation_on_a_file_without_a_name_is_refused():

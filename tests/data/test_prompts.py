@@ -267,6 +267,7 @@ def test_a_row_may_name_the_single_turn_agent(agent: str | None) -> None:
     assert len(rows_of("q", agent_name=agent)) == 1
 
 
-def test_a_row_of_another_agent_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"row 0: `agent_name` is 'tool_agent', but rollouts of several turns"):
-        rows_of("q", agent_name="tool_agent")
+def test_an_agent_has_a_name() -> None:
+    assert rows_of("q", agent_name="tool_agent")[0].agent_name == "tool_agent"
+    with pytest.raises(ValueError, match=r"row 0: `agent_name` is 7, not a name"):
+        rows_of("q", agent_name=7)

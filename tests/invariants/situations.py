@@ -6,8 +6,10 @@ from pathlib import Path
 
 from tests.tiny import EOS, save_tiny, save_tiny_reward_model
 from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
+from tether.config.keys import keys
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
 CORRECTION = "algorithm.rollout_correction"
 SHARDED = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")
 VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
@@ -29,6 +31,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, weig
     return {"score": weight * letters / 8, "acc": float(letters > 2)}
 
 other_score = compute_score
+"""
+TALKERS = """
+class Echo:
+    schema = {"type": "function", "function": {"name": "echo", "parameters": {}}}
+
+    def call(self, text):
+        return text
+
+class Say:
+    def reset(self, messages, row):
+        pass
+
+    def step(self, messages):
+        return "yes", 0.0, len(messages) > 3
 """
 DATASETS = """
 import json
@@ -81,6 +97,12 @@ def write_files(folder: Path) -> None:
         save_tiny_reward_model(folder / name, seed=seed)
     for name in ("reward.py", "reward2.py"):
         (folder / name).write_text(REWARDS)
+    for name in ("tools", "tools2"):
+        (folder / f"{name}.py").write_text(TALKERS)
+        (folder / f"{name}.yaml").write_text(
+            f"tools: [{{class_name: '{folder / name}.py:Echo', config: {{}}}}]\n"
+            f"interaction: [{{name: say, class_name: '{folder / name}.py:Say'}}]\n"
+        )
     for name in ("datasets.py", "datasets2.py"):
         (folder / name).write_text(DATASETS)
     ragged = rows(count=8)
@@ -97,6 +119,11 @@ def text_context(folder: Path) -> dict[str, list[str]]:
     overlong = [f"data.train_files={folder / 'ragged.jsonl'}", "data.max_prompt_length=50"]
     own_class = ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"]
     learned = ["reward_model.enable=True", f"reward_model.model.path={folder / 'rm'}", "reward_model.rule_weight=1"]
+    turns = [
+        f"{TURNS}.enable=True",
+        f"{ROLLOUT}.agent.default_agent_loop={folder / 'tools.py'}:Say",
+        f"{ROLLOUT}.agent.num_workers=1",
+    ]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
     return {
         "critic.ulysses_sequence_parallel_size": ["critic.model.use_remove_padding=True"],
@@ -121,6 +148,8 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
         **dict.fromkeys(LEARNED, learned),
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=vllm"] for name in SERVED},
+        **dict.fromkeys((key for key in keys() if key.startswith((f"{TURNS}.", f"{ROLLOUT}.agent."))), turns),
+        f"{TURNS}.enable": turns[2:],
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
@@ -164,6 +193,9 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         "custom_reward_function.reward_kwargs": ["{weight: 2.0}"],
         f"{ROLLOUT}.max_model_len": ["65"],
         **{f"{model}.fsdp_config.fsdp_size": ["1"] for model in SHARDED},
+        f"{ROLLOUT}.agent.default_agent_loop": [f"{folder / 'tools2.py'}:Say"],
+        f"{TURNS}.tool_config_path": [f"{folder / 'tools.yaml'}"],
+        f"{TURNS}.interaction_config_path": [f"{folder / 'tools.yaml'}"],
         "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
         "trainer.logger": ["console"],
         "trainer.resume_mode": ["disable"],

@@ -9,9 +9,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.reward_model import build_reward_model, check_scoring
+from tether.assembly.turns import check_agents, row_agent
 from tether.config import RunConfig, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
+from tether.data.rows import Row
 from tether.data.sources import load_rows
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
@@ -22,6 +24,7 @@ from tether.rewards.service import LocalRewards, ModelRewards, RewardPool, Rewar
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object
+from tether.tools import ToolPool
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,12 @@ class Inputs:
     validation: PromptDataset | None
 
 
-def build_inputs(config: RunConfig) -> Inputs:
+def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     """Find the models, load the tokenizer, read and tokenize the prompts.
+
+    Args:
+        config: of the run.
+        tools: that prompts tell the policy of.
 
     Raises:
         ValueError: whatever is wrong with paths, files, rows, chat template or data sources.
@@ -46,12 +53,15 @@ def build_inputs(config: RunConfig) -> Inputs:
     critic_path = resolve_model_path(config.critic.model.path, cache_dir()) if config.critic.enable else model_path
     _check_heads(config, model_path, critic_path)
     tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
-    train = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle)
+    train = build_dataset(
+        config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
+    )
     validation = None
     if data.val_files:
-        validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False)
+        validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
         validation = validation.held_out_from(train)
     for prompts in filter(None, (train, validation)):
+        check_agents(config, prompts, tools)
         check_rewards(config, prompts)
     check_scoring(config, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
@@ -101,9 +111,15 @@ def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerB
 
 
 def build_dataset(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: Sequence[str], max_samples: int, *, shuffle: bool
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Sequence[str],
+    max_samples: int,
+    *,
+    shuffle: bool,
+    tools: ToolPool | None = None,
 ) -> PromptDataset:
-    """Read `files` and make prompts of their rows."""
+    """Read `files` and make prompts of their rows, which tell of `tools` where their agent has them."""
     data = config.data
     if is_object(files[0]):
         rows = rows_of_object(files[0], prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key)
@@ -135,6 +151,8 @@ def build_dataset(
         chat_template=data.chat_template,
         chat_template_kwargs=data.apply_chat_template_kwargs,
         control_tokens_as_text=data.control_tokens_as_text,
+        default_agent=config.actor_rollout_ref.rollout.agent.default_agent_loop,
+        tools=tools.schemas if tools else (),
     )
     return PromptDataset(rows, tokenizer, options)
 
@@ -147,8 +165,18 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
     """
     if config.custom_reward_function.path is not None or not _asks_rules(config):
         return
-    check_sources(prompts.data_sources(), program_options(config))
-    prompts.check_ground_truths(check_ground_truth)
+    sources: set[str] = set()
+
+    def by_rule(row: Row) -> bool:
+        return row_agent(config, row).environment is None  # which scores the row itself
+
+    def look_at_truth(row: Row) -> None:
+        if by_rule(row):
+            check_ground_truth(row.data_source, row.ground_truth)
+
+    prompts.check_rows(lambda row: sources.update([row.data_source] if by_rule(row) else []))
+    check_sources(sources, program_options(config))
+    prompts.check_rows(look_at_truth)
 
 
 def program_options(config: RunConfig) -> ProgramOptions:

@@ -18,6 +18,7 @@ from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
+from tether.tools import read_environments, read_tools
 
 
 def missing_inputs(config: RunConfig) -> list[Problem]:
@@ -35,6 +36,7 @@ def missing_inputs(config: RunConfig) -> list[Problem]:
     return list(problems.values())
 
 
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
 """(key, what it names, a function that raises ValueError where that is not there)"""
 
@@ -59,6 +61,13 @@ def _of_text(config: RunConfig) -> Named:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and not rollout.server_urls:
         yield "actor_rollout_ref.rollout.name", rollout.name, vllm_python
+    turns, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
+    if turns.tool_config_path:
+        yield f"{TURNS}.tool_config_path", turns.tool_config_path, read_tools
+    if turns.interaction_config_path:
+        yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, read_environments
+    if is_own_function(agent.default_agent_loop):
+        yield "actor_rollout_ref.rollout.agent.default_agent_loop", agent.default_agent_loop, _definition
     yield from _of_both(config)
 
 

@@ -30,6 +30,7 @@ from tether.assembly.off_policy import (
 )
 from tether.assembly.reward_model import reward_model_path
 from tether.assembly.roles import build_roles, sources_of
+from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
 from tether.data.sampler import PromptSampler
@@ -65,7 +66,10 @@ def build_run(loaded: LoadedConfig) -> Run:
         formats = decided_formats(config, device, checkpoint)
         loaded = loaded.with_values(formats, "what this device computes in")
         config = loaded.config
-        inputs = build_inputs(config)
+        tools = build_tool_pool(config)
+        if tools:
+            resources.callback(tools.close)
+        inputs = build_inputs(config, tools)
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
@@ -84,7 +88,10 @@ def build_run(loaded: LoadedConfig) -> Run:
         )
         sampling = sampling_params(config)
         roles = build_roles(config, sources, sampling, directory, resources)
-        collector = Collector(roles.sampler, rewards, inputs.tokenizer, config.reward_model.max_error_rate)
+        datasets = list(filter(None, (inputs.train, inputs.validation)))
+        conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
+        max_error_rate = config.reward_model.max_error_rate
+        collector = Collector(roles.sampler, rewards, inputs.tokenizer, max_error_rate, conversations)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
         resources.callback(loggers.close)
         filtration = build_policy_filtration(config)

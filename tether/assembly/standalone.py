@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.run import sampling_params, validation_sampling
+from tether.assembly.turns import build_conversations, build_tool_pool, check_agents
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
 from tether.data.chat import decode
@@ -43,13 +44,18 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
         )
     set_threads(config.trainer.num_threads)
     tokenizer = build_tokenizer(config, model)
-    dataset = build_dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples, shuffle=False)
-    check_rewards(config, dataset)
-    check_scoring(config, tokenizer)
-    engine = load_engine(model, resolve_device(config.trainer.device), config.actor_rollout_ref.rollout.dtype)
-    evaluation = Evaluation(dataset, validation_sampling(config), config.data.val_batch_size)
-    with build_rewards(config) as rewards:
-        yield evaluation, Collector(engine, rewards, tokenizer, config.reward_model.max_error_rate)
+    with build_tool_pool(config) or nullcontext() as tools:
+        data = config.data
+        dataset = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
+        check_agents(config, dataset, tools)
+        check_rewards(config, dataset)
+        check_scoring(config, tokenizer)
+        engine = load_engine(model, resolve_device(config.trainer.device), config.actor_rollout_ref.rollout.dtype)
+        conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
+        evaluation = Evaluation(dataset, validation_sampling(config), data.val_batch_size)
+        with build_rewards(config) as rewards:
+            rate = config.reward_model.max_error_rate
+            yield evaluation, Collector(engine, rewards, tokenizer, rate, conversations)
 
 
 @dataclass(frozen=True)

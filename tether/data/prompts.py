@@ -15,7 +15,7 @@ from rich.progress import Progress
 from tether.batch import Prompt, TokenIds
 from tether.data.chat import TRUNCATIONS, render, tokenize
 from tether.data.control_tokens import ControlTokens
-from tether.data.rows import Row, Rows, raise_problems
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, Rows, raise_problems
 from tether.keyed_random import permutation
 from tether.runtime.terminal import Screen
 from tether.spelling import did_you_mean
@@ -51,6 +51,16 @@ class PromptOptions:
     """Further variables of the template."""
     control_tokens_as_text: bool = False
     """Read control tokens inside messages as text; else they act as if the template had written them."""
+    default_agent: str = SINGLE_TURN
+    """Of rows that name none."""
+    tools: Sequence[Mapping[str, object]] = ()
+    """Schemas that the template lists in prompts of rows whose agent has tools."""
+
+    def template_kwargs(self, row: Row) -> Mapping[str, object]:
+        """Variables of the template for a row."""
+        if not self.tools or (row.agent_name or self.default_agent) != TOOL_AGENT:
+            return self.chat_template_kwargs
+        return {"tools": list(self.tools), **self.chat_template_kwargs}
 
 
 @dataclass(frozen=True)
@@ -186,17 +196,14 @@ class PromptDataset:
             messages=row.messages,
             extra_info=row.extra_info,
             index=self._numbers[position],
+            agent_name=row.agent_name,
         )
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[position] for position in range(len(self)))
 
-    def data_sources(self) -> set[str]:
-        """Every `data_source` among the prompts."""
-        return {self._rows[number].data_source for number in self._numbers}
-
-    def check_ground_truths(self, check: Callable[[str, object], None]) -> None:
-        """Call `check` with `data_source` and ground truth of every prompt.
+    def check_rows(self, check: Callable[[Row], None]) -> None:
+        """Call `check` with the row of every prompt.
 
         Raises:
             ValueError: what it raised, with the row's place.
@@ -204,7 +211,7 @@ class PromptDataset:
         for number in self._numbers:
             row = self._rows[number]
             try:
-                check(row.data_source, row.ground_truth)
+                check(row)
             except ValueError as error:
                 raise ValueError(f"{row.place}: {error}") from error
 
@@ -224,7 +231,7 @@ class PromptDataset:
         for prompt in self:
             ids = tuple(prompt.token_ids.tolist())
             seen = (prompt.index, ids, prompt.data_source, prompt.ground_truth, prompt.extra_info)
-            digest.update(repr(seen).encode())
+            digest.update(repr(seen if prompt.agent_name is None else (*seen, prompt.agent_name)).encode())
         return digest.hexdigest()
 
 
@@ -260,7 +267,7 @@ def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, optio
         control = ControlTokens(tokenizer)
         return [_encode_as_text(row, control, tokenizer, options) for row in rows]
     texts = [
-        render(row, tokenizer, options.chat_template, options.chat_template_kwargs)
+        render(row, tokenizer, options.chat_template, options.template_kwargs(row))
         for row in rows
         if row.token_ids is None
     ]
@@ -274,7 +281,7 @@ def _encode_as_text(
     if row.token_ids is not None:
         return row.token_ids
     broken, mark = control.broken(row)
-    text = render(broken, tokenizer, options.chat_template, options.chat_template_kwargs)
+    text = render(broken, tokenizer, options.chat_template, options.template_kwargs(row))
     return control.tokenize_broken(text, mark)
 
 

@@ -26,8 +26,8 @@ from tether.data.columns import Columns, naming_advice
 MAX_PROBLEMS = 10
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA_KEYS = ("images", "videos")
-SINGLE_TURN = "single_turn_agent"
-"""verl's name of the one way in which prompts are answered."""
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+"""verl's names of the ways in which prompts are answered: once, or in turns with tools."""
 LAYOUT = (
     "A row needs `prompt` (a list of {role, content}, or a string), `data_source` and "
     "`reward_model` {style, ground_truth}; `extra_info` is optional"
@@ -74,6 +74,8 @@ class Row:
     extra_info: dict[str, Any] = field(default_factory=dict)
     token_ids: TokenIds | None = None
     """Set where a custom dataset did the templating itself."""
+    agent_name: str | None = None
+    """Who answers the policy between its turns; None: the default of the run."""
 
     @property
     def place(self) -> str:
@@ -182,8 +184,8 @@ def _record_problems(record: object, columns: Columns) -> Iterator[str]:
         yield from _answer_problems(record.get(columns.answer), columns)
     if not isinstance(record.get("extra_info") or {}, Mapping):
         yield f"`extra_info` is {record['extra_info']!r}, not an object with keys."
-    if (agent := record.get("agent_name") or SINGLE_TURN) != SINGLE_TURN:
-        yield f"`agent_name` is {agent!r}, but rollouts of several turns are not supported yet. Drop the column."
+    if not isinstance(agent := record.get("agent_name") or SINGLE_TURN, str):
+        yield f"`agent_name` is {agent!r}, not a name."
     for key in MEDIA_KEYS:
         if record.get(key):
             yield f"`{key}` is not empty, but only text prompts are read. Drop the column, or the row."
@@ -258,6 +260,7 @@ def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
             number=number,
             extra_info=record.extra_info,
             token_ids=record.token_ids,
+            agent_name=record.agent_name,
         )
     prompt = record[columns.prompt]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -273,4 +276,5 @@ def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
         file=file,
         number=number,
         extra_info=dict(record.get("extra_info") or {}),
+        agent_name=record.get("agent_name") or None,
     )

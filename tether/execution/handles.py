@@ -11,7 +11,7 @@ import torch
 
 from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
 from tether.execution.worker import Group
-from tether.rollout import FinishedResponse, NoiseKey, SamplingParams, join_rollouts
+from tether.rollout import FinishedResponse, NoiseKey, Partner, SamplingParams, join_rollouts
 from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.division import Assign, balance_metrics, balanced, divide, mini_batches
 from tether.training.engines.autograd import scattered
@@ -124,8 +124,10 @@ class ShardedSampler:
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[..., None] | None = None,
+        partner: Partner | None = None,
     ) -> RolloutBatch:
-        """See `RolloutEngine.generate`; responses are reported once all are complete."""
+        """See `RolloutEngine.generate`; responses are reported once all are complete, and have one turn."""
+        assert partner is None, "the configuration refuses conversations on several devices"
         dealt = [part.tolist() for part in torch.arange(len(prompts)).tensor_split(self._group.size)]
         arguments = [([prompts[i] for i in part], sampling, _from(key, part[0] * sampling.n)) if part else None
                      for part in dealt]  # fmt: skip

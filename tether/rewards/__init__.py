@@ -5,13 +5,14 @@ set rate. `rules` has the built-in functions, `sandbox` runs the programs of res
 `audit` tries a reward on replies whose worth is known.
 """
 
-from tether.rewards.outcome import Dialogue, RewardError, RewardOutcome, RewardRequest, Score, is_float32
+from tether.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardOutcome, RewardRequest, Score, is_float32
 from tether.rewards.router import check_ground_truth, check_sources
 from tether.rewards.summary import RewardReport, check_error_rate, summarize
 
 __all__ = [
     "Dialogue",
     "RewardError",
+    "RewardFailure",
     "RewardOutcome",
     "RewardReport",
     "RewardRequest",

@@ -1,20 +1,23 @@
 """Rollouts: sampling from language models and playing in environments.
 
 `protocol` has the interface of an engine. `native` samples in the trainer's process, `vllm` by
-servers, which `parity` compares with the trainer; `env` plays episodes.
+servers, which `parity` compares with the trainer; `turns` are conversations with tools and environments; `env` plays
+episodes.
 """
 
 from tether.rollout.concat import join_rollouts
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutEngine, SamplingParams
 
 __all__ = [
     "FinishedResponse",
     "NoiseKey",
+    "Partner",
     "RolloutEngine",
     "SamplingParams",
     "env",
     "join_rollouts",
     "native",
     "parity",
+    "turns",
     "vllm",
 ]

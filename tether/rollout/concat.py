@@ -26,6 +26,7 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
     def by_token(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([_with_width(tensor, width) for tensor in tensors])
 
+    scores = [rollout.turn_scores for rollout in rollouts if rollout.turn_scores is not None] or None
     return RolloutBatch(
         uid=torch.cat([torch.full_like(r.uid, group) for r, group in zip(rollouts, groups, strict=True)]),
         prompt_ids=torch.cat([_with_width(r.prompt_ids, int(prompt_length.max())) for r in rollouts]),
@@ -35,6 +36,7 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         response_mask=by_token([rollout.response_mask for rollout in rollouts]),
         rollout_log_probs=by_token([rollout.rollout_log_probs for rollout in rollouts]),
         truncated=torch.cat([rollout.truncated for rollout in rollouts]),
+        turn_scores=None if scores is None else by_token(scores),
         kept=_join_kept([rollout.kept for rollout in rollouts if rollout.kept is not None], by_token),
         batch_size=[len(response_length)],
     )

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutEngine, RolloutProgress, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutEngine, RolloutProgress, SamplingParams
 
 ROWS = 4
 """Rows that are scored."""
@@ -63,6 +63,7 @@ class ParityProbe:
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        partner: Partner | None = None,
     ) -> RolloutBatch:
         """See `RolloutEngine.generate`.
 
@@ -72,7 +73,7 @@ class ParityProbe:
         if self._proven_at is None and sampling != self._sampling:
             few = list(prompts)[:ROWS]
             self._prove(self._engine.generate(few, replace(self._sampling, n=1), key), few, key)
-        rollout = self._engine.generate(prompts, sampling, key, on_finished, on_progress)
+        rollout = self._engine.generate(prompts, sampling, key, on_finished, on_progress, partner)
         if sampling == self._sampling and self._is_due(key.step):
             self._prove(rollout[:ROWS], list(prompts)[:ROWS], key)
         return rollout

@@ -55,6 +55,7 @@ class FinishedResponse:
     row: int
     """Row of the result: prompt index * n + response index."""
     token_ids: list[int]
+    """With what a partner said in between."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,31 @@ class RolloutProgress:
     """Responses asked for."""
     tokens: int
     """Tokens sampled so far."""
+
+
+class Partner(Protocol):
+    """Who the policy talks to: tools, an environment. A response then holds all turns and what was said in between."""
+
+    def listen(self, row: int, token_ids: list[int]) -> None:
+        """Begin to answer a turn that ended by itself; returns at once, while others are sampled.
+
+        Args:
+            row: of the result.
+            token_ids: of this turn, as sampled.
+        """
+        ...
+
+    def answer(self, row: int, room: int) -> Sequence[int] | None:
+        """The answer to the row's last turn, waited for.
+
+        Args:
+            row: of the result.
+            room: most tokens that leave the policy one more; below 1 where there is no room at all.
+
+        Returns:
+            Ids up to where the policy goes on, at most `room` of them; None: the conversation is over.
+        """
+        ...
 
 
 class RolloutEngine(Protocol):
@@ -82,8 +108,13 @@ class RolloutEngine(Protocol):
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        partner: Partner | None = None,
     ) -> RolloutBatch:
         """Sample ``n`` responses to each prompt.
+
+        With a partner, a response goes on after each of its answers; its `response_mask` is False there. Which rows go
+        on at a time follows from counts of rows and never from the clock, so that the same answers give the same
+        batch.
 
         Returns:
             A batch of ``len(prompts) * n`` rows ordered by prompt, then response, in the memory of the host; `uid` is

@@ -20,4 +20,5 @@ __all__ = [
     "supervised",
     "terminal",
     "user_files",
+    "worker_pool",
 ]

@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import re
 from functools import reduce
 
 from tether.config.problems import Problem
@@ -20,6 +21,8 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 SHARDED = (ACTOR, "actor_rollout_ref.ref", "critic.model")
+AGENTS = ("single_turn_agent", "tool_agent")
+OWN_CLASS = r".+\.py:\w+"
 
 
 def training_data_is_named(cfg: RunConfig) -> Problem | None:
@@ -116,6 +119,45 @@ def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
         return None
     what = f"{rollout.top_p} alone: vllm tells which tokens it kept only together with {ROLLOUT}.top_k"
     return Problem(f"{ROLLOUT}.top_p", what, f"set {ROLLOUT}.top_k too, such as 50")
+
+
+def agents_are_known(cfg: RunConfig) -> Problem | None:
+    """A row is answered once, in turns with tools, or by a class of the user's."""
+    key, name = f"{ROLLOUT}.agent.default_agent_loop", cfg.actor_rollout_ref.rollout.agent.default_agent_loop
+    if name not in AGENTS and not re.fullmatch(OWN_CLASS, name):
+        choices = ", ".join(AGENTS)
+        return Problem(key, f"{name} is no agent", f"set it to {choices}, or to a class of your own: FILE.py:CLASS")
+    turns = cfg.actor_rollout_ref.rollout.multi_turn
+    if name != AGENTS[0] and not turns.enable:
+        what = f"{name} answers in turns, which {ROLLOUT}.multi_turn.enable=False switches off"
+        return Problem(key, what, f"set {ROLLOUT}.multi_turn.enable=True, or leave {key} out")
+    if name == AGENTS[1] and not turns.tool_config_path and not turns.interaction_config_path:
+        what = f"{name} has neither tools ({ROLLOUT}.multi_turn.tool_config_path) nor an environment"
+        return Problem(key, what, f"give {ROLLOUT}.multi_turn.tool_config_path")
+    return None
+
+
+def turns_end(cfg: RunConfig) -> Problem | None:
+    """A turn ends with an end-of-sequence token."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if not rollout.multi_turn.enable or not rollout.ignore_eos:
+        return None
+    what = f"True lets no turn end, and {ROLLOUT}.multi_turn.enable=True asks for several"
+    return Problem(f"{ROLLOUT}.ignore_eos", what, f"leave {ROLLOUT}.ignore_eos out")
+
+
+def turns_are_sampled_here(cfg: RunConfig) -> Problem | None:
+    """Ranks and servers sample responses of one turn so far."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if not rollout.multi_turn.enable:
+        return None
+    if rollout.name != "native":
+        what = f"{rollout.name} samples no conversations so far ({ROLLOUT}.multi_turn.enable=True)"
+        return Problem(f"{ROLLOUT}.name", what, "set it to native")
+    if cfg.trainer.devices == 1:
+        return None
+    what = f"{cfg.trainer.devices} devices sample no conversations so far ({ROLLOUT}.multi_turn.enable=True)"
+    return Problem("trainer.n_gpus_per_node", what, f"set it to 1, or leave {ROLLOUT}.multi_turn.enable out")
 
 
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
@@ -237,6 +279,11 @@ RULES: tuple[Rule, ...] = (
     *(divides_devices(f"{model}.fsdp_config.fsdp_size") for model in SHARDED),
     servers_take_whole_models,
     servers_tell_what_they_kept,
+    agents_are_known,
+    needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
+    needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
+    turns_end,
+    turns_are_sampled_here,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

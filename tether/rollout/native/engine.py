@@ -8,6 +8,8 @@ so the rows being decoded are always the first ones and no time goes into finish
     waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
                                  ^ n responses of a prompt share one prefill
 
+A row whose turn a partner answers gives up its slot meanwhile, and is prefilled again with all that was said.
+
 What is sampled for a row depends on its prompt, the weights and the `NoiseKey`, not on which rows it ran with: up to
 the float rounding of the model's forward, which may differ with the number of rows in a matrix product.
 """
@@ -30,7 +32,7 @@ from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.generation import Forward, Generation
 from tether.rollout.native.recorded_decoder import ReplayedDecoder
 from tether.rollout.prompts import check_prompts
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class NativeEngine:
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        partner: Partner | None = None,
     ) -> RolloutBatch:
         """See `RolloutEngine.generate`; the batch is as wide as its longest response.
 
@@ -113,6 +116,7 @@ class NativeEngine:
                 num_slots=min(self._max_num_seqs, len(prompts) * sampling.n),
                 max_prefill_tokens=self._max_num_batched_tokens,
                 on_finished=on_finished,
+                partner=partner,
             )
             while call.step():
                 if on_progress is not None:

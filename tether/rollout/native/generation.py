@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -17,7 +18,7 @@ from tether.keyed_random import uniform
 from tether.models.output import KeptRecorder
 from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
 from tether.rollout.native.sampling import draw
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
 
 Forward = Callable[[Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]
 """Token ids [R, Q], their positions [R, Q], the layout, and the flat positions [M] where logits are wanted (None: all)
@@ -39,13 +40,14 @@ class Generation:
         num_slots: int,
         max_prefill_tokens: int,
         on_finished: Callable[[FinishedResponse], None] | None,
+        partner: Partner | None,
     ) -> None:
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
         self._device = model.device
         self._max_prefill_tokens = max_prefill_tokens
         self._prompt_tokens = torch.from_numpy(np.concatenate(prompts)).to(self._device, torch.int64)
         self._prompt_length = torch.tensor([len(prompt) for prompt in prompts])
-        self._on_finished = on_finished
+        self._on_finished, self._partner = on_finished, partner
         self._num_rows = len(prompts) * sampling.n
         self._num_started = 0
         self._num_finished = 0
@@ -60,6 +62,9 @@ class Generation:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._log_probs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=self._device)
         self._lengths = [0] * self._num_rows
+        self._paused: deque[int] = deque()  # rows that the partner answers, in the order in which their turns ended
+        self._heard = [0] * self._num_rows  # tokens of the row up to the end of the last answer
+        self._answers: list[tuple[int, int, int]] = []  # row, and where an answer begins and ends in it
         vocabulary = model.config.get_text_config().vocab_size
         recorded = sampling.record_kept and sampling.cuts(vocabulary)
         self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
@@ -68,14 +73,55 @@ class Generation:
         """Prefill waiting prompts or decode one token for every active row; False when nothing is left to do."""
         waiting = self._num_rows - self._num_started
         free = self._cache.num_slots - self._active
-        if waiting == 0 and self._active == 0:
+        if waiting == 0 and self._active == 0 and not self._paused:
             return False
         # A prefill has a fixed cost, so a few slots are let go empty before they are filled together.
         if free >= min(waiting, max(1, self._cache.num_slots // 8)) > 0:
             self._accept(self._prefill(free))
+        elif free and len(self._paused) > 3 * self._active // 4:
+            self._go_on(free)
         else:
             self._accept(self._decode())
         return True
+
+    def _go_on(self, free: int) -> None:
+        """Wait for the answers to the rows that paused first, half of them, and prefill those that are not over."""
+        rows: list[int] = []
+        contexts: list[Tensor] = []
+        for _ in range(min(free, (len(self._paused) + 1) // 2)):
+            row = self._paused.popleft()
+            if self._append_answer(row):
+                rows.append(row)
+                contexts.append(torch.cat([self._prompt_of(row), self._tokens[row, : self._heard[row]]]))
+            else:
+                self._finish(row)
+            if sum(map(len, contexts)) >= self._max_prefill_tokens:
+                break
+        if not rows:
+            return
+        lengths = [len(context) for context in contexts]
+        logits = self._prefilled(torch.cat(contexts), lengths, [1] * len(rows))
+        self._occupy(torch.tensor(rows), torch.tensor(lengths), torch.tensor([self._heard[row] for row in rows]))
+        self._accept(logits)
+
+    def _append_answer(self, row: int) -> bool:
+        """Put the partner's answer behind the row's last turn; False where there is none."""
+        assert self._partner is not None
+        said, sampling = self._lengths[row], self._sampling
+        limit = sampling.room(len(self._prompts[row // sampling.n]))
+        answer = self._partner.answer(row, limit - said - 1)
+        if answer is None:
+            return False
+        assert 0 < len(answer) < limit - said, (row, len(answer))
+        self._heard[row] = said + len(answer)
+        self._tokens[row, said : self._heard[row]] = torch.tensor(answer, device=self._device)
+        self._answers.append((row, said, self._heard[row]))
+        return True
+
+    def _prompt_of(self, row: int) -> Tensor:
+        prompt = row // self._sampling.n
+        start = int(self._prompt_length[:prompt].sum())
+        return self._prompt_tokens[start : start + int(self._prompt_length[prompt])]
 
     def _prefill(self, free: int) -> Tensor:
         """Start as many waiting rows as there is room for; [rows, V] logits after their prompts."""
@@ -89,26 +135,28 @@ class Generation:
                 break
             lengths.append(tokens)
             copies.append(len(list(rows)))
-        layout = Prefill.plan(self._cache, lengths, copies, first_slot=self._active)
-        length = torch.tensor(lengths)
-        ends = (length.cumsum(0) - 1).to(self._device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
         start = int(self._prompt_length[: self._num_started // self._sampling.n].sum())
-        ids = self._prompt_tokens[start : start + len(positions)]
-        logits = self._forward(ids[None], positions[None], layout, ends)
+        logits = self._prefilled(self._prompt_tokens[start : start + sum(lengths)], lengths, copies)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))
-        self._occupy(length[owner])
+        started = torch.arange(self._num_started, self._num_started + len(owner))
+        self._occupy(started, torch.tensor(lengths)[owner], torch.zeros_like(started))
+        self._num_started += len(owner)
         return logits[owner.to(self._device)]
 
-    def _occupy(self, lengths: Tensor) -> None:
-        """Give the next slots to the next waiting rows, whose prompts have these lengths."""
-        count = len(lengths)
-        slots = slice(self._active, self._active + count)
-        self._row[slots] = torch.arange(self._num_started, self._num_started + count, device=self._device)
+    def _prefilled(self, ids: Tensor, lengths: list[int], copies: list[int]) -> Tensor:
+        """Put contexts that are laid end to end into the next slots, in copies; logits after each."""
+        layout = Prefill.plan(self._cache, lengths, copies, first_slot=self._active)
+        ends = (torch.tensor(lengths).cumsum(0) - 1).to(self._device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+        return self._forward(ids[None], positions[None], layout, ends)
+
+    def _occupy(self, rows: Tensor, lengths: Tensor, counts: Tensor) -> None:
+        """Give the next slots to these rows, whose contexts have these lengths, so many tokens of them in responses."""
+        slots = slice(self._active, self._active + len(rows))
+        self._row[slots] = rows.to(self._device)
         self._position[slots] = lengths.to(self._device) - 1
-        self._count[slots] = 0
-        self._active += count
-        self._num_started += count
+        self._count[slots] = counts.to(self._device)
+        self._active += len(rows)
 
     def _decode(self) -> Tensor:
         """[R, V] logits after each active row's last token."""
@@ -133,21 +181,25 @@ class Generation:
         self._num_tokens += len(logits)
 
         broken = ~torch.isfinite(log_prob)
-        ended = torch.isin(token, self._eos) | (count == self._sampling.max_new_tokens)
+        by_itself = torch.isin(token, self._eos)
+        ended = by_itself | (count == self._sampling.max_new_tokens)
         if self._sampling.max_length is not None:
             ended |= self._position[slots] + 1 == self._sampling.max_length
         if (ended | broken).any():
             if broken.any():
                 self._refuse(int(row[broken][0]))
-            self._release(slots.start + ended.nonzero().flatten())
+            self._release(slots.start + ended.nonzero().flatten(), by_itself[ended])
 
-    def _release(self, slots: Tensor) -> None:
-        """Let finished rows go and close the gaps with the last rows that stay."""
-        for row, length in zip(self._row[slots].tolist(), self._count[slots].tolist(), strict=True):
+    def _release(self, slots: Tensor, by_itself: Tensor) -> None:
+        """Let rows go whose turn ended, by itself or by a limit, and close the gaps with the last rows that stay."""
+        states = zip(self._row[slots].tolist(), self._count[slots].tolist(), by_itself.tolist(), strict=True)
+        for row, length, ended_itself in states:
             self._lengths[row] = length
-            if self._on_finished is not None:
-                self._on_finished(FinishedResponse(row, self._tokens[row, :length].tolist()))
-        self._num_finished += len(slots)
+            if self._partner is None or not ended_itself:
+                self._finish(row)
+            else:
+                self._partner.listen(row, self._tokens[row, self._heard[row] : length].tolist())
+                self._paused.append(row)
         stays = torch.ones(self._active, dtype=torch.bool, device=self._device)
         stays[slots] = False
         kept = self._active - len(slots)
@@ -156,6 +208,11 @@ class Generation:
             self._cache.move(mover, gap, self._longest())
             self._state[:, gap] = self._state[:, mover]
         self._active = kept
+
+    def _finish(self, row: int) -> None:
+        self._num_finished += 1
+        if self._on_finished is not None:
+            self._on_finished(FinishedResponse(row, self._tokens[row, : self._lengths[row]].tolist()))
 
     def _longest(self) -> int:
         """Keys of the longest active row, the one of its next token included."""
@@ -179,13 +236,16 @@ class Generation:
         length, rows = torch.tensor(self._lengths), torch.arange(self._num_rows)
         prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in self._prompts], batch_first=True)
         response_ids = self._tokens[:, :width].to("cpu", copy=True)
+        sampled = torch.arange(width) < length[:, None]
+        for row, begin, end in self._answers:
+            sampled[row, begin:end] = False
         return RolloutBatch(
             uid=rows // n,
             prompt_ids=prompt_ids.long().repeat_interleave(n, dim=0),
             prompt_length=self._prompt_length.repeat_interleave(n),
             response_ids=response_ids,
             response_length=length,
-            response_mask=torch.arange(width) < length[:, None],
+            response_mask=sampled,
             rollout_log_probs=self._log_probs[:, :width].to("cpu", copy=True),
             truncated=~torch.isin(response_ids[rows, length - 1], self._eos.cpu()),
             kept=None if self._kept is None else self._kept.result(width),

@@ -26,7 +26,7 @@ from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
 from tether.models.output import KeptRecorder
 from tether.rollout.prompts import check_prompts
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
 from tether.rollout.vllm.http import ServerGone, ServerRefuses
 from tether.rollout.vllm.server import SERVED, Launch, Server, answer_of
 from tether.runtime.interrupt import give_up_if_interrupted
@@ -130,13 +130,15 @@ class VllmEngine:
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        partner: Partner | None = None,
     ) -> RolloutBatch:
-        """See `RolloutEngine.generate`.
+        """See `RolloutEngine.generate`; responses have one turn.
 
         Raises:
             ValueError: the prompts cannot be answered, or a server is not one that can be used.
             RuntimeError: the servers fail again and again.
         """
+        assert partner is None, "the configuration refuses conversations with this engine"
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
         check_prompts(arrays, sampling, self._context)
         self._synchronise()

@@ -12,9 +12,18 @@ from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
 from tether.data.chat import decode
-from tether.rewards import Dialogue, RewardOutcome, RewardReport, RewardRequest, check_error_rate, summarize
+from tether.rewards import (
+    Dialogue,
+    RewardOutcome,
+    RewardReport,
+    RewardRequest,
+    Score,
+    check_error_rate,
+    summarize,
+)
 from tether.rewards.service import Rewards
 from tether.rollout import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
+from tether.rollout.turns import Conversations, Talk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +36,7 @@ class ScoredResponses:
     prompts: Sequence[Prompt]
     rollout: RolloutBatch
     texts: list[str]
-    """The responses as the reward read them: without special tokens."""
+    """The responses without special tokens."""
     outcomes: list[RewardOutcome]
     report: RewardReport
     reward_seconds: float
@@ -52,6 +61,8 @@ class Collector:
     tokenizer: PreTrainedTokenizerBase
     max_error_rate: float
     """Share of failing reward calls above which the run stops."""
+    conversations: Conversations | None = None
+    """Who answers the policy between its turns; None: it has one."""
 
     def collect(
         self,
@@ -73,22 +84,43 @@ class Collector:
         """
         total = len(prompts) * sampling.n
         requests: dict[int, RewardRequest] = {}
+        texts: dict[int, str] = {}
+        talk = self.conversations.begin(prompts, sampling.n) if self.conversations else None
 
         def submit(response: FinishedResponse) -> None:
-            text = decode(self.tokenizer, response.token_ids, skip_special_tokens=True)
-            prompt = prompts[response.row // sampling.n]
+            row, prompt = response.row, prompts[response.row // sampling.n]
+            texts[row] = decode(self.tokenizer, response.token_ids, skip_special_tokens=True)
             dialogue = Dialogue(prompt.messages, prompt.token_ids, response.token_ids)
-            request = RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, dialogue)
-            requests[response.row] = request
-            self.rewards.submit(response.row, request)
+            said, extra = texts[row], prompt.extra_info
+            if talk:
+                said, extra = talk.solution(row, response.token_ids), talk.extra_info(row)
+            requests[row] = RewardRequest(prompt.data_source, said, prompt.ground_truth, extra, dialogue)
+            if talk is None or talk.asks_reward(row):
+                self.rewards.submit(row, requests[row])
             if on_progress:
                 on_progress(len(requests), total)
 
-        rollout = self.engine.generate([p.token_ids for p in prompts], sampling, key, on_finished=submit)
+        ids = [prompt.token_ids for prompt in prompts]
+        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, partner=talk)
         begun = time.perf_counter()
         outcomes = self.rewards.collect()
         waited = time.perf_counter() - begun
+        if talk:
+            outcomes = _with_turns(talk, rollout, outcomes)
         ordered = [requests[row] for row in range(total)]
-        report = summarize(ordered, outcomes, self.rewards.durations)
+        report = summarize(ordered, outcomes, self.rewards.durations or [0.0])
         check_error_rate(report, self.max_error_rate)
-        return ScoredResponses(prompts, rollout, [r.solution_str for r in ordered], outcomes, report, waited)
+        return ScoredResponses(prompts, rollout, [texts[row] for row in range(total)], outcomes, report, waited)
+
+
+def _with_turns(talk: Talk, rollout: RolloutBatch, asked: Sequence[RewardOutcome]) -> list[RewardOutcome]:
+    """Outcome of every row: its reward at the end, of those that were asked for, and the rewards of its turns."""
+    rest = iter(asked)
+    at_end = [next(rest) if talk.asks_reward(row) else talk.own_outcome(row) for row in range(len(rollout))]
+    talk.complete(rollout, [outcome.value if isinstance(outcome, Score) else 0.0 for outcome in at_end])
+    return [
+        Score(outcome.value + talk.reward(row), outcome.extra | talk.counts(row))
+        if isinstance(outcome, Score)
+        else outcome
+        for row, outcome in enumerate(at_end)
+    ]

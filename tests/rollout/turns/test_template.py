@@ -1,0 +1,91 @@
+"""Sampled turns and tokenized replies, put together, are what the chat template gives for the whole conversation."""
+
+import pytest
+
+from tests.rollout.turns.templates import family
+from tether.rollout.turns.template import TurnTemplate
+
+PROMPT = [{"role": "user", "content": "What is 5 + 7? Mind the TURN."}]
+SAID = ["Let me see: é ", "12, then\n\nI am sure."]
+
+
+def turn_template(name):
+    tokenizer, end = family(name)
+    return TurnTemplate(tokenizer, frozenset([end])), tokenizer, end
+
+
+def put_together(name, replies):
+    """The ids of a conversation as a rollout makes them."""
+    template, tokenizer, end = turn_template(name)
+    text = tokenizer.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    lead = {"mistral": " ", "zephyr": "\n"}.get(name, "")  # the opening of a turn ends before it: it is sampled
+    for turn, said in enumerate(SAID, start=1):
+        ids += tokenizer(lead + said, add_special_tokens=False)["input_ids"] + [end]
+        ids += template.replies(PROMPT, replies[:turn])
+    return ids
+
+
+def by_template(name, replies):
+    tokenizer, _ = family(name)
+    conversation = list(PROMPT)
+    for said, answers in zip(SAID, replies, strict=True):
+        conversation += [{"role": "assistant", "content": said}, *answers]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral", "phi3", "zephyr", "qwen3"])
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_parts_are_the_whole(name, role):
+    replies = [
+        [{"role": role, "content": "7"}],
+        [{"role": role, "content": "<|im_end|>"}, {"role": role, "content": "é"}],
+    ]
+    assert put_together(name, replies) == by_template(name, replies)
+    if (name, role) != ("qwen3", "user"):
+        turn_template(name)[0].check([role], "strict")
+
+
+@pytest.mark.parametrize(("name", "role"), [("llama3", "tool"), ("llama3", "user"), ("gemma", "user")])
+def test_white_space_at_the_ends_of_sampled_turns_stays(name, role, monkeypatch):
+    """These templates trim messages; what the policy sampled stays as it was."""
+    replies = [[{"role": role, "content": " 7 "}], [{"role": role, "content": "8"}]]
+    assert put_together(name, replies) != by_template(name, replies)
+    monkeypatch.setitem(globals(), "SAID", [said.strip() for said in SAID])
+    assert put_together(name, replies) == by_template(name, replies)
+    turn_template(name)[0].check([role], "strict")
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "reason"),
+    [
+        ("qwen3", "user", "<think>.* it writes as 'Let me see"),
+        ("llama2", "user", "ends a turn with ' '"),
+        ("gemma", "tool", "roles must alternate"),
+        ("mistral", "critic", "Only user, tool and assistant"),
+    ],
+)
+def test_a_template_that_cannot_be_put_together_is_refused(name, role, reason):
+    with pytest.raises(ValueError, match=reason):
+        turn_template(name)[0].check([role], "strict")
+
+
+def test_the_check_can_be_loosened():
+    template = turn_template("qwen3")[0]
+    template.check(["user"], "disable")
+    with pytest.raises(ValueError, match="more than white space"):
+        template.check(["user"], "ignore_strippable")
+
+
+def test_a_template_whose_turns_end_otherwise_is_refused():
+    tokenizer, _ = family("chatml")
+    other = tokenizer.convert_tokens_to_ids("</s>")
+    with pytest.raises(ValueError, match=r"ends a turn with '<\|im_end\|>', but the model ends .* '</s>'"):
+        TurnTemplate(tokenizer, frozenset([other])).check(["user"], "disable")
+
+
+def test_a_prompt_without_messages_is_answered_all_the_same():
+    template, tokenizer, _ = turn_template("chatml")
+    ids = template.replies([], [[{"role": "user", "content": "7"}]])
+    assert tokenizer.decode(ids) == "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"

@@ -1,0 +1,97 @@
+"""Tools and environments as a user writes them: well-behaved ones, and others."""
+
+import os
+import random
+import sys
+import time
+
+SCHEMA = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+
+
+class Calculator:
+    schema = SCHEMA
+
+    def __init__(self, digits=2):
+        self.digits = digits
+
+    def call(self, expression, **more):
+        if expression == "loop":
+            while True:
+                time.sleep(1)
+        if expression == "exit":
+            sys.exit(3)
+        if expression == "die":
+            os._exit(3)
+        return f"{eval(expression):.{self.digits}f}{more or ''}"
+
+
+class Priced(Calculator):
+    async def call(self, expression):
+        return await_less(expression), -0.25
+
+
+def await_less(expression):
+    return str(eval(expression))
+
+
+class VerlTool:
+    def __init__(self, config, tool_schema):
+        self.config, self.schema, self.open = config, tool_schema, {}
+
+    async def create(self, instance_id=None, **kwargs):
+        self.open["x"] = kwargs
+        return "x"
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return f"{parameters} {self.open[instance_id]} {self.config}", 0.5, {}
+
+    async def release(self, instance_id, **kwargs):
+        del self.open[instance_id]
+
+
+class Count:
+    """Answers how often it was stepped, with a number that it drew."""
+
+    def __init__(self, goal=3):
+        self.goal, self.count, self.drawn = goal, 0, []
+
+    def reset(self, messages, row):
+        self.about = row["ground_truth"]
+
+    def step(self, messages):
+        self.count += 1
+        self.drawn.append(random.randrange(1000))
+        said = messages[-1]["content"]
+        if said == "die":
+            os._exit(3)
+        if said == "raise":
+            raise RuntimeError("no more")
+        return f"{self.about} {self.count} {self.drawn}", float(self.count), self.count == self.goal
+
+
+class VerlInteraction:
+    def __init__(self, config):
+        self.config, self.truth = config, {}
+
+    async def start_interaction(self, instance_id=None, truth=None, **kwargs):
+        self.truth["x"] = truth
+        return "x"
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        right = messages[-1]["content"] == self.truth[instance_id]
+        return right, "right" if right else "wrong", float(right), {}
+
+
+class Half:
+    def step(self, messages):
+        return None
+
+
+class Broken:
+    schema = SCHEMA
+
+    def __init__(self):
+        raise KeyError("no server")
+
+    def call(self):
+        pass

@@ -1,0 +1,36 @@
+"""Calls that models write, and how answers are cut."""
+
+import pytest
+
+from tether.tools import FORMATS, Call, shortened
+
+HERMES, LLAMA3 = FORMATS["hermes"], FORMATS["llama3_json"]
+
+
+def test_hermes_calls():
+    first, second = '{"name": "a", "arguments": {"x": 1}}', '{"name":"b"}'
+    text = f"Let me see.\n<tool_call>\n{first}\n</tool_call><tool_call>{second}</tool_call>"
+    assert HERMES(text) == [Call("a", {"x": 1}), Call("b")]
+    assert HERMES('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}') == [Call("a", {"x": 1})]
+    assert HERMES("No call: {}") == []
+
+
+@pytest.mark.parametrize("inner", ["", "{", "7", "[]", '{"name": 7}', '{"name": "a", "arguments": [1]}', "[" * 10**5])
+def test_a_call_that_is_written_wrongly_is_one_all_the_same(inner):
+    (found,) = HERMES(f"<tool_call>{inner}</tool_call>")
+    assert found.problem.startswith("the call is not")
+
+
+def test_llama3_calls():
+    assert LLAMA3('<|python_tag|>{"name": "a", "parameters": {"x": 1}}') == [Call("a", {"x": 1})]
+    assert LLAMA3("The set {1}") == []
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [("left", "abcd...(truncated)"), ("right", "(truncated)...ghij"), ("middle", "ab...(truncated)...ij")],
+)
+def test_long_answers_are_cut(side, expected):
+    assert shortened("abcdefghij", 4, side) == expected
+    assert shortened("abcd", 4, side) == "abcd"
+    assert "a" not in shortened("a", 0, side).replace("truncated", "")

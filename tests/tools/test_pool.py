@@ -1,0 +1,149 @@
+"""Tools and environments in processes of their own: what they answer, and what becomes of those that do not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tether.tools import EnvironmentSpec, Reply, Talkers, ToolPool, ToolSpec, read_environments, read_tools
+from tether.tools.pool import CallRequest, StepRequest
+
+OWN = Path(__file__).with_name("own.py")
+
+
+def tool(name="Calculator", schema=None, **config):
+    return ToolSpec(f"{OWN}:{name}", config, schema, "tools[0]")
+
+
+def pool_of(*tools, timeout=20.0, workers=1, **environments):
+    return ToolPool(Talkers(tools, environments), num_workers=workers, timeout=timeout)
+
+
+def said(text, reward=0.0, role="tool", done=False):
+    return Reply([{"role": role, "content": text}], reward, done)
+
+
+def call(pool, *arguments, **kwargs):
+    return pool.take(pool.ask(CallRequest("calculator", dict(arguments), kwargs)))
+
+
+def step(pool, *turns, row=0, name="count", batch=0, about=None):
+    """The policy says `turns`, one after the other; what is answered to the last."""
+    spoken = [[{"role": "assistant", "content": turn}] for turn in turns]
+    about = about or {"ground_truth": "truth", "extra_info": {}}
+    return pool.take(pool.ask(StepRequest(name, batch, row, about, [{"role": "user", "content": "go"}], spoken), row))
+
+
+def test_tools_are_called_with_what_the_model_says_and_what_the_row_gives():
+    with pool_of(tool(digits=1)) as pool:
+        assert pool.schemas[0]["function"]["name"] == "calculator"
+        assert call(pool, ("expression", "2 / 3")) == said("0.7")
+        assert call(pool, ("expression", "1"), unit="m") == said("1.0{'unit': 'm'}")
+    with pool_of(tool("Priced")) as pool:
+        assert call(pool, ("expression", "6 * 7")) == said("42", -0.25)
+
+
+def test_verls_tools_and_interactions_are_taken():
+    schema = {"type": "function", "function": {"name": "calculator"}}
+    truth = {"extra_info": {"interaction_kwargs": {"name": "judge", "truth": "b"}}}
+    with pool_of(tool("VerlTool", schema, a=1), judge=EnvironmentSpec(f"{OWN}:VerlInteraction")) as pool:
+        found = call(pool, ("x", 7), create_kwargs={"truth": 3})
+        assert found == said("{'x': 7} {'truth': 3} {'a': 1}", 0.5)
+        assert step(pool, "a", name="judge", about=truth) == said("wrong", 0.0, "user")
+        assert step(pool, "a", "b", name="judge", about=truth) == said("right", 1.0, "user", done=True)
+
+
+@pytest.mark.parametrize(
+    ("expression", "error"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("exit", "SystemExit: 3"),
+        ("die", "ended with exit code 3"),
+        ("loop", "gave no answer within the deadline of 2 s"),
+        ("'x' * 10**7", "it returned 10 MiB"),
+    ],
+)
+def test_a_tool_that_fails_is_an_answer(expression, error):
+    timeout = 2.0 if expression == "loop" else 20.0
+    with pool_of(tool("Priced" if "'" in expression else "Calculator"), timeout=timeout) as pool:
+        assert re.search(error, call(pool, ("expression", expression)).error)
+        assert call(pool, ("expression", "1 + 1")).messages
+
+
+def test_an_environment_is_stepped_turn_by_turn():
+    with pool_of(count=EnvironmentSpec(f"{OWN}:Count", {"goal": 2})) as pool:
+        first = step(pool, "a")
+        second = step(pool, "a", "b")
+    assert (first.reward, first.done, second.reward, second.done) == (1.0, False, 2.0, True)
+    assert first.messages[0]["content"].startswith("truth 1 [")
+    assert second.messages[0]["content"].startswith("truth 2 [")
+
+
+def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
+    """With the same random numbers; the one that ended its process is the only one that fails."""
+    with pool_of(count=EnvironmentSpec(f"{OWN}:Count")) as pool:
+        undisturbed = [step(pool, *"abc"[:n]) for n in (1, 2, 3)]
+        assert "ended" in step(pool, "die", row=1).error or "exit" in step(pool, "die", row=1).error
+        assert step(pool, *"abc") == undisturbed[-1]
+        assert "RuntimeError: no more" in step(pool, "raise", row=2).error
+    with pool_of(count=EnvironmentSpec(f"{OWN}:Count"), workers=2) as pool:
+        assert step(pool, *"abc", row=5) == undisturbed[-1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pool_of(tool("Calculatr")), r"tools\[0\]: .*defines no Calculatr. Did you mean Calculator\?"),
+        (lambda: pool_of(tool("Broken")), r"Broken cannot be made .*KeyError: 'no server'"),
+        (lambda: pool_of(tool(), tool()), "a tool named calculator is there already"),
+        (lambda: pool_of(tool("Count", {"function": {"name": "x"}})), "has no method `call`"),
+        (lambda: pool_of(tool("Half")), "the schema of .*Half: no mapping"),
+        (lambda: pool_of(tool(sides=3)), r"cannot be made with config \{'sides': 3\}"),
+        (lambda: pool_of(half=EnvironmentSpec(f"{OWN}:Half")), "no methods `reset` and `step`"),
+        (lambda: pool_of(none=EnvironmentSpec("no_such_package.tools.Class")), "cannot be imported"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_at_the_start(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_environment_that_a_row_names_is_looked_for():
+    with pool_of() as pool:
+        pool.check(f"{OWN}:Count")
+        with pytest.raises(ValueError, match="defines no Coun"):
+            pool.check(f"{OWN}:Coun")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: [", "cannot be read as YAML"),
+        ("tool: []", r"no list under `tools:`. Did you mean tool\?"),
+        ("tools: [7]", r"tools\[0\] is '7', not a mapping"),
+        ("tools: [{config: {}}]", r"class_name is None. Name a class"),
+        ("tools: [{class_name: a.B, config: [1]}]", "not a mapping of the arguments"),
+        ("tools: [{class_name: a.B, config: {type: mcp}}]", "type='mcp'"),
+        ("tools: [{class_name: a.B, tool_schema: {function: {}}}]", "function.name is missing"),
+    ],
+)
+def test_a_file_of_tools_that_is_not_of_the_layout_is_refused(tmp_path, text, message):
+    path = tmp_path / "tools.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        read_tools(str(path))
+    assert str(error.value).startswith(f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}")
+
+
+def test_files_of_verls_layout_are_read(tmp_path):
+    path = tmp_path / "all.yaml"
+    path.write_text(
+        "tools: [{class_name: a.py:B, config: {type: native, x: 1}, tool_schema: {function: {name: b}}}]\n"
+        "interaction: [{name: judge, class_name: a.b.C}]\n"
+    )
+    (found,) = read_tools(str(path))
+    assert (found.class_name, found.config) == ("a.py:B", {"x": 1})
+    assert found.schema == {"type": "function", "function": {"name": "b"}}
+    assert read_environments(str(path))["judge"].class_name == "a.b.C"
+    with pytest.raises(ValueError, match="no such file"):
+        read_environments(str(path) + "x")

@@ -1,0 +1,145 @@
+"""Conversations through the whole trainer: what is trained on, how they resume, and that a tool can be learned."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.resume import assert_resume_is_exact
+from tests.trainer.tiny_run import measured, train, write_jsonl
+from tests.trainer.turn_run import CALL, ID, ROLLOUT, turn_overrides, write_turn_inputs
+from tether.assembly.run import build_run
+from tether.config import ConfigError, load_config
+
+SECTION = f"{ROLLOUT}.multi_turn"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_turn_inputs(tmp_path_factory.mktemp("turns"))
+
+
+def own(folder: Path) -> list[str]:
+    """The environment of the folder answers every row, and scores it."""
+    return [
+        f"{ROLLOUT}.agent.default_agent_loop={folder / 'tools.py'}:Digits",
+        f"{SECTION}.tool_config_path=null",
+        "custom_reward_function.path=null",
+        f"{SECTION}.max_assistant_turns=4",
+    ]
+
+
+def rows_of(run: Path, step: int = 1) -> list[dict]:
+    return [json.loads(line) for line in (run / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+
+
+def train_and_read(inputs: Path, run: Path, *more: str) -> list[dict]:
+    """Train for a step; its responses."""
+    dumped = [f"trainer.rollout_data_dir={run / 'rollouts'}", "trainer.total_training_steps=1"]
+    train([*turn_overrides(inputs, run), *dumped, *more])
+    return rows_of(run)
+
+
+def test_tools_answer_and_only_sampled_tokens_are_trained_on(inputs: Path, tmp_path: Path) -> None:
+    found = train_and_read(inputs, tmp_path / "run", f"{ROLLOUT}.n=64")
+    answered = [row for row in found if 0 in row["response_mask"]]
+    assert len(answered) > 3
+    for row in answered:
+        said, hole = row["response_ids"], row["response_mask"].index(0)
+        end = hole + row["response_mask"][hole:].index(1)
+        calls = said[:hole].count(ID[CALL])
+        assert said[hole - 1] == ID["<|im_end|>"]
+        assert said[hole : hole + 4] == [ID[word] for word in ("<|im_start|>", "tool", "\n", row["gts"])]
+        assert said[end - 3 : end] == [ID[word] for word in ("<|im_start|>", "assistant", "\n")]
+        assert row["tool_calls"] == calls
+        assert row["turns"] == 2
+        assert row["rewards"] == [*[0.0] * (len(said) - 1), pytest.approx(row["score"])]
+
+
+def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None:
+    found = train_and_read(inputs, tmp_path / "run", *own(inputs), f"{ROLLOUT}.n=64")
+    several = [row for row in found if row["turns"] > 2]
+    assert several
+    for row in several:
+        # 1 a digit, on the end of the turn that has it; a turn that a limit cut was not seen by the environment.
+        ids, mask, paid = row["response_ids"], row["response_mask"], 0
+        for place, reward in enumerate(row["rewards"]):
+            digits = ID["0"] <= ids[place] <= ID["9"] and mask[place]
+            paid += digits
+            if mask[place] and ids[place] == ID["<|im_end|>"]:
+                assert reward == paid
+                paid = 0
+            else:
+                assert reward == 0
+        assert row["score"] == pytest.approx(sum(row["rewards"]))
+
+
+@pytest.mark.parametrize("agent", ["tools", "environment"])
+def test_conversations_resume_exactly(agent: str, inputs: Path, tmp_path: Path) -> None:
+    overrides = [o for o in turn_overrides(inputs, tmp_path) if "default_local_dir" not in o]
+    overrides += own(inputs) if agent == "environment" else []
+    overrides += ["data.val_files=[]", f"{ROLLOUT}.agent.num_workers=2"]
+    must_change = [f"reward/extra/{'turns' if agent == 'environment' else 'tool_calls'}/mean"]
+    assert_resume_is_exact(inputs, tmp_path, overrides, must_change=must_change)
+
+
+def test_limits_say_how_often_they_cut(inputs: Path, tmp_path: Path) -> None:
+    def cuts(name: str, *more: str) -> tuple[float, float, float]:
+        metrics = measured(train([*turn_overrides(inputs, tmp_path / name), *own(inputs), f"{ROLLOUT}.n=64", *more]))
+        keys = (f"reward/extra/cut_by_{limit}_limit/mean" for limit in ("turn", "length"))
+        return (*(metrics[1][key] for key in keys), metrics[1]["response_length/clip_ratio"])
+
+    few, long, cut = cuts("few", f"{SECTION}.max_user_turns=1")
+    assert few > 0
+    assert cut >= few + long
+    few, long, cut = cuts("short", "data.max_response_length=12")
+    assert long > 0
+    assert cut >= few + long
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([f"{SECTION}.tool_config_path=nothing.yaml"], "nothing.yaml: no such file"),
+        ([f"{SECTION}.enable=False"], "default_agent_loop: tool_agent answers in turns"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=tools"], "tools is no agent"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=nowhere.py:Class"], "nowhere.py: no such file"),
+        ([f"{SECTION}.tool_config_path=null"], "has neither tools"),
+        ([f"{ROLLOUT}.ignore_eos=True"], "lets no turn end"),
+        ([f"{SECTION}.tokenization_sanity_check_mode=strict"], "tokenization_sanity_check_mode=strict: with this chat"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent"], "no row has several turns"),
+        (["custom_reward_function.path=null"], "ask"),
+    ],
+)
+def test_mistakes_are_one_clear_error(more: list[str], message: str, inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ValueError)) as error:
+        build_run(load_config(None, [*turn_overrides(inputs, tmp_path / "run"), *more])).close()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"agent_name": "tol_agent"}, "train.jsonl row 1: `agent_name` is 'tol_agent'; it may be"),
+        ({"agent_name": 7}, "train.jsonl row 1: `agent_name` is 7"),
+        ({"agent_name": "nowhere.py:Class"}, "row 1: actor_rollout_ref.rollout.multi_turn agent_name: class_name=now"),
+        ({"extra_info": {"interaction_kwargs": {"name": "judge"}}}, "row 1: `extra_info.interaction_kwargs.name` is"),
+    ],
+)
+def test_a_row_whose_agent_is_not_there_is_named(row: dict, message: str, inputs: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    file = write_jsonl(tmp_path / "train.jsonl", [records[0], records[1] | row])
+    overrides = [*turn_overrides(inputs, tmp_path / "run"), f"data.train_files={file}", "data.train_batch_size=2"]
+    with pytest.raises(ValueError, match="row 1") as error:
+        build_run(load_config(None, [*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=2"])).close()
+    assert message in str(error.value)
+
+
+def test_a_row_with_an_agent_needs_turns(inputs: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    file = write_jsonl(tmp_path / "train.jsonl", [record | {"agent_name": "tool_agent"} for record in records])
+    overrides = [o for o in turn_overrides(inputs, tmp_path / "run") if "multi_turn" not in o and "agent" not in o]
+    with pytest.raises(
+        ValueError, match=r"row 0: `agent_name` is 'tool_agent', which answers in turns. Set .*enable=True"
+    ):
+        build_run(load_config(None, [*overrides, f"data.train_files={file}"])).close()

@@ -1,0 +1,128 @@
+"""Conversations of a run: tools, environments, and who answers which row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config import RunConfig
+from tether.data.prompts import PromptDataset
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row
+from tether.rollout.turns import Agent, Conversations, TurnLimits, TurnTemplate, agent_of
+from tether.tools import FORMATS, EnvironmentSpec, Talkers, ToolPool, read_environments, read_tools
+
+_SECTION = "actor_rollout_ref.rollout.multi_turn"
+
+
+def build_tool_pool(config: RunConfig) -> ToolPool | None:
+    """Start the processes of tools and environments; None where every row has one turn.
+
+    Raises:
+        ValueError: a configuration of tools that cannot be read, or a class that cannot be loaded.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    turns, agent = rollout.multi_turn, rollout.agent.default_agent_loop
+    if not turns.enable:
+        return None
+    tools = read_tools(turns.tool_config_path) if turns.tool_config_path else ()
+    environments = read_environments(turns.interaction_config_path) if turns.interaction_config_path else {}
+    if agent not in (SINGLE_TURN, TOOL_AGENT):
+        place = "actor_rollout_ref.rollout.agent.default_agent_loop"
+        environments = environments | {agent: EnvironmentSpec(agent, place=place)}
+    return ToolPool(Talkers(tools, environments), num_workers=rollout.agent.num_workers, timeout=turns.timeout)
+
+
+def row_agent(config: RunConfig, row: Row) -> Agent:
+    """Who answers a row."""
+    return agent_of(row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop, row.extra_info)
+
+
+def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> None:
+    """Refuse rows that name an agent that is not there.
+
+    Raises:
+        ValueError: of the first such row; or turns are switched on, and no row has several.
+    """
+    turns, known = config.actor_rollout_ref.rollout.multi_turn, set[str]()
+    named = set(read_environments(turns.interaction_config_path)) if turns.interaction_config_path else set()
+    has_turns = False
+
+    def check(row: Row) -> None:
+        nonlocal has_turns
+        name, agent = row.agent_name, row_agent(config, row)
+        has_turns |= agent.has_tools or agent.environment is not None
+        if name is not None and name not in (SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(r".+\.py:\w+", name):
+            raise ValueError(
+                f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, or your own class: FILE.py:CLASS"
+            )
+        if name not in (None, SINGLE_TURN) and tools is None:
+            raise ValueError(f"`agent_name` is {name!r}, which answers in turns. Set {_SECTION}.enable=True")
+        if agent.has_tools and agent.environment is not None and agent.environment not in named:
+            there = ", ".join(sorted(named)) or "none: give interaction_config_path"
+            raise ValueError(
+                f"`extra_info.interaction_kwargs.name` is {agent.environment!r}; {_SECTION}.interaction_config_path "
+                f"has {there}"
+            )
+        own = None if agent.has_tools else agent.environment
+        if tools is not None and own is not None and own not in known:
+            tools.check(own)
+            known.add(own)
+
+    prompts.check_rows(check)
+    if turns.enable and not has_turns:
+        raise ValueError(
+            f"{_SECTION}.enable=True: no row has several turns. Set "
+            "actor_rollout_ref.rollout.agent.default_agent_loop, or give the rows an `agent_name`"
+        )
+
+
+def build_conversations(
+    config: RunConfig,
+    tools: ToolPool | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: frozenset[int],
+    datasets: Sequence[PromptDataset],
+) -> Conversations | None:
+    """Who answers the policy between its turns; None where it has one.
+
+    Args:
+        config: of the run.
+        tools: what is called and stepped.
+        tokenizer: of the policy.
+        ends: tokens that end what it samples.
+        datasets: all prompts.
+
+    Raises:
+        ValueError: a chat template whose turns cannot be put together.
+    """
+    if tools is None:
+        return None
+    turns, data = config.actor_rollout_ref.rollout.multi_turn, config.data
+    default = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    kwargs = dict(data.apply_chat_template_kwargs)
+    template = TurnTemplate(tokenizer, ends, data.chat_template, kwargs)
+    listing = TurnTemplate(tokenizer, ends, data.chat_template, {**kwargs, "tools": tools.schemas or None})
+    agents = {agent_of(p.agent_name or default, p.extra_info) for prompts in datasets for p in prompts}
+    if any(agent.has_tools for agent in agents):
+        listing.check(["tool"], turns.tokenization_sanity_check_mode)
+    if any(agent.environment is not None for agent in agents):
+        template.check(["user"], turns.tokenization_sanity_check_mode)
+    return Conversations(
+        pool=tools,
+        tokenizer=tokenizer,
+        template=template,
+        tool_template=listing,
+        turn_end=(listing if tools.schemas else template).turn_end("tool" if tools.schemas else "user"),
+        limits=TurnLimits(
+            max_assistant_turns=turns.max_assistant_turns,
+            max_user_turns=turns.max_user_turns,
+            max_parallel_calls=turns.max_parallel_calls,
+            max_tool_response_length=turns.max_tool_response_length,
+            tool_response_truncate_side=turns.tool_response_truncate_side,
+        ),
+        find_calls=FORMATS[turns.format],
+        default_agent=default,
+        environments_score_alone=config.custom_reward_function.path is None and not config.reward_model.enable,
+    )

@@ -1,0 +1,9 @@
+"""Conversations: what the policy says, what tools and environments answer, and how both become one row of a batch.
+
+`template` tokenizes what stands between two turns; `conversations` is the partner of a rollout engine.
+"""
+
+from tether.rollout.turns.conversations import Agent, Conversations, Talk, TurnLimits, agent_of
+from tether.rollout.turns.template import TurnTemplate
+
+__all__ = ["Agent", "Conversations", "Talk", "TurnLimits", "TurnTemplate", "agent_of"]

@@ -1,0 +1,23 @@
+"""Tools and environments that a policy talks to between its turns: what they are, and the processes that they run in.
+
+It imports no torch: the processes start in a fraction of a second.
+"""
+
+from tether.tools.calls import FORMATS, Call, shortened
+from tether.tools.pool import CallRequest, Reply, StepRequest, ToolPool
+from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, read_environments, read_tools
+
+__all__ = [
+    "FORMATS",
+    "Call",
+    "CallRequest",
+    "EnvironmentSpec",
+    "Reply",
+    "StepRequest",
+    "Talkers",
+    "ToolPool",
+    "ToolSpec",
+    "read_environments",
+    "read_tools",
+    "shortened",
+]

@@ -1,0 +1,148 @@
+"""Which tools and environments there are, read from files of verl's layout.
+
+Tools (`multi_turn.tool_config_path`); `tool_schema` may be left out where the class has a `schema`::
+
+    tools:
+      - class_name: tools.py:Calculator        # or package.module.Class
+        config: {digits: 6}
+        tool_schema:
+          type: function
+          function: {name: calculator, description: ..., parameters: {type: object, properties: {...}}}
+
+Environments (`multi_turn.interaction_config_path`); rows name theirs in `extra_info.interaction_kwargs.name`::
+
+    interaction:
+      - {name: referee, class_name: "referee.py:Referee", config: {}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tether.runtime.user_files import missing_file
+from tether.spelling import did_you_mean
+
+SECTION = "actor_rollout_ref.rollout.multi_turn"
+TOOLS_KEY, ENVIRONMENTS_KEY = f"{SECTION}.tool_config_path", f"{SECTION}.interaction_config_path"
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """One entry of a tool configuration."""
+
+    class_name: str
+    config: dict[str, Any]
+    schema: dict[str, Any] | None
+    """As OpenAI's functions have it; None: the class has one."""
+    place: str
+    """Of the entry, for messages."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """A class that answers every turn."""
+
+    class_name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    place: str = f"{SECTION} agent_name"
+    """Where it is named, for messages."""
+
+
+@dataclass(frozen=True)
+class Talkers:
+    """Everything that answers the policy in a run."""
+
+    tools: tuple[ToolSpec, ...] = ()
+    environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
+    """By the name that rows give."""
+
+
+def read_tools(path: str) -> tuple[ToolSpec, ...]:
+    """Read a tool configuration.
+
+    Raises:
+        ValueError: the file is not there, is no YAML or not of the layout above.
+    """
+    return tuple(
+        ToolSpec(_class_name(entry, place), _config(entry, place), _schema(entry.get("tool_schema"), place), place)
+        for entry, place in _entries(path, "tools", TOOLS_KEY)
+    )
+
+
+def read_environments(path: str) -> dict[str, EnvironmentSpec]:
+    """Read a configuration of environments.
+
+    Raises:
+        ValueError: as `read_tools`, or two have one name.
+    """
+    found: dict[str, EnvironmentSpec] = {}
+    for entry, place in _entries(path, "interaction", ENVIRONMENTS_KEY):
+        name = entry.get("name")
+        if not isinstance(name, str) or not name or name in found:
+            raise ValueError(f"{place}.name is {name!r}. Give each environment a name of its own")
+        found[name] = EnvironmentSpec(_class_name(entry, place), _config(entry, place), place)
+    return found
+
+
+def schema_problem(schema: object) -> str:
+    """What is wrong with the schema of a tool; empty if nothing."""
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping):
+        return "no mapping with `type: function` and `function: {name, description, parameters}`"
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        return "function.name is missing: the model calls the tool by it"
+    if not isinstance(function.get("parameters", {}), Mapping):
+        return "function.parameters is no mapping (a JSON schema)"
+    return ""
+
+
+def _schema(schema: Any, place: str) -> dict[str, Any] | None:
+    if schema is None:
+        return None
+    if problem := schema_problem(schema):
+        raise ValueError(f"{place}.tool_schema: {problem}")
+    return {"type": "function", **schema}
+
+
+def _entries(path: str, section: str, key: str) -> Iterator[tuple[dict[str, Any], str]]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{key}={missing_file(file)}")
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{key}={path}: cannot be read as YAML ({' '.join(str(error).split())})") from error
+    entries = tree.get(section) if isinstance(tree, Mapping) else None
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        keys = list(map(str, tree)) if isinstance(tree, Mapping) else []
+        hint = did_you_mean(section, keys)
+        raise ValueError(
+            f"{key}={path}: no list under `{section}:`.{hint} It holds entries {{class_name, config, ...}}"
+        )
+    for number, entry in enumerate(entries):
+        place = f"{key}={path}: {section}[{number}]"
+        if not isinstance(entry, dict):
+            raise ValueError(f"{place} is {str(entry)[:80]!r}, not a mapping {{class_name, config, ...}}")
+        yield entry, place
+
+
+def _class_name(entry: Mapping[str, Any], place: str) -> str:
+    name = entry.get("class_name")
+    if not isinstance(name, str) or "." not in name:
+        raise ValueError(f"{place}.class_name is {name!r}. Name a class: FILE.py:Class, or package.module.Class")
+    return name
+
+
+def _config(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
+    config = entry.get("config") or {}
+    if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
+        raise ValueError(f"{place}.config is {str(config)[:80]}, not a mapping of the arguments of the class")
+    kind = config.get("type", "native")
+    if kind != "native":
+        raise ValueError(f"{place}.config.type={kind!r}: tether calls Python classes (`native`), so far nothing else")
+    return {key: value for key, value in config.items() if key != "type"}

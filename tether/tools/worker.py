@@ -1,0 +1,234 @@
+"""The process that runs tools and environments. Loads no torch.
+
+Requests come as pickles of the trainer's own data; answers are JSON, since what a user's code returned must not run
+code in the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import pickle
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tether.runtime.channel import Channel
+from tether.runtime.user_files import definition
+from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
+from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, schema_problem
+
+_MESSAGE_HEAD = 500  # characters
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the trainer is gone: first the pickled (`Talkers`, seconds of a call), see `Work.begin`."""
+    first = channel.receive()
+    if first is None:
+        return
+    talkers, timeout = pickle.loads(first)
+    try:
+        desk = Desk(talkers)
+    except ValueError as error:
+        channel.send(json.dumps(str(error)).encode())
+        return
+    channel.send(json.dumps({"schemas": desk.schemas}).encode())
+    while (message := channel.receive()) is not None:
+        for payload in pickle.loads(message):
+            channel.send(_dumped(desk.reply(pickle.loads(payload), lambda: channel.beat(timeout))))
+
+
+def _dumped(reply: Reply) -> bytes:
+    answer = json.dumps([reply.messages, reply.reward, reply.done, reply.error]).encode()
+    if len(answer) > MAX_ANSWER:
+        return _dumped(Reply(error=f"it returned {len(answer) / 2**20:.0f} MiB"))
+    return answer
+
+
+@dataclass
+class _Session:
+    """An environment in the middle of a conversation."""
+
+    step: Callable[[Sequence[Mapping[str, Any]]], Reply]
+    turns: int = 0
+
+
+class Desk:
+    """Where tools are called and environments stepped.
+
+    Raises:
+        ValueError: a class that cannot be loaded or made.
+    """
+
+    def __init__(self, talkers: Talkers) -> None:
+        self._environments = dict(talkers.environments)
+        self._classes = {name: _load(spec) for name, spec in self._environments.items()}
+        self._tools: dict[str, Any] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._batch = -1
+        self.schemas: list[dict[str, Any]] = []
+        for spec in talkers.tools:
+            self._add(spec)
+
+    def _add(self, spec: ToolSpec) -> None:
+        tool_class = _load(spec)
+        schema = spec.schema if spec.schema is not None else getattr(tool_class, "schema", None)
+        if problem := schema_problem(schema):
+            raise ValueError(f"{spec.place}: the schema of {spec.class_name}: {problem}. Give it as tool_schema")
+        assert isinstance(schema, Mapping)
+        name = schema["function"]["name"]
+        if name in self._tools:
+            raise ValueError(f"{spec.place}: a tool named {name} is there already. Rename one of the two")
+        is_verls = not hasattr(tool_class, "call")
+        if is_verls and not hasattr(tool_class, "execute"):
+            raise ValueError(f"{spec.place}: {spec.class_name} has no method `call` (or `execute`, as verl's have)")
+        arguments = {"config": spec.config, "tool_schema": schema} if is_verls else spec.config
+        self._tools[name] = _made(tool_class, arguments, spec)
+        self.schemas.append(json.loads(json.dumps(schema)))
+
+    def reply(self, request: CallRequest | StepRequest | LoadRequest, beat: Callable[[], None]) -> Reply:
+        """Answer a request; whatever a user's code raises is an error of the reply."""
+        own = os.getpid()
+        try:
+            if isinstance(request, LoadRequest):
+                return self._load_more(request)
+            if isinstance(request, CallRequest):
+                random.seed(repr((request.name, request.arguments)))
+                return _call(self._tools[request.name], request)
+            return self._step(request, beat)
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            return Reply(error=traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD])
+        finally:
+            if os.getpid() != own:
+                os._exit(0)  # a copy of the worker, forked by a tool, that came back from the call
+
+    def _load_more(self, request: LoadRequest) -> Reply:
+        try:
+            self._class_of(request.name)
+        except ValueError as error:
+            return Reply(error=str(error))
+        return Reply()
+
+    def _class_of(self, name: str) -> Any:
+        if name not in self._classes:
+            self._environments[name] = EnvironmentSpec(name)
+            self._classes[name] = _load(self._environments[name])
+        return self._classes[name]
+
+    def _step(self, request: StepRequest, beat: Callable[[], None]) -> Reply:
+        """Step the conversation's environment; one that is not here is brought to where it was."""
+        if request.batch != self._batch:
+            self._sessions.clear()
+            self._batch = request.batch
+        session = self._sessions.get(request.row)
+        if session is None or session.turns != len(request.turns) - 1:
+            session = self._sessions[request.row] = self._begin(request)
+        reply = Reply()
+        while session.turns < len(request.turns):
+            session.turns += 1
+            beat()
+            messages = [*request.messages, *(m for turn in request.turns[: session.turns] for m in turn)]
+            random.seed(repr(messages))  # the same numbers whenever and wherever it is stepped
+            reply = session.step(messages)
+        return reply
+
+    def _begin(self, request: StepRequest) -> _Session:
+        environment_class, spec = self._class_of(request.name), self._environments[request.name]
+        random.seed(repr(request.messages))
+        if not hasattr(environment_class, "step"):
+            return _verls_session(environment_class(spec.config), request)
+        environment = environment_class(**spec.config)
+        _run(environment.reset([dict(message) for message in request.messages], dict(request.about)))
+        return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages]))))
+
+
+def _verls_session(interaction: Any, request: StepRequest) -> _Session:
+    """An interaction with verl's methods."""
+    extra = request.about.get("extra_info") or {}
+    kwargs = {key: value for key, value in extra.get("interaction_kwargs", {}).items() if key != "name"}
+    instance = _run(interaction.start_interaction(None, **kwargs))
+
+    def step(messages: Sequence[Mapping[str, Any]]) -> Reply:
+        done, text, reward, _ = _run(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
+        return _stepped((text, reward, done))
+
+    return _Session(step)
+
+
+def _stepped(result: Any) -> Reply:
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise TypeError(f"step returned {str(result)[:100]!r}, not (reply, reward, done)")
+    said, reward, done = result
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
+    for message in messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise TypeError(f"step returned the message {str(message)[:100]!r}, not {{role, content}}")
+    if not messages and not done:
+        raise TypeError("step returned neither a reply nor done=True, so the policy could not go on")
+    return Reply([{"role": m["role"], "content": m["content"]} for m in messages], float(reward or 0.0), bool(done))
+
+
+def _call(tool: Any, request: CallRequest) -> Reply:
+    if hasattr(tool, "call"):
+        result = _run(tool.call(**request.arguments, **request.kwargs))
+    else:
+        instance = _run(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs", {}))))
+        instance = instance[0] if isinstance(instance, tuple) else instance
+        try:
+            result = _run(tool.execute(instance, request.arguments))
+        finally:
+            _run(tool.release(instance))
+    text, reward = result[:2] if isinstance(result, tuple) else (result, None)
+    text = getattr(text, "text", text)
+    return Reply([{"role": "tool", "content": "" if text is None else str(text)}], float(reward or 0.0))
+
+
+def _create_arguments(tool: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    takes = inspect.signature(tool.create).parameters
+    return {"create_kwargs": kwargs} if "create_kwargs" in takes else kwargs
+
+
+def _run(result: Any) -> Any:
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
+    """The class of an entry.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file, _, name = spec.class_name.rpartition(":")
+    if file:
+        try:
+            found = definition(spec.class_name, "class_name")
+        except ValueError as error:
+            raise ValueError(f"{spec.place}: {error}") from error
+    else:
+        module, _, name = spec.class_name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            why = traceback.format_exception_only(error)[-1].strip()
+            raise ValueError(f"{spec.place}.class_name={spec.class_name}: cannot be imported ({why})") from error
+    if not inspect.isclass(found):
+        raise ValueError(f"{spec.place}: {spec.class_name} is a {type(found).__name__}, not a class")
+    wanted = {"step": "reset", "generate_response": "start_interaction"}
+    if isinstance(spec, EnvironmentSpec) and not any(
+        hasattr(found, a) and hasattr(found, b) for a, b in wanted.items()
+    ):
+        raise ValueError(f"{spec.place}: {spec.class_name} has no methods `reset` and `step`")
+    return found
+
+
+def _made(tool_class: Any, arguments: Mapping[str, Any], spec: ToolSpec) -> Any:
+    try:
+        return tool_class(**arguments)
+    except Exception as error:
+        why = traceback.format_exception_only(error)[-1].strip()
+        raise ValueError(f"{spec.place}: {spec.class_name} cannot be made with config {spec.config} ({why})") from error
