@@ -188,6 +188,18 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def out_of_memory() -> str:
+    """What a rank says that has no memory for a micro-batch."""
+
+    def forward(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sharded = make_fsdp(make_policy(), MicroBatching(max_rows=4, key="actor.ppo_micro_batch_size_per_gpu"))
+    with pytest.raises(ValueError) as caught:
+        sharded.infer(make_batch(make_policy(), make_critic()), forward)
+    return str(caught.value)
+
+
 def averaged_gradients() -> float:
     """The negative control: denominators of the rows of a rank."""
     batch = make_batch(make_policy(), make_critic())
@@ -275,6 +287,7 @@ def everything(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
         "inferred": dict(inferred(sharding)),
         "averaged": averaged_gradients(),
         "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
+        "out of memory": out_of_memory(),
         "memory": dict(options_of_memory(sharding)),
         "kept gathered": [kept_gathered(True), kept_gathered(False)],
         "rounded": rounded_sums(),
@@ -313,6 +326,12 @@ def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -
 def test_outputs_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
     assert group[1]["inferred"].keys() == {"log_probs", "entropy", "sum_pi_squared", "values", "bootstrap_values"}
     assert max(group[1]["inferred"].values()) < TOLERANCE
+
+
+def test_out_of_memory_names_the_key_to_lower(group: tuple[int, dict[str, Any]]) -> None:
+    said = group[1]["out of memory"]
+    assert "a forward or backward pass with actor.ppo_micro_batch_size_per_gpu=4 (CUDA out of memory)" in said
+    assert "Lower actor.ppo_micro_batch_size_per_gpu. " in said
 
 
 def test_adapters_train_as_in_one_process(group: tuple[int, dict[str, Any]]) -> None:

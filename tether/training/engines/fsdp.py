@@ -30,8 +30,9 @@ from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate
 from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
-from tether.training.engines.autograd import AutogradEngine, SkippedMiniBatch, tensors_of
+from tether.training.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch, tensors_of
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.out_of_memory import named_out_of_memory
 from tether.training.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 
@@ -186,7 +187,9 @@ class FsdpEngine(AutogradEngine[Outputs]):
         return max(_from_all(count))
 
     def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
-        return attempt(micro)  # the other ranks could not follow a second attempt
+        # The other ranks, which wait inside of a layer, could not follow a second attempt.
+        with named_out_of_memory(f"a forward or backward pass with {micro}", f"Lower {micro.key}. {TOO_LONG}"):
+            return attempt(micro)
 
     def _of_all(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
