@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.scripts import SCRIPTS
+from tests.rollout.stand_in import environment
+from tests.rollout.test_vllm import KINDS, REAL
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
 from tether.config import ConfigError, LoadedConfig, load_config
@@ -162,6 +164,20 @@ def check_run(name: str, small: list[str]) -> None:
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])
 def test_a_recipe_runs_made_small(name: str, tmp_path: Path) -> None:
     check_run(name, made_small(name, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_is_sampled_by_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its script says, with heads that vLLM takes on a CPU."""
+    name, vllm = "run_qwen2-7b_seq_balance", REAL.parent.parent if kind == "vllm" and REAL else environment(tmp_path)
+    monkeypatch.setenv("TETHER_VLLM", str(vllm))
+    small = made_small(name, tmp_path)
+    set_eos(save_tiny(tmp_path / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])
+    of_script = [setting for setting in SCRIPTS[name] if key_of(setting) == ENGINE]
+    sizes = [f"actor_rollout_ref.rollout.{size}" for size in ("gpu_memory_utilization=0.05", "enforce_eager=True")]
+    assert of_script == [f"{ENGINE}=vllm"]
+    check_run(name, [*small, *of_script, *sizes])
 
 
 @pytest.mark.slow

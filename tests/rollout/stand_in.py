@@ -133,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": models,
             "/weight_info": {"weight_version": self.model.version},
             "/metrics": f'# TYPE counter\nvllm:generation_tokens_total{{model_name="policy"}} {self.model.tokens}.0\n',
-            "/get_world_size": {"world_size": 1},
+            "/is_sleeping": {"is_sleeping": self.model.sleeps},
         }
         found = known.get(self.path)
         self.answer(404, {"detail": "Not Found"}) if found is None else self.answer(200, found)

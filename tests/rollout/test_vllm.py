@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,8 +316,8 @@ def processes_of(server: Server) -> list[psutil.Process]:
     """The server and all below it, but not the guard above it."""
     below = psutil.Process().children(recursive=True)
     port = f"--port={server.url.rpartition(':')[2]}"
-    (first, *_) = [one for one in below if port in one.cmdline()]
-    return [first, *first.children(recursive=True)]
+    first = [one for one in below if port in " ".join(one.cmdline())][:1]
+    return [process for one in first for process in (one, *one.children(recursive=True))]
 
 
 @pytest.mark.parametrize(
@@ -350,12 +351,45 @@ def test_a_server_that_dies_is_replaced(started: Callable[..., Bench], number: i
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
+def test_kills_at_any_moment_change_nothing(started: Callable[..., Bench], monkeypatch) -> None:
+    """Five steps with an update each, and a kill after 0.0, 0.7, ... 2.8 seconds of the step."""
+    monkeypatch.setenv("STAND_IN_SECONDS", "0.3")
+    bench, found = started(), []
+
+    def kill_after(seconds: float) -> None:
+        time.sleep(seconds)
+        for victim in processes_of(bench.server)[:1]:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+
+    for kills in (False, True):
+        bench.model.load_state_dict(tiny_policy().state_dict())
+        bench.version = 0
+        for step in range(5):
+            killer = threading.Thread(target=kill_after, args=(0.7 * step,)) if kills else threading.Thread()
+            killer.start()
+            bench.learn()
+            bench.engine.load_weights(bench.export())
+            found.append(rows_of(bench.engine.generate(PROMPTS, SAMPLING, NoiseKey(5, step))))
+            killer.join()
+    assert found[:5] == found[5:]
+    assert len({str(rows) for rows in found}) == 5
+
+
 def test_a_server_that_was_started_again_elsewhere_gets_the_weights(made: Callable[..., Bench]) -> None:
     bench = made()
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
     engine = bench.engine_of(Server(bench.server.url, 60))
     assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY)) == expected  # which gave it weights of another name
     assert rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == expected
+
+
+def test_a_server_that_sleeps_is_woken(made: Callable[..., Bench]) -> None:
+    """A run that was killed left it so."""
+    bench = made()
+    bench.server.http.post("/sleep?level=1")
+    assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -26,7 +27,7 @@ SERVED = "policy"
 """What the model is called in requests."""
 KNOWN = ("0.32.",)
 """Versions of vLLM that this was run with."""
-_HOW = "docs/rollout.md shows how to start one"
+_HOW = "docs/vllm.md shows how to start one"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Server:
         """Wait until it answers, and see that it is a server that can be used.
 
         Raises:
-            ServerGone: it was up, and is not any more.
+            ServerGone: it was up, and is not any more; or a signal ended it while it started.
             ValueError: it does not come up, or is of another kind or version.
         """
         self.begin()
@@ -114,7 +115,8 @@ class Server:
             if self._process is not None and self._process.has_ended():
                 how = self._process.close()
                 self._process = None
-                raise ValueError(f"the vLLM server {how} while it started. {self._last_words()}")
+                kind = ServerGone if how.startswith("was killed") else ValueError  # what kills may leave the next alone
+                raise kind(f"the vLLM server {how} while it started. {self._last_words()}")
             if time.monotonic() - begun > self.timeout:
                 self.stop()
                 key = f"actor_rollout_ref.rollout.server_timeout={self.timeout:g}"
@@ -146,6 +148,9 @@ class Server:
         served = [model["id"] for model in models["data"]]
         if SERVED not in served:
             raise ValueError(f"{self.url}: serves {', '.join(served)}, not {SERVED} (--served-model-name); {_HOW}")
+        with contextlib.suppress(ServerRefuses):  # one without the route is named when it gets weights
+            if self.http.get("/is_sleeping", within=self.timeout)["is_sleeping"]:  # as a run that was killed left it
+                self.http.post("/wake_up", within=self.timeout)
 
     def has(self, weights: str) -> bool:
         """Whether it still has these weights: a server that was started again has not."""
