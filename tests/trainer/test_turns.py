@@ -143,3 +143,25 @@ def test_a_row_with_an_agent_needs_turns(inputs: Path, tmp_path: Path) -> None:
         ValueError, match=r"row 0: `agent_name` is 'tool_agent', which answers in turns. Set .*enable=True"
     ):
         build_run(load_config(None, [*overrides, f"data.train_files={file}"])).close()
+
+
+def learned(folder: Path, seed: int, *more: str) -> float:
+    """Mean score of the last five of 40 steps. A turn that a tool answered is worth 0.2, whose digit is one of two; the
+    best without such a turn is 0.5: 0.2 for a digit, and 0.6 where it is the right one."""
+    write_turn_inputs(folder, digits="0101", seed=1, std=0.2)
+    learning = ["actor_rollout_ref.actor.optim.lr=5e-3", "actor_rollout_ref.actor.entropy_coeff=0.02"]
+    options = [*learning, "trainer.total_training_steps=40", f"trainer.seed={seed}", *more]
+    metrics = measured(train([*turn_overrides(folder, folder / "run"), *options]))
+    assert metrics[1]["critic/score/mean"] < 0.3
+    return sum(metrics[step]["critic/score/mean"] for step in range(36, 41)) / 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_use_of_a_tool_that_pays_is_learned(seed: int, tmp_path: Path) -> None:
+    assert learned(tmp_path, seed) > 0.6
+
+
+@pytest.mark.slow
+def test_a_call_that_is_never_answered_does_not_pay(tmp_path: Path) -> None:
+    assert learned(tmp_path, 1, f"{SECTION}.max_assistant_turns=1") < 0.55
