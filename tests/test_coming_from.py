@@ -36,7 +36,9 @@ SB3 = {
     "`make_vec_env`, wrappers": """
         n_envs seed wrapper_class env_kwargs vec_env_cls n_stack norm_obs norm_reward clip_obs clip_reward
     """,
-    "callbacks, `evaluate_policy`": "n_eval_episodes eval_freq save_freq save_path",
+    "callbacks, `evaluate_policy`": """
+        n_eval_episodes eval_freq save_freq save_path best_model_save_path reward_threshold
+    """,
 }
 """Table of the page -> arguments of Stable-Baselines3 2.9.2 and sb3-contrib 2.9.2."""
 PAGES = {"coming-from-trl.md": TRL, "coming-from-sb3.md": SB3}

@@ -166,6 +166,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "wrapper_class": ("env.train.wrappers",),
     "vec_env_cls": ("env.train.vectorization",),
     "n_stack": ("env.train.frame_stack",),
+    "best_model_save_path": ("trainer.keep_best",),
+    "reward_threshold": ("trainer.stop_at_score",),
     "n_eval_episodes": ("env.eval.num_episodes",),
     "net_arch": NETWORK,
     "policy_kwargs": NETWORK,
