@@ -286,8 +286,9 @@ class VllmEngine:
         if self._asleep:
             self._asleep = False
             for server in self._ours():
-                with suppress(ServerGone):
-                    server.http.post("/wake_up", within=server.timeout)
+                with suppress(ServerGone):  # one that hangs is found in seconds, by a question that costs it nothing
+                    if server.answers():
+                        server.http.post("/wake_up", within=server.timeout)
 
     def _ours(self) -> list[Server]:
         return [server for server in self.servers if isinstance(server.where, Launch)]
