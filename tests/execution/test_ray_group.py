@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("ray")
 
 from tests.execution.parts import make
+from tether.commands.status import show_status
 from tether.execution.ray_group import RayGroup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,14 +86,24 @@ def test_an_error_of_a_rank_names_it(group: RayGroup) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
-    group = RayGroup(2, "cpu", 2, tmp_path, silent_looks=20)
+def test_a_rank_that_is_stopped_is_found_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    group = RayGroup(2, "cpu", 2, tmp_path / "ranks", silent_looks=20)
     try:
         group.build(make)
         _, stopped = group.call("part", "pid", [(), ()])
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(ValueError, match=r"^rank 1 is stopped: no sign of life for 20 s"):
             group.call("part", "hang", [(), ()])
+        assert "in hang" in (tmp_path / "ranks/rank_0.log").read_text()  # its stack
+        (tmp_path / "metrics.jsonl").touch()
+        show_status(tmp_path)
+        shown = capsys.readouterr().out
+        assert "not running" in shown
+        assert shown.count("part.hang") == 1  # rank 1 was stopped before
+        assert "last error: rank 1 is stopped" in shown
     finally:
         group.close()
     assert not is_alive(stopped)

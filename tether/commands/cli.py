@@ -18,6 +18,7 @@ import typer
 
 from tether import __version__
 from tether.commands.reward_model import rm_app
+from tether.commands.status import status
 from tether.runtime.terminal import Screen, printable, replace_what_the_terminal_cannot_write
 from tether.runtime.user_files import raised_by_tether
 
@@ -38,6 +39,7 @@ app.add_typer(critic_app, name="critic")
 app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
 app.add_typer(rm_app, name="rm")
+app.command()(status)
 
 
 def _print_version(asked: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_l
 from tether.execution.worker import Process, Worker, this_process
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.machine import usable_cores
-from tether.runtime.ranks import RankFailed, RankLost
+from tether.runtime.ranks import STATUS, RankFailed, RankLost
 
 __all__ = ["RayGroup", "is_local"]
 
@@ -31,6 +32,8 @@ update."""
 SILENT_LOOKS = 180
 """While it waits the driver looks each second for signs of life of each rank; after so many without one the rank counts
 as stopped. Looks are counted, not seconds: the driver may have been stopped with the ranks."""
+STACK_SECONDS = 1.0
+"""How long ranks have to write their stacks."""
 SETTLE_SECONDS = 5.0
 """How long it may take to hear of a rank's death after another rank failed because of it."""
 LINES = 5
@@ -68,6 +71,7 @@ class RayGroup:
         self.size = size = nodes * per_node
         self._seconds, self._silent_looks = start_seconds, silent_looks
         self._beats = [b""] * size
+        self._status = logs.absolute() / Path(STATUS).name
         self._silent = [0] * size
         """Looks since the last sign of life."""
         self._processes: list[Process] = []
@@ -144,6 +148,7 @@ class RayGroup:
             for rank, (actor, given) in enumerate(zip(self._actors, arguments, strict=True))
             if given is not None
         }
+        self._note()
         answers: list[Any] = [None] * self.size
         waiting, until = list(calls), time.monotonic() + seconds
         while waiting:
@@ -152,7 +157,7 @@ class RayGroup:
                 self._look()
             if not ready and time.monotonic() > until:
                 late = ", ".join(self._name(calls[ref]) for ref in waiting)
-                raise self._failed(f"{late} gave no answer to {name} within {seconds:g} s", calls[waiting[0]])
+                raise self._hangs(f"{late} gave no answer to {name} within {seconds:g} s", calls[waiting[0]])
             try:
                 for ref in ready:
                     answers[calls[ref]] = ray.get(ref)
@@ -171,11 +176,12 @@ class RayGroup:
         for rank, beat in enumerate(beats):
             self._silent[rank] = self._silent[rank] + 1 if beat and beat == self._beats[rank] else 0
         self._beats = beats
+        self._note()
         silent = max(self._silent)
         rank = self._silent.index(silent)
         give_up_if_interrupted(time.monotonic() - silent * LOOK_SECONDS, f"{self._name(rank)} gave no sign of life")
         if silent >= self._silent_looks:
-            raise self._failed(f"{self._name(rank)} is stopped: no sign of life for {silent * LOOK_SECONDS:g} s", rank)
+            raise self._hangs(f"{self._name(rank)} is stopped: no sign of life for {silent * LOOK_SECONDS:g} s", rank)
 
     def _reason(self, calls: Mapping[Any, int]) -> RankFailed:
         """Which rank failed first; others that wait for it fail, too, and may be heard of before it."""
@@ -188,11 +194,41 @@ class RayGroup:
         cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
         kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
         lost = RankLost if _lost_the_others(cause) else RankFailed
-        return self._failed(f"{self._name(rank)}: {kind}{cause}", None, lost)
+        failed = self._failed(f"{self._name(rank)}: {kind}{cause}", None, lost)
+        if lost is RankLost:  # the others may hang still
+            self._write_stacks()
+        return failed
 
     def _name(self, rank: int) -> str:
         several = len({process.host for process in self._processes}) > 1
         return f"rank {rank} on {self._processes[rank].host}" if several else f"rank {rank}"
+
+    def _hangs(self, what: str, rank: int) -> RankFailed:
+        failed = self._failed(what, rank)
+        self._write_stacks()
+        return failed
+
+    def _write_stacks(self) -> None:
+        """Have the ranks of this machine write what they are doing to their logs."""
+        self._signal(signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+
+    def _note(self) -> None:
+        """Write what each rank does, for `tether status`."""
+        signs = [
+            json.loads(beat) for beat in self._store.multi_get([f"rank {rank}" for rank in range(self.size)]) if beat
+        ]
+        if len(signs) < self.size or not self._processes:
+            return
+        ranks = [
+            sign | {"rank": rank, "process": f"{process.pid} on {process.host}", "silent": self._silent[rank]}
+            for rank, (sign, process) in enumerate(zip(signs, self._processes, strict=True))
+        ]
+        failure = str(self._failure) if self._failure else None
+        with suppress(OSError):  # a full disk ends no run for this
+            whole = self._status.with_suffix(".new")
+            whole.write_text(json.dumps({"time": time.time(), "failure": failure, "ranks": ranks}))
+            whole.replace(self._status)
 
     def _failed(self, what: str, rank: int | None, kind: type[RankFailed] = RankLost) -> RankFailed:
         """After a failure the ranks no longer are at the same place, so that every later call fails, too."""
@@ -201,6 +237,7 @@ class RayGroup:
         shown = "".join(f"\n  {line}" for line in lines[-LINES:])
         last = f". Its last lines, of {log}:{shown}" if lines else ""
         self._failure = kind(what + last)
+        self._note()
         return self._failure
 
 

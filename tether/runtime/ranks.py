@@ -1,5 +1,8 @@
 """What goes wrong with the processes of a run on several devices."""
 
+STATUS = "ranks/status.json"
+"""In the folder of a run: what each rank does."""
+
 
 class RankFailed(ValueError):
     """A rank raised an error, or could not be started; the message names it, and why."""

@@ -162,6 +162,15 @@ class RunLock:
         return ValueError(f"{self._named}: {why}. Name a folder that can be written to")
 
 
+def owner_of(folder: Path) -> str | None:
+    """The process that runs in a folder; None: there is none, or it has not touched its lock for a while."""
+    path = folder / LOCK
+    with suppress(OSError, ValueError, KeyError):
+        if time.time() - path.stat().st_mtime < WATCH_SECONDS:
+            return _described(json.loads(path.read_text()))
+    return None
+
+
 def _described(owner: dict[str, object]) -> str:
     return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
 

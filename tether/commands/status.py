@@ -1,0 +1,59 @@
+"""What a run is doing: its last logged step, and the ranks of a run on several devices."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tether.runtime.ranks import STATUS
+from tether.runtime.run_lock import owner_of
+from tether.runtime.terminal import Screen
+
+
+def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+    """Show what a run is doing: its last step, and of several devices each rank, its memory and the last error."""
+    show_status(run)
+
+
+def show_status(folder: Path) -> None:
+    """Print the state of the run in a folder.
+
+    Raises:
+        ValueError: there is no run in it.
+    """
+    from tether.metrics.loggers import METRICS_FILE, read_metrics  # slow to import
+
+    screen, metrics = Screen(), folder / METRICS_FILE
+    owner = owner_of(folder)
+    if owner is None and not metrics.exists():
+        raise ValueError(f"{folder}: no run here; name the folder of a run (trainer.default_local_dir)")
+    steps = read_metrics(folder) if metrics.exists() else {}
+    logged = f"step {max(steps)}, logged {_ago(metrics.stat().st_mtime)}" if steps else "no step logged yet"
+    screen.print(f"{folder}: {f'runs as {owner}' if owner else 'not running'}; {logged}", soft_wrap=True)
+    file = folder / STATUS
+    if not file.exists():
+        return
+    status = json.loads(file.read_text())
+    table = Table(
+        "rank", "process", "does", "since", "memory (peak)", "on its device", "seconds without a sign of life"
+    )
+    for rank in status["ranks"]:
+        doing = (rank["doing"], _ago(rank["since"]), _size(rank["host"]), _size(rank["device"]))
+        table.add_row(str(rank["rank"]), rank["process"], *doing, str(rank["silent"]))
+    screen.print(f"ranks, seen {_ago(status['time'])}:")
+    screen.print(table)
+    if status["failure"]:
+        screen.print(f"last error: {status['failure']}", soft_wrap=True)
+
+
+def _ago(when: float) -> str:
+    return f"{max(0.0, time.time() - when):.0f} s ago"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count else "-"
