@@ -332,3 +332,19 @@ def test_rewards_are_scaled_by_the_returns_so_far():
     scale = torch.cat([sums.flatten(), more.flatten()]).std()
     ones = torch.ones(2, 1)
     torch.testing.assert_close(scaler(ones, ~begin, ones.bool(), ones.bool()), (ones / scale).clamp(max=1.0))
+
+
+def test_clip_range_and_entropy_bonus_fall_over_the_run(tmp_path):
+    falls = [f"{ACTOR}.clip_ratio_schedule=linear", f"{ACTOR}.entropy_coeff_schedule=linear"]
+
+    def weights(name, steps, *more):
+        folder = [f"trainer.default_local_dir={tmp_path / name}", f"trainer.total_training_steps={steps}"]
+        constant = [f"{ACTOR}.optim.lr_scheduler_type=constant", "env.train.id=tether/Identity-discrete-v0"]
+        train([*SMALL, *folder, *constant, *more])
+        return load_file(tmp_path / name / f"global_step_{steps}" / POLICY / "policy.safetensors")
+
+    assert same(weights("one", 1), weights("one-falls", 1, *falls))  # the first step has the whole of both
+    assert not same(weights("two", 2), weights("two-falls", 2, *falls))
+    steps = [measured(tmp_path / "two-falls")[step] for step in (1, 2)]
+    assert [step["actor/clip_ratio_high"] for step in steps] == [0.2, 0.1]
+    assert [step["actor/entropy_coeff"] for step in steps] == [0.01, 0.005]

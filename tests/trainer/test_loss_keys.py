@@ -62,7 +62,9 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
     inputs = build_inputs(config)
     policy = policy or load_policy(config, inputs.model_path, CPU, None)
     reference = load_reference(config, inputs.model_path, policy, CPU)
-    return build_actor(config, actor_engine(config, policy, reference, inputs.tokenizer, 3, Path("unused")))
+    return build_actor(
+        config, actor_engine(config, policy, reference, inputs.tokenizer, 3, Path("unused")), total_steps=3
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,24 @@ def test_options_of_the_policy_loss(inputs: Path, override: str, name: str, opti
 def test_options_of_the_selection(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
     actor = actor_of(config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}"))
     assert actor.loss.prepare == TokenSelection(name, SELECTION_DEFAULTS | option)
+
+
+def test_clip_range_and_entropy_bonus_fall_to_0(inputs: Path) -> None:
+    falls = [f"{ACTOR}.clip_ratio_schedule=linear", f"{ACTOR}.entropy_coeff=0.3", f"{ACTOR}.clip_ratio_high=0.3"]
+    config = config_of(inputs, f"{MODE}=clip_cov", f"{ACTOR}.entropy_coeff_schedule=linear", *falls)
+    loss_at = actor_of(config).loss_at
+    assert loss_at
+    for step, low, high, entropy in [(0, 0.2, 0.3, 0.3), (1, 0.4 / 3, 0.2, 0.2), (2, 0.2 / 3, 0.1, 0.1), (9, 0, 0, 0)]:
+        loss, logged = loss_at(step)
+        function, prepare = loss.function, loss.prepare
+        assert isinstance(function, PolicyLoss)
+        assert isinstance(prepare, TokenSelection)
+        for sides in (function.options, prepare.options, logged):
+            assert (sides["clip_ratio_low"], sides["clip_ratio_high"]) == pytest.approx((low, high))
+        assert function.entropy_coeff == logged["entropy_coeff"] == pytest.approx(entropy)
+        assert function.options["clip_ratio_c"] == 3.0
+    constant = actor_of(config_of(inputs, *falls[1:]))
+    assert constant.loss_at is None
 
 
 def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:

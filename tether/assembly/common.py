@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, step_of
@@ -15,7 +16,10 @@ from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
 from tether.trainer.parts import BestTest, CriticWarmup
 from tether.trainer.preflight import Preflight
+from tether.training import LossSpec
 from tether.training.engines.optimizer import OptimizerOptions
+
+LossByStep = Callable[[int], tuple[LossSpec[Any, Any], dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,30 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
         "clip_ratio_high": actor.clip_ratio_high,
         "clip_ratio_c": actor.clip_ratio_c,
     }
+
+
+def loss_by_step(
+    actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], LossSpec[Any, Any]]
+) -> LossByStep | None:
+    """`Learner.loss_at`: the losses of a run whose clip range or entropy bonus falls; None: neither does.
+
+    Args:
+        actor: the policy's update.
+        total_steps: training steps.
+        make: the loss of such an update.
+    """
+    falls = {
+        "clip_ratio_low": actor.clip_ratio_schedule == "linear",
+        "clip_ratio_high": actor.clip_ratio_schedule == "linear",
+        "entropy_coeff": actor.entropy_coeff_schedule == "linear",
+    }
+
+    def at(step: int) -> tuple[LossSpec[Any, Any], dict[str, float]]:
+        left = max(0.0, 1 - step / total_steps)
+        now = {name: getattr(actor, name) * left for name, does in falls.items() if does}
+        return make(actor.model_copy(update=now)), now
+
+    return at if any(falls.values()) else None
 
 
 def selection_options(actor: ActorConfig) -> dict[str, float]:

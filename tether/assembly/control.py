@@ -21,6 +21,7 @@ from tether.assembly.common import (
     build_critic_warmup,
     build_optimizer,
     find_start,
+    loss_by_step,
     policy_loss_options,
     selection_options,
 )
@@ -338,8 +339,30 @@ def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollecto
 
 def _actor(config: RunConfig, policy: Policy, total_steps: int) -> Learner[Any, RolloutOutputs]:
     """The learner of a policy and its critic, which share a model."""
-    actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
-    loss = ControlLoss(
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    plan = UpdatePlan(
+        actor.ppo_mini_batch_size,
+        actor.ppo_epochs,
+        actor.shuffle,
+        config.trainer.seed,
+        target_kl=actor.target_kl,
+        leads_rate=actor.target_kl_control == "lr",
+    )
+    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
+    loss, forward = _loss(config, actor), RolloutForward(config.algorithm.logprob_type)
+    return Learner(
+        FlatEngine(policy, build_optimizer(actor.optim, total_steps), critic.optim.lr, incidents),
+        forward,
+        LossSpec(forward, loss),
+        plan,
+        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if policy.spec.value_width else None,
+        loss_at=loss_by_step(actor, total_steps, lambda actor: LossSpec(forward, _loss(config, actor))),
+    )
+
+
+def _loss(config: RunConfig, actor: ActorConfig) -> ControlLoss:
+    critic, algorithm = config.critic, config.algorithm
+    return ControlLoss(
         name=actor.policy_loss.loss_mode,
         options=policy_loss_options(actor),
         selection=selection_options(actor),
@@ -351,23 +374,6 @@ def _actor(config: RunConfig, policy: Policy, total_steps: int) -> Learner[Any, 
         huber_delta=critic.huber_delta,
         logprob_level=algorithm.logprob_type,
         entropy_level=algorithm.entropy_type,
-    )
-    plan = UpdatePlan(
-        actor.ppo_mini_batch_size,
-        actor.ppo_epochs,
-        actor.shuffle,
-        config.trainer.seed,
-        target_kl=actor.target_kl,
-        leads_rate=actor.target_kl_control == "lr",
-    )
-    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
-    forward = RolloutForward(algorithm.logprob_type)
-    return Learner(
-        FlatEngine(policy, build_optimizer(actor.optim, total_steps), critic.optim.lr, incidents),
-        forward,
-        LossSpec(forward, loss),
-        plan,
-        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if policy.spec.value_width else None,
     )
 
 

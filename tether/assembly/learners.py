@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.assembly.advantages import asks_for
-from tether.assembly.common import build_optimizer, policy_loss_options, selection_options
+from tether.assembly.common import build_optimizer, loss_by_step, policy_loss_options, selection_options
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
@@ -164,27 +164,33 @@ def actor_engine(
     )
 
 
-def build_actor(config: RunConfig, engine: PolicyEngine) -> Learner[TrainBatch, PolicyOutputs]:
+def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Learner[TrainBatch, PolicyOutputs]:
     """The policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
-    temperature, correction = rollout.temperature, config.algorithm.rollout_correction
-    selection = selection_options(actor)
-    loss = LossSpec(
+    return Learner(
+        engine,
         PolicyForward(
-            temperature,
-            packed,
+            rollout.temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
+        ),
+        _actor_loss(config, actor),
+        replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
+        loss_at=loss_by_step(actor, total_steps, partial(_actor_loss, config)),
+    )
+
+
+def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, PolicyOutputs]:
+    """The loss of an update, which may be another one than the configuration's."""
+    selection = selection_options(actor)
+    return LossSpec(
+        PolicyForward(
+            config.actor_rollout_ref.rollout.temperature,
+            config.actor_rollout_ref.model.use_remove_padding,
             with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
             with_full_kl=needs_full_kl(config),
         ),
-        _policy_loss(actor, correction, config.data.max_response_length),
+        _policy_loss(actor, config.algorithm.rollout_correction, config.data.max_response_length),
         TokenSelection(actor.policy_loss.loss_mode, selection) if selection else None,
-    )
-    return Learner(
-        engine,
-        PolicyForward(temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")),
-        loss,
-        replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
     )
 
 

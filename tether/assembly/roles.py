@@ -119,7 +119,7 @@ def build_roles(
         engines = _engines(config, sources, lambda _: LocalEngine, sharded=False)
         card = engines.get("card")
         served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
-        return _roles(config, engines, served or engines["sampler"])
+        return _roles(config, engines, served or engines["sampler"], sources.total_steps)
     group = _group(config, sources.device, logs / "ranks")
     resources.callback(group.close)
     group.build(build_parts, config, sources)
@@ -133,8 +133,18 @@ def build_roles(
     first_rank = [(), *[None] * (ranks - 1)]
     if config.actor_rollout_ref.rollout.name == "vllm":
         card = group.call("card", "read", first_rank)[0]
-        return _roles(config, engines, _served(config, engines["actor"], card, sources, sampling, logs, resources))
-    return _roles(config, engines, ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0]))
+        return _roles(
+            config,
+            engines,
+            _served(config, engines["actor"], card, sources, sampling, logs, resources),
+            sources.total_steps,
+        )
+    return _roles(
+        config,
+        engines,
+        ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0]),
+        sources.total_steps,
+    )
 
 
 def _served(
@@ -147,7 +157,7 @@ def _served(
     resources: ExitStack,
 ) -> RolloutEngine:
     """The sampler that servers are behind."""
-    learner = build_actor(config, actor)
+    learner = build_actor(config, actor, sources.total_steps)
     return build_servers(config, learner, card, sources.device, sampling, logs / "vllm", resources)
 
 
@@ -220,9 +230,9 @@ def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedMod
     return model.requires_grad_(False)
 
 
-def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine) -> Roles:
+def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int) -> Roles:
     return Roles(
-        build_actor(config, engines["actor"]),
+        build_actor(config, engines["actor"], total_steps),
         build_critic(config, engines["critic"]) if "critic" in engines else None,
         build_reference(config, engines["reference"]) if "reference" in engines else None,
         sampler,

@@ -34,6 +34,7 @@ LossAggMode = Literal[
 LossMode = Literal[
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode", "decoupled"
 ]  # fmt: skip
+Falls = Literal["constant", "linear"]
 CLIP_COV = ActsIf(".loss_mode", on=("clip_cov",), own_function=False)
 CLIPPED = ActsIf(".policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov"))
 SAPO = ActsIf(".policy_loss.loss_mode", on=("sapo",))
@@ -88,6 +89,8 @@ class ActorConfig(Section):
         AboveOne | None, ActsIf(".policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode")), EMBODIED_TOO
     ] = 3.0
     """Dual clip: with a negative advantage a token's loss is at most -clip_ratio_c x advantage; null: no such limit."""
+    clip_ratio_schedule: Annotated[Falls, CLIPPED, EMBODIED_TOO] = "constant"
+    """linear: both sides of the clip range fall to 0 over the training steps. (tether's own key.)"""
     loss_agg_mode: Annotated[LossAggMode | None, EMBODIED_TOO] = None
     """How losses of tokens become one number; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
     loss_scale_factor: Annotated[
@@ -98,6 +101,8 @@ class ActorConfig(Section):
     """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
     entropy_coeff: Annotated[float, EMBODIED_TOO] = 0.0
     """Weight of the entropy bonus."""
+    entropy_coeff_schedule: Annotated[Falls, ActsIf(".entropy_coeff", off=(0.0,)), EMBODIED_TOO] = "constant"
+    """linear: the weight falls to 0 over the training steps. (tether's own key.)"""
     use_kl_loss: bool = False
     """Add the KL divergence from the reference to the loss."""
     kl_loss_coef: Annotated[NonNegative, KL_LOSS] = 0.001
