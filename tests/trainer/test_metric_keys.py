@@ -18,6 +18,9 @@ RUNS = {
     "grpo": [*GRPO, f"{LOSS}.loss_mode=decoupled", f"{LOSS}.behave_weight_threshold=2"],
     "remax": ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", f"{LOSS}.loss_mode=kl_cov"],
     "gdpo": [
+        "actor_rollout_ref.actor.clip_ratio_schedule=linear",
+        "actor_rollout_ref.actor.entropy_coeff=0.1",
+        "actor_rollout_ref.actor.entropy_coeff_schedule=linear",
         "algorithm.adv_estimator=gdpo",
         "algorithm.gdpo_reward_keys=[score,acc]",
         "actor_rollout_ref.rollout.n=2",
