@@ -15,7 +15,7 @@ Worked example, one prompt [5, 6, 7] sampled twice, answers [8, 2] and [9] (2 = 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -238,6 +238,8 @@ class Episode:
     """Was the task solved in any step; None where the environment does not tell."""
     success_at_end: bool | None
     """Was it solved in the last step."""
+    info: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the environment told in the last step."""
 
 
 @dataclass

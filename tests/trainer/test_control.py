@@ -348,3 +348,30 @@ def test_clip_range_and_entropy_bonus_fall_over_the_run(tmp_path):
     steps = [measured(tmp_path / "two-falls")[step] for step in (1, 2)]
     assert [step["actor/clip_ratio_high"] for step in steps] == [0.2, 0.1]
     assert [step["actor/entropy_coeff"] for step in steps] == [0.01, 0.005]
+
+
+COUNTDOWN = [
+    "env.train.id=tether/Countdown-v0",
+    "env.train.max_steps_per_rollout_epoch=8",
+    "env.train.init_params={ends: 4}",
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    "trainer.total_training_steps=1",
+    "trainer.logger=file",
+    "trainer.test_freq=1",
+    "env.eval.init_params={ends: 2}",  # where the last step solves the task
+    "env.eval.num_episodes=3",
+]
+
+
+@pytest.mark.parametrize("more", [[], ["env.train.vectorization=subprocess", "env.train.num_workers=2"]], ids=str)
+def test_numbers_of_the_last_info_are_logged(more, tmp_path):
+    folder = f"trainer.default_local_dir={tmp_path}"
+    train([*COUNTDOWN, *more, folder, "env.train.info_metrics=[is_success]"])
+    metrics = measured(tmp_path)[1]
+    assert metrics["env/info/is_success"] == 0.0
+    assert metrics["eval/info/is_success"] == metrics["eval/info/is_success_low"] == 1.0
+
+
+def test_an_info_metric_that_is_not_told_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tells no 'speed' in the info of an episode's last step, but 'is_success'"):
+        train([*COUNTDOWN, f"trainer.default_local_dir={tmp_path}", "env.train.info_metrics=[is_success,speed]"])

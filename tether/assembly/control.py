@@ -280,7 +280,12 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
 def view_of(config: RunConfig) -> dict[str, Any]:
     """Fields of `tether.envs.make.View`."""
     train = config.env.train
-    return {"drop": train.drop_observations, "frame_stack": train.frame_stack, "action_masks": train.action_masks}
+    return {
+        "drop": train.drop_observations,
+        "frame_stack": train.frame_stack,
+        "action_masks": train.action_masks,
+        "info_metrics": train.info_metrics,
+    }
 
 
 def _rewards(config: RunConfig) -> EnvRewards:

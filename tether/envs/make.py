@@ -54,7 +54,7 @@ MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 
 @dataclass(frozen=True)
 class View:
-    """The view: which of an environment's observations a policy sees."""
+    """Which of an environment's observations a policy sees, and what else of a step is kept."""
 
     drop: tuple[str, ...] = ()
     """Parts of a Dict that are left out."""
@@ -62,6 +62,8 @@ class View:
     """Observations of so many last steps together."""
     action_masks: bool | None = None
     """Show ``info["action_mask"]`` as a part; None: refuse environments that have it."""
+    info_metrics: tuple[str, ...] = ()
+    """Numbers in the info of an episode's last step that are kept."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,15 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Some environments in a loop; a module's function, so that it can be sent to a process."""
     make = partial(make_one, options)
-    ignore, unread = options.ignore_terminations, options.view.action_masks is False
-    return SyncVectorEnv(options.id, make, count, ignore_terminations=ignore, holds=holds, ignore_masks=unread)
+    return SyncVectorEnv(
+        options.id,
+        make,
+        count,
+        ignore_terminations=options.ignore_terminations,
+        holds=holds,
+        ignore_masks=options.view.action_masks is False,
+        info_metrics=options.view.info_metrics,
+    )
 
 
 def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:

@@ -63,6 +63,9 @@ class EnvStep:
     (`HeldEnv`); or its process died, and the episode with it, which is then truncated, too. None: all are valid."""
     success: Flags | None = None
     """[N]: the task is solved in this step, where the environment tells."""
+    told: Mapping[str, Floats] | None = None
+    """Name -> [N]: numbers in the infos of the episodes that ended in this step, NaN for the others. None where no
+    episode ended, or none is asked for."""
 
 
 @dataclass(frozen=True)

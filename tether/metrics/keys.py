@@ -261,6 +261,9 @@ def _episodes(prefix: str, when: str) -> dict[str, MetricInfo]:
         f"{prefix}/reward": MetricInfo(f"Mean reward of a step, averaged over episodes {when}."),
         f"{prefix}/success_once": MetricInfo(f"Share of episodes {when} that solved the task in any step.", "rises"),
         f"{prefix}/success_at_end": MetricInfo(f"Share of episodes {when} that ended solved.", "rises"),
+        f"{prefix}/info/<name>": MetricInfo(
+            f"Mean over episodes {when} of a number in the info of the last step.", when="with env.train.info_metrics"
+        ),
         f"{prefix}/num_trajectories": MetricInfo(f"Number of episodes {when}."),
     }
 

@@ -164,6 +164,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "num_envs": ("env.train.total_num_envs",),
     "env_kwargs": ("env.train.init_params",),
     "wrapper_class": ("env.train.wrappers",),
+    "info_keywords": ("env.train.info_metrics",),
     "vec_env_cls": ("env.train.vectorization",),
     "n_stack": ("env.train.frame_stack",),
     "best_model_save_path": ("trainer.keep_best",),

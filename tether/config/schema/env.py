@@ -73,6 +73,8 @@ class TrainEnvConfig(Section):
     """Wrappers, the first innermost: module:Class?name=value, or FILE.py:Class?name=value. (tether's own key.)"""
     drop_observations: Strings = ()
     """Parts of a Dict observation that the policy does not see, in tests neither. (tether's own key.)"""
+    info_metrics: Strings = ()
+    """Numbers in the info of an episode's last step whose means are logged, of tests too. (tether's own key.)"""
     frame_stack: Positive = 1
     """Observations of so many last steps that are seen together, in tests, too. (tether's own key.)"""
     action_masks: bool | None = None

@@ -68,7 +68,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
         raise ValueError(f"{options.role}.wrappers: envpool steps in C++, which wraps nothing. Use env_type=gymnasium.")
     if options.view != View():
         raise ValueError(
-            "env.train.drop_observations, env.train.frame_stack: envpool shows what it shows. Stack frames with "
+            "env.train.drop_observations, frame_stack, info_metrics: envpool shows what it shows. Stack frames with "
             f"{options.role}.init_params.stack_num, or use env_type=gymnasium."
         )
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}

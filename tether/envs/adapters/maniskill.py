@@ -31,7 +31,7 @@ def make_batch(options: EnvOptions, arguments: Arguments) -> BatchedEnv | None:
         return None
     for key, asked in {
         "wrappers": bool(options.wrappers),
-        "drop_observations or frame_stack": options.view != View(),
+        "drop_observations, frame_stack or info_metrics": options.view != View(),
         "group_size, auto_reset, use_fixed_reset_state_ids or policy.num_action_chunks": options.pacing != Pacing(),
         "video_cfg.save_video": "render_mode" in arguments,
         "vectorization": options.vectorization in ("sync", "subprocess"),

@@ -8,8 +8,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.gymnasium_types import Env, Raw
-from tether.envs.protocol import EnvState, EnvStep, Saved
+from tether.envs.gymnasium_types import Env, Info, Raw
+from tether.envs.protocol import EnvState, EnvStep, Floats, Saved
 from tether.envs.spaces.action_masks import refuse_unread_mask
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
@@ -30,6 +30,7 @@ class SyncVectorEnv:
         ignore_terminations: only truncation ends an episode.
         holds: after an end wait for `begin` (`HeldEnv`).
         ignore_masks: environments may tell which choices are allowed without showing it; else `begin` refuses them.
+        info_metrics: numbers in the info of an episode's last step that become `EnvStep.told`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SyncVectorEnv:
         ignore_terminations: bool = False,
         holds: bool = False,
         ignore_masks: bool = False,
+        info_metrics: Sequence[str] = (),
     ) -> None:
         self.id = id
         self.num_envs = num_envs
@@ -50,7 +52,7 @@ class SyncVectorEnv:
         self._codec = ActionCodec.of(self._envs[0].action_space, id)
         self._is_choice = isinstance(self._envs[0].action_space, gymnasium.spaces.Discrete)
         self._ignore_terminations = ignore_terminations
-        self._holds, self._ignore_masks = holds, ignore_masks
+        self._holds, self._ignore_masks, self._info_metrics = holds, ignore_masks, info_metrics
         self._waiting = np.full(num_envs, holds)
         self.actions = self._codec.spec
         self.layout = self._read.layout
@@ -79,10 +81,14 @@ class SyncVectorEnv:
         return self._obs
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
+        """See `VectorEnv.step`.
+
+        Raises:
+            ValueError: the info of an episode's last step lacks one of the `info_metrics`, or has it as no number.
+        """
         decoded = self._codec.decode(actions)
         ended = tells_success = False
-        valid = None
+        valid, told = None, dict[str, Floats]()
         if self._holds and self._waiting.any():
             valid = ~self._waiting
             for row in (self._reward, self._terminated, self._truncated, self._success):
@@ -104,6 +110,9 @@ class SyncVectorEnv:
                 tells_success, self._success[i] = True, bool(success)
             if terminated or truncated:
                 ended = True
+                for name in self._info_metrics:
+                    column = told.setdefault(name, np.full(self.num_envs, np.nan, dtype=np.float32))
+                    column[i] = told_number(info, name, self.id)
                 self._write(self._final_obs, i, obs)
                 if self._holds:
                     self._waiting[i] = True
@@ -118,6 +127,7 @@ class SyncVectorEnv:
             final_obs=self._final_obs if ended else None,
             valid=valid,
             success=self._success if tells_success else None,
+            told=told or None,
         )
 
     def render(self) -> NDArray[np.uint8]:
@@ -156,3 +166,24 @@ class SyncVectorEnv:
             rows[self.layout[0].name][i] = obs
         else:
             self._read.write(obs, rows, i)
+
+
+def told_number(info: Info, name: str, env_id: str) -> float:
+    """A number in the info of an episode's last step.
+
+    Raises:
+        ValueError: it is missing, or no finite number.
+    """
+    fix = "Correct the name, or take it out."
+    if name not in info:
+        raise ValueError(
+            f"env.train.info_metrics: {env_id} tells no {name!r} in the info of an episode's last step, but "
+            f"{', '.join(map(repr, info)) or 'nothing'}. {fix}"
+        )
+    try:
+        number = float(info[name])
+    except (TypeError, ValueError):
+        number = np.nan
+    if not np.isfinite(number):
+        raise ValueError(f"env.train.info_metrics: {name!r} of {env_id} is {info[name]!r:.80}, no finite number. {fix}")
+    return number

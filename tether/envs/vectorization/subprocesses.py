@@ -261,6 +261,11 @@ def _joined(steps: list[EnvStep]) -> EnvStep:
             continue
         missing = np.ones if field.name == "valid" else np.zeros
         known = next(part for part in parts if part is not None)
+        if field.name == "told":
+            counts = [len(step.reward) for step in steps]
+            parts = [part or dict.fromkeys(known, np.full(n, np.nan)) for part, n in zip(parts, counts, strict=True)]
+            columns["told"] = {name: np.concatenate([part[name] for part in parts]) for name in known}
+            continue
         if isinstance(known, dict):  # where no episode ended, the rows of the last observations mean nothing
             columns[field.name] = _stacked([part or step.obs for step, part in zip(steps, parts, strict=True)])
             continue

@@ -98,6 +98,8 @@ class EnvCollector:
             np.zeros(shape, dtype=np.bool_),
         )
         self._tells_success = False
+        self._told: dict[str, Floats] = {}
+        """Columns [N, T] of `EnvStep.told` in the present epoch."""
         self._now: Observation = {part.name: part.zeros(env.num_envs) for part in env.layout}
         self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
@@ -183,13 +185,13 @@ class EnvCollector:
         self._states.numpy()[columns] = self._state
         rows.valid.fill(True)
         rows.success.fill(False)
-        self._tells_success = False
+        self._tells_success, self._told = False, {}
         finals = self._play(act, noise.numpy(), rows)
         rows.starts[:, -1] = self._fresh
         self._check(rows.obs, rows.rewards, finals)
         self._done += self.steps
         success = rows.success if self._tells_success else None
-        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success)
+        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success, self._told)
         return [(columns.start + n, t, row) for n, t, row in finals], episodes
 
     def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
@@ -216,6 +218,8 @@ class EnvCollector:
                 finals += [(n, t, _row(step.final_obs, n)) for n in self._bootstrapped(step)]
             if step.success is not None:
                 self._tells_success, rows.success[:, t] = True, step.success
+            for name, column in (step.told or {}).items():
+                self._told.setdefault(name, np.zeros_like(rows.rewards))[:, t] = column
         self._now = copied(obs)
         return finals
 

@@ -41,8 +41,11 @@ class EpisodeTracker:
         ended: NDArray[np.bool_],
         valid: NDArray[np.bool_],
         success: NDArray[np.bool_] | None,
+        told: Mapping[str, NDArray[np.float32]] | None = None,
     ) -> tuple[Episode, ...]:
         """Take T steps of each environment in, [N, T] each; returns the episodes that ended in them.
+
+        `told` has the columns of `EnvStep.told`.
 
         An episode whose last step is not valid was lost, and is not among them.
         """
@@ -58,7 +61,8 @@ class EpisodeTracker:
                 at_end = bool(success[n, t])
             reward = float(reward_so_far[n, t] - reward_before[n])
             if valid[n, t]:
-                episodes.append(Episode(reward, int(length_so_far[n, t] - length_before[n]), once, at_end))
+                info = {name: float(column[n, t]) for name, column in (told or {}).items()}
+                episodes.append(Episode(reward, int(length_so_far[n, t] - length_before[n]), once, at_end, info))
             reward_before[n], length_before[n] = reward_so_far[n, t], length_so_far[n, t]
             first[n], self._success[n] = t + 1, False
         self._reward = reward_so_far[:, -1] - reward_before
@@ -113,6 +117,8 @@ def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float 
         told = [float(getattr(episode, name)) for episode in episodes if getattr(episode, name) is not None]
         if told:
             columns[name] = told
+    for name in episodes[0].info:
+        columns[f"info/{name}"] = [episode.info[name] for episode in episodes if name in episode.info]
     metrics = {f"{prefix}/{name}": fmean(values) for name, values in columns.items()}
     metrics[f"{prefix}/num_trajectories"] = float(len(episodes))
     if confidence is not None:

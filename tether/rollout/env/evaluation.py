@@ -77,7 +77,8 @@ def evaluate(
             valid = np.ones_like(ended) if step.valid is None else step.valid
             fresh = (fresh & ~valid) | ended
             success = None if step.success is None else step.success[:, None]
-            finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success)
+            told = {name: column[:, None] for name, column in (step.told or {}).items()}
+            finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success, told)
             for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
                 if wanted[n]:
                     wanted[n] -= 1
