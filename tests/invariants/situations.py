@@ -236,6 +236,7 @@ def control(folder: Path) -> Situation:
         "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
         "env.train.drop_observations": ["[nothing]"],
         "env.train.action_masks": ["true"],
+        "env.train.info_metrics": ["[speed]"],
         "trainer.device": ["cuda"],
         f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
