@@ -34,7 +34,8 @@ SB3 = {
     """,
     "`policy_kwargs`": "net_arch activation_fn ortho_init log_std_init features_extractor_class lstm_hidden_size",
     "`make_vec_env`, wrappers": """
-        n_envs info_keywords seed wrapper_class env_kwargs vec_env_cls n_stack norm_obs norm_reward clip_obs clip_reward
+        n_envs info_keywords seed wrapper_class env_kwargs vec_env_cls n_stack norm_obs norm_obs_keys norm_reward
+        clip_obs clip_reward
     """,
     "callbacks, `evaluate_policy`": """
         n_eval_episodes eval_freq save_freq save_path best_model_save_path reward_threshold

@@ -237,6 +237,7 @@ def control(folder: Path) -> Situation:
         "env.train.drop_observations": ["[nothing]"],
         "env.train.action_masks": ["true"],
         "env.train.info_metrics": ["[speed]"],
+        "policy.normalize_only": ["[speed]"],
         "trainer.device": ["cuda"],
         f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},

@@ -64,6 +64,12 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
     refuse_texts(env, policy.model_type)
     _check_mask(env, policy.num_action_chunks)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
+    rows = [part.name for part in env.layout if part.name not in pictures and part.width]
+    if missing := [name for name in policy.normalize_only if name not in rows]:
+        raise ValueError(
+            f"policy.normalize_only: {env.id} shows no {missing[0]} that is read as numbers, but "
+            f"{', '.join(rows) or 'none'}. Correct the name, or set policy.normalize_only=[]."
+        )
     spec = PolicySpec(
         obs_dim=row_width(tuple(part for part in env.layout if part.name not in pictures)),
         layout=env.layout,
@@ -79,6 +85,7 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         activation=policy.activation,
         init_logstd=policy.init_logstd,
         normalize_observations=policy.normalize_observations,
+        normalize_only=policy.normalize_only,
         clip_observations=policy.clip_observations,
         pictures=pictures,
         cnn_type=fitting_cnn(policy.cnn_type, env, pictures),

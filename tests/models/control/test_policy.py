@@ -10,6 +10,7 @@ from tether.models.control.heads import CategoricalHead, GaussianHead
 from tether.models.control.mlp import ACTIVATIONS, Mlp
 from tether.models.control.mlp_policy import ControlPolicy, PolicySpec, load_policy, save_policy
 from tether.models.control.normalize import RunningNormalizer
+from tether.observations import ObsPart
 
 SPECS = [
     PolicySpec(4, None, 2, hidden_dim=8, num_layers=2, normalize_observations=True, activation="elu"),
@@ -106,6 +107,16 @@ def test_first_weights():
     torch.testing.assert_close(weight @ weight.t(), 2 * torch.eye(256), atol=1e-4, rtol=0)
     assert net.actor(torch.randn(5, 4)).abs().max() < 0.1
     assert ControlPolicy(PolicySpec(4, None, 3), seed=0).head.logstd.tolist() == [-0.5] * 3
+
+
+def test_parts_that_are_not_normalised_stay_as_they_are():
+    layout = (ObsPart("speed", "vector", (2,)), ObsPart("goal", "vector", (1,)))
+    spec = PolicySpec(3, None, 2, layout=layout, normalize_observations=True, normalize_only=("speed",))
+    normalizer = spec.make_normalizer()
+    normalizer.update(torch.tensor([[0.0, 10.0, 100.0], [2.0, 30.0, 900.0]]))
+    x = torch.tensor([[3.0, 20.0, 700.0]])
+    torch.testing.assert_close(normalizer(x), torch.tensor([[2.0, 0.0, 700.0]]))
+    torch.testing.assert_close(torch.from_numpy(normalizer.in_numpy()(x.numpy())), normalizer(x))
 
 
 def test_running_statistics_are_those_of_everything_seen():

@@ -175,6 +175,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "activation_fn": ("policy.activation",),
     "log_std_init": ("policy.init_logstd",),
     "lstm_hidden_size": ("policy.lstm_dim",),
+    "norm_obs_keys": ("policy.normalize_only",),
     "norm_obs": ("policy.normalize_observations",),
     "norm_reward": ("policy.normalize_rewards",),
     "clip_obs": ("policy.clip_observations",),

@@ -164,6 +164,8 @@ class PolicyConfig(Section):
     """Actions that are decided on at once and then carried out one after the other."""
     normalize_observations: Annotated[bool, OWN_TOO] = False
     """Bring observations to mean 0 and variance 1 by running statistics, which are part of the policy."""
+    normalize_only: Annotated[Strings, ActsIf(".normalize_observations", on=(True,))] = ()
+    """Parts of a Dict observation that are normalised; empty: all. (tether's own key.)"""
     clip_observations: Annotated[float, ActsIf(".normalize_observations", on=(True,))] = 10.0
     """Normalised observations are cut at plus and minus this."""
     normalize_rewards: bool = False

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from tether.models.control.actors import Actor
 from tether.models.control.mlp import Mlp
 from tether.models.control.network_policy import NetworkPolicy
-from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.observations import ObservationBatch
 from tether.models.control.own_policy import OwnPolicy
 from tether.models.control.spec import ForwardPass, Memory, PolicySpec, RolloutEvaluation
@@ -53,9 +52,7 @@ class ControlPolicy(nn.Module):
         if spec.value_width:
             before = hidden[-1:] if spec.share_critic else of_critic
             self.critic = Mlp([*before, spec.value_width], spec.activation, 1.0, generator)
-        self.normalizer: RunningNormalizer | None = None
-        if spec.normalize_observations:
-            self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
+        self.normalizer = spec.make_normalizer()
         self.micro_batch: int | None = None
         """Decisions of a forward and backward pass; None: all at once."""
 

@@ -19,7 +19,6 @@ from tether.models.control.cnn import Cnn
 from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
-from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, ObservationBatch
 from tether.models.control.spec import (
     ForwardPass,
@@ -106,9 +105,7 @@ class NetworkPolicy(nn.Module):
         if spec.value_width:
             self.critic_torso = None if spec.share_critic else Torso(spec.of_critic, generator)
             self.critic = orthogonal_linear((self.critic_torso or self.torso).width, spec.value_width, 1.0, generator)
-        self.normalizer: RunningNormalizer | None = None
-        if spec.normalize_observations:
-            self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
+        self.normalizer = spec.make_normalizer()
         self.micro_batch: int | None = None
         """Decisions of a forward and backward pass, or one sequence where that is more; None: all at once."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,7 @@ class RunningNormalizer(nn.Module):
     Args:
         size: entries of an observation.
         clip: bound of the result, both ways.
+        kept: [size] entries that stay as they are; None: none does.
     """
 
     count: Tensor
@@ -29,10 +31,11 @@ class RunningNormalizer(nn.Module):
     var: Tensor
     shift: Tensor
     scale: Tensor
+    clip: Tensor
 
-    def __init__(self, size: int, clip: float) -> None:
+    def __init__(self, size: int, clip: float, kept: Tensor | None = None) -> None:
         super().__init__()
-        self.clip = clip
+        self._kept = torch.zeros(size, dtype=torch.bool) if kept is None else kept
         self.fixed = False
         """`update` changes nothing: a policy that can do something would do another thing where statistics move."""
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -41,6 +44,7 @@ class RunningNormalizer(nn.Module):
         # What `forward` reads, in float32.
         self.register_buffer("shift", torch.zeros(size))
         self.register_buffer("scale", torch.ones(size))
+        self.register_buffer("clip", torch.full((size,), clip).masked_fill(self._kept, math.inf), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
@@ -48,7 +52,7 @@ class RunningNormalizer(nn.Module):
 
     def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
         """`forward` in NumPy, with the statistics of this moment."""
-        shift, scale, clip = as_array(self.shift), as_array(self.scale), self.clip
+        shift, scale, clip = as_array(self.shift), as_array(self.scale), as_array(self.clip)
         return lambda obs: np.minimum(np.maximum((obs - shift) * scale, -clip), clip)
 
     def update(self, obs: Tensor) -> None:
@@ -62,5 +66,5 @@ class RunningNormalizer(nn.Module):
         self.var.copy_((squares + shift.square() * self.count * len(new) / total) / total)
         self.mean.add_(shift * len(new) / total)
         self.count.copy_(total)
-        self.shift.copy_(self.mean)
-        self.scale.copy_((self.var + EPSILON).rsqrt())
+        self.shift.copy_(self.mean.masked_fill(self._kept, 0.0))
+        self.scale.copy_((self.var + EPSILON).rsqrt().masked_fill(self._kept, 1.0))

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from tether.models.control.network_policy import NetworkPolicy
-from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.spec import Observations, PolicySpec, masked, numbers_of
 from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import definition
@@ -50,9 +49,7 @@ class OwnPolicy(NetworkPolicy):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = _make(spec, self.head.outputs)
-        self.normalizer: RunningNormalizer | None = None
-        if spec.normalize_observations:
-            self.normalizer = RunningNormalizer(spec.obs_dim, spec.clip_observations)
+        self.normalizer = spec.make_normalizer()
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters of the actor, and of the critic."""

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head
+from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, FlatRow, Pictures
 from tether.observations import ObsLayout, ObsPart
 
@@ -43,6 +45,8 @@ class PolicySpec:
     activation: str = "tanh"
     init_logstd: float = -0.5
     normalize_observations: bool = False
+    normalize_only: tuple[str, ...] = ()
+    """Names of the parts that are normalised; empty: all."""
     clip_observations: float = 10.0
     layout: ObsLayout = ()
     """The parts of an observation; empty: one of O numbers, ``state``."""
@@ -84,6 +88,17 @@ class PolicySpec:
     def make_row(self) -> FlatRow:
         """The module that flattens the numbers of observations."""
         return FlatRow(self.parts, without=self.pictures)
+
+    def make_normalizer(self) -> RunningNormalizer | None:
+        """The running statistics of the row, where it is normalised."""
+        if not self.normalize_observations:
+            return None
+        kept = [
+            torch.full((part.width,), bool(self.normalize_only) and part.name not in self.normalize_only)
+            for part in self.parts
+            if part.name not in self.pictures
+        ]
+        return RunningNormalizer(self.obs_dim, self.clip_observations, torch.cat(kept))
 
     def make_pictures(self) -> Pictures | None:
         """The module that stacks the pictures, where a CNN reads them."""
