@@ -15,7 +15,7 @@ from tests.trainer.control_run import call  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
 from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.data.lerobot import read_dataset  # noqa: E402
+from tether.data.lerobot import read_dataset, write_dataset  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
 from tether.trainer.control.rollouts import POLICY  # noqa: E402
 
@@ -144,3 +144,19 @@ def test_without_a_critic_or_with_another_the_policy_is_taken_alone(cloned, tmp_
     run = build_control_run(load_config(None, run_overrides(tmp_path, start, *groups)))
     run.close()
     assert run.trainer.rollouts.policy.critic is None
+
+
+def test_demonstrations_of_forbidden_choices_are_refused(tmp_path):
+    (tmp_path / "legal.py").write_text(
+        "import numpy as np\ndef act(env, obs):\n    return [np.flatnonzero(a)[-1] for a in env.unwrapped._allowed]\n"
+    )
+    masked = ["env.train.id=tether/Allowed-v0", "env.train.action_masks=True"]
+    call("collect", *masked, "--from", f"{tmp_path / 'legal.py'}:act", "-o", tmp_path / "demos", "-n", 4)
+    call("bc", *masked, "--data", tmp_path / "demos", "-o", tmp_path / "bc", "--epochs", 1)
+    episodes = read_dataset(tmp_path / "demos")
+    step, choice = next((t, a) for t, a in np.argwhere(episodes[2].observations["action_mask"][:, :4] == 0))
+    episodes[2].actions[step, 0] = choice
+    write_dataset(tmp_path / "wrong", episodes, fps=30, robot="toy")
+    shown = CliRunner().invoke(app, ["bc", *masked, "--data", str(tmp_path / "wrong")])
+    assert f"wrong: episode 2, step {step}: the action [{choice}, " in str(shown.exception)
+    assert f"its action_mask forbids choice {choice}" in str(shown.exception)

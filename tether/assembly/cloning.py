@@ -109,6 +109,8 @@ def build_cloning(
     with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
         obs = _observations(episodes, env, folder)
         actions = [_actions(episode, env, folder) for episode in episodes]
+        for number, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
+            _refuse_forbidden(env, seen, chosen, f"{folder}: episode {number}")
         bounds = _bounds(actions, quantiles) if config.policy.model_type in VLA_TYPES else None
         policy = new_policy(config, env, bounds)
     if bounds:
@@ -166,3 +168,22 @@ def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> NDArray[An
         found = f"{episode.actions.shape[1]} columns of {episode.actions.dtype}"
         raise ValueError(f"{folder}: not recorded in {env.id}: actions of {found}, not {env.actions.width} {wanted}")
     return episode.actions.astype(np.int64 if whole else np.float32)
+
+
+def _refuse_forbidden(env: VectorEnv, obs: Observation, actions: NDArray[Any], where: str) -> None:
+    """Refuse choices that the recorded masks forbid: the policy could never make them, so their loss is huge.
+
+    Raises:
+        ValueError: there is one; names the first.
+    """
+    mask = next((part.name for part in env.layout if part.kind == "mask"), None)
+    if mask is None or not isinstance(env.actions, DiscreteActions):
+        return
+    offsets = np.cumsum((0, *env.actions.choices[:-1]))
+    forbidden = ~np.take_along_axis(obs[mask].astype(bool), actions + offsets, axis=1)
+    if forbidden.any():
+        step, column = np.argwhere(forbidden)[0]
+        raise ValueError(
+            f"{where}, step {step}: the action {actions[step].tolist()} was taken, and its {mask} forbids choice "
+            f"{actions[step, column]}. Record without it, or set env.train.action_masks=false."
+        )
