@@ -242,6 +242,21 @@ def test_mistakes_are_found_with_the_configuration(file: Path, tmp_path: Path) -
     assert not any("hidden_dim" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("env.train.id", "{file}", "{file}: names no environment. Of a file give {file}:FUNCTION or {file}:ID."),
+        ("env.train.id", "{file}:", "{file}:: names no environment. Of a file give {file}:FUNCTION or {file}:ID."),
+        ("env.train.wrappers", "[{file}]", "{file}: names no class. Give module:Class or FILE.py:Class."),
+        ("env.train.wrappers", "[TimeLimit]", "TimeLimit: names no class. Give module:Class or FILE.py:Class."),
+    ],
+)
+def test_a_file_without_a_name_is_an_error(file: Path, tmp_path: Path, key: str, value: str, message: str) -> None:
+    named = "env.train.id=CartPole-v1", f"{key}={value.format(file=file)}"
+    (problem,) = missing_inputs(load_config(None, settings(tmp_path, *named)).config)
+    assert (problem.path, problem.what) == (key, message.format(file=file))
+
+
 def test_a_network_has_the_critic_of_its_name(file: Path) -> None:
     """The layer whose name begins with critic has the critic's learning rate."""
     from tether.models.control.mlp_policy import make_policy

@@ -75,11 +75,8 @@ def _of_control(config: RunConfig) -> Named:
     if config.actor_rollout_ref.model.path:
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, _path
     for role, env in (("env.train", config.env.train), ("env.eval", config.env.eval)):
-        file = (env.id or "").rpartition(":")[0]
-        if file.endswith(".py"):
-            yield f"{role}.id", file, _parsed
-        wrappers = (name.partition("?")[0] for name in env.wrappers)
-        yield from ((f"{role}.wrappers", name, _definition) for name in wrappers if is_own_function(name))
+        yield f"{role}.id", env.id or "", _environment
+        yield from ((f"{role}.wrappers", name.partition("?")[0], _wrapper) for name in env.wrappers)
     if is_own_function(config.policy.model_type):
         yield "policy.model_type", config.policy.model_type, _definition
     yield from _of_both(config)
@@ -118,6 +115,25 @@ def vllm_python(name: str = "vllm") -> Path:
 def _path(name: str) -> None:
     if not Path(name).expanduser().exists():
         raise ValueError(missing_file(Path(name).expanduser()))
+
+
+def _environment(named: str) -> None:
+    """Look for the file of ``FILE.py:FUNCTION`` or ``FILE.py:ID``; whether an id is registered is known later."""
+    module, _, name = named.rpartition(":")
+    if named.endswith(".py") or not name:
+        file = named.removesuffix(":")
+        raise ValueError(f"{named}: names no environment. Of a file give {file}:FUNCTION or {file}:ID.")
+    if module.endswith(".py"):
+        _parsed(module)
+
+
+def _wrapper(named: str) -> None:
+    """Look for ``FILE.py:Class``; whether ``module:Class`` is there is known later."""
+    module, _, name = named.rpartition(":")
+    if not (module and name):
+        raise ValueError(f"{named}: names no class. Give module:Class or FILE.py:Class.")
+    if module.endswith(".py"):
+        _definition(named)
 
 
 def _definition(named: str) -> None:
