@@ -119,6 +119,14 @@ def test_parts_that_are_not_normalised_stay_as_they_are():
     torch.testing.assert_close(torch.from_numpy(normalizer.in_numpy()(x.numpy())), normalizer(x))
 
 
+def test_pictures_alone_leave_nothing_to_normalise():
+    layout = (ObsPart("image", "image", (8, 8, 3), "uint8"),)
+    spec = PolicySpec(0, (5,), 1, layout=layout, pictures=("image",), normalize_observations=True)
+    normalizer = spec.make_normalizer()
+    normalizer.update(torch.empty(4, 0))
+    assert normalizer(torch.empty(2, 0)).shape == (2, 0)
+
+
 def test_running_statistics_are_those_of_everything_seen():
     generator = torch.Generator().manual_seed(0)
     pieces = [5 + 3 * torch.randn(n, 2, generator=generator) for n in (4, 100, 1)]

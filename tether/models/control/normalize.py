@@ -57,7 +57,7 @@ class RunningNormalizer(nn.Module):
 
     def update(self, obs: Tensor) -> None:
         """Take observations [B, size] in (Chan et al. 1979)."""
-        if self.fixed:
+        if self.fixed or not obs.shape[-1]:
             return
         new = obs.double()
         total = self.count + len(new)

@@ -94,11 +94,12 @@ class PolicySpec:
         if not self.normalize_observations:
             return None
         kept = [
-            torch.full((part.width,), bool(self.normalize_only) and part.name not in self.normalize_only)
+            bool(self.normalize_only) and part.name not in self.normalize_only
             for part in self.parts
             if part.name not in self.pictures
+            for _ in range(part.width)
         ]
-        return RunningNormalizer(self.obs_dim, self.clip_observations, torch.cat(kept))
+        return RunningNormalizer(self.obs_dim, self.clip_observations, torch.tensor(kept, dtype=torch.bool))
 
     def make_pictures(self) -> Pictures | None:
         """The module that stacks the pictures, where a CNN reads them."""
