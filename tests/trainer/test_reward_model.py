@@ -26,7 +26,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(inputs: Path, run: Path, *more: str) -> list[str]:
     base = [text for text in base_overrides(inputs, run) if not text.startswith("custom_reward_function")]
-    learned = ["reward_model.enable=True", f"reward_model.model.path={inputs / 'rm'}"]
+    learned = [
+        "reward_model.enable=True",
+        f"reward_model.model.path={inputs / 'rm'}",
+        "reward_model.model.fsdp_config.dtype=float32",
+    ]
     return [*base, *GRPO, *learned, "trainer.total_training_steps=2", "trainer.test_freq=2", *more]
 
 
