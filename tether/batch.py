@@ -81,6 +81,17 @@ class WeightUpdate:
     tensors: Iterable[tuple[str, Tensor]]
     """Name and value of each, as in the model's ``state_dict``."""
 
+    def copied(self) -> WeightUpdate:
+        """The same, which stay as they are while the engine learns."""
+        seen: dict[int, Tensor] = {}  # tied weights stay tied
+        tensors = []
+        for name, value in self.tensors:
+            key = value.data_ptr()
+            if key not in seen or seen[key].shape != value.shape:
+                seen[key] = value.detach().clone()
+            tensors.append((name, seen[key]))
+        return WeightUpdate(self.version, tensors)
+
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Give a model these weights; tensors that share their memory with it are not copied."""

@@ -184,6 +184,12 @@ CASES = {
         "2 devices sample no conversations so far",
         ["trainer.n_gpus_per_node=1"],
     ),
+    "sampling_ahead_has_one_device": (
+        ["trainer.async_mode=fully_async", "trainer.n_gpus_per_node=2"],
+        "trainer.n_gpus_per_node",
+        "2 devices sample and train in turns so far",
+        ["trainer.n_gpus_per_node=1"],
+    ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",

@@ -28,6 +28,7 @@ ALGORITHMS = {
         "reward_model.overlong_buffer.enable=True",
         "reward_model.overlong_buffer.len=4",
     ],
+    "one_step_off": [*GRPO, "trainer.async_mode=one_step_off"],
     "lora": [*GAE, "actor_rollout_ref.model.lora_rank=4"],
 }
 Straight = Callable[[str], Path]
@@ -70,6 +71,8 @@ def going_on(name: str, inputs: Path, checkpoint: Path, directory: Path) -> list
         pytest.param("grpo", 3, id="grpo-epoch-boundary"),
         pytest.param("shaped", 2, id="running-reward-statistics"),
         pytest.param("lora", 2, id="lora"),
+        pytest.param("one_step_off", 1, id="one-step-off"),
+        pytest.param("one_step_off", 4, id="one-step-off-before-the-last-step"),
     ],
 )
 def test_going_on_is_exact(name: str, step: int, straight: Straight, inputs: Path, tmp_path: Path):

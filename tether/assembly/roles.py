@@ -192,7 +192,8 @@ def _engines(
     policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
     rollout = config.actor_rollout_ref.rollout
     served = rollout.name == "vllm"
-    sampling = _copy_to_sample(config, policy) if sharded and not served else policy
+    apart = sharded or config.trainer.async_mode != "off"  # the sampler's weights are not those that training changes
+    sampling = _copy_to_sample(config, policy) if apart and not served else policy
     card = PolicyCard.of(policy) if served else None  # while it is whole
     reference = load_reference(config, sources.model_path, policy, sources.device)
     # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -33,13 +34,24 @@ from tether.assembly.roles import build_roles, sources_of
 from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
+from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
-from tether.rollout import SamplingParams
+from tether.rollout import NoiseKey, RolloutEngine, SamplingParams
+from tether.rollout.parity import ROWS, ParityProbe
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
-from tether.trainer import Persistence, Schedule, Trainer, check_identity, model_fingerprint, object_fingerprint
+from tether.trainer import (
+    Persistence,
+    SamplingAhead,
+    Schedule,
+    SourceAhead,
+    Trainer,
+    check_identity,
+    model_fingerprint,
+    object_fingerprint,
+)
 from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_tolerance
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
@@ -107,10 +119,14 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
+            prove=_proof(config, roles.sampler, inputs.train),
         )
+        ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule)
+        if ahead:
+            resources.callback(ahead.close)
         trainer = Trainer(
-            source=source,
-            rollouts=rollouts,
+            source=SourceAhead(ahead) if ahead else source,
+            rollouts=ahead or rollouts,
             actor=roles.actor,
             critic=roles.critic,
             reference=roles.reference,
@@ -138,6 +154,31 @@ def build_run(loaded: LoadedConfig) -> Run:
         if formats:
             about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+def _sampling_ahead(
+    config: RunConfig, source: PromptSource, rollouts: TextRollouts, actor: Learner[Any, Any], schedule: Schedule
+) -> SamplingAhead[Any, Any] | None:
+    """Rollouts that sample while the policy learns; None where both take turns."""
+    mode = config.trainer.async_mode
+    if mode == "off":
+        return None
+    return SamplingAhead(
+        source,
+        rollouts,
+        actor.engine.export,
+        total_steps=schedule.total_steps,
+        max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
+        fixed=mode == "one_step_off",
+    )
+
+
+def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
+    """The comparison of sampler and trainer that comes before the first step; None where a step makes it."""
+    if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
+        return None
+    few = [prompts[row].token_ids for row in range(min(ROWS, len(prompts)))]
+    return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
 
 
 def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
@@ -206,6 +247,8 @@ def validation_sampling(config: RunConfig) -> SamplingParams:
 
 
 def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
+    if config.trainer.async_mode != "off":  # rows of older weights: what is far apart is no fault
+        return MismatchAlarm(math.inf)
     formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
     return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))
 

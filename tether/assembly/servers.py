@@ -81,7 +81,7 @@ def build_servers(
     Raises:
         ValueError: vLLM is not installed.
     """
-    rollout = config.actor_rollout_ref.rollout
+    rollout, in_turns = config.actor_rollout_ref.rollout, config.trainer.async_mode == "off"
     where = rollout.server_urls or _launches(config, policy, device, logs)
     servers = [Server(one, rollout.server_timeout) for one in where]
     traffic = Traffic(
@@ -89,7 +89,8 @@ def build_servers(
         bucket=rollout.update_weights_bucket_megabytes << 20,
         left_out=policy.second_names,
         max_num_seqs=rollout.max_num_seqs,
-        sleeps=rollout.free_cache_engine,
+        sleeps=rollout.free_cache_engine and in_turns,
+        holds_weights=not in_turns,
     )
     engine = VllmEngine(
         servers,
@@ -106,8 +107,9 @@ def build_servers(
         return found
 
     formats = (rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    every = rollout.parity_freq if in_turns else 0  # the trainer has other weights by then
     tolerance = mismatch_tolerance(*(DTYPES[name] for name in formats))
-    return ParityProbe(engine, log_probs, every=rollout.parity_freq, tolerance=tolerance, sampling=sampling)
+    return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+AHEAD = "with trainer.async_mode"
+
 
 @dataclass(frozen=True)
 class MetricInfo:
@@ -187,6 +189,9 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "training/rollout_mismatch_alarm": MetricInfo(
         "1 where `rollout_corr/k3_kl` is more than rounding in the number formats in use explains.", "0"
     ),
+    "training/staleness": MetricInfo(
+        "Updates between the weights that sampled the batch and those that learn from it.", when=AHEAD
+    ),
     **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats per token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats per token.", "below 0.001"),
@@ -248,6 +253,9 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/total_num_tokens": MetricInfo("Tokens of the step, prompts and responses."),
     "perf/time_per_step": MetricInfo("Duration of the step, in seconds."),
     "perf/throughput": MetricInfo("Tokens a second and device, prompts and responses."),
+    "perf/batches_ahead": MetricInfo(
+        "Sampled batches that were ready when the step began, its own among them.", when=AHEAD
+    ),
     "perf/cpu_memory_peak_gb": MetricInfo("Largest memory that this process ever held, in GiB."),
     "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB.", when="on a GPU"),
     "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB.", when="on a GPU"),
@@ -298,7 +306,10 @@ REWARD_MODELS: Mapping[str, MetricInfo] = {
 
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
-    "timing_s/gen": MetricInfo("Seconds of generating responses."),
+    "timing_s/gen": MetricInfo("Seconds of generating responses; with `trainer.async_mode`, of waiting for them."),
+    "timing_s/sampling": MetricInfo(
+        "Seconds of generating and scoring the batch, while earlier steps learned.", when=AHEAD
+    ),
     "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
     "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),

@@ -71,12 +71,24 @@ class ParityProbe:
             ValueError: sampler and trainer disagree by more than rounding explains.
         """
         if self._proven_at is None and sampling != self._sampling:
-            few = list(prompts)[:ROWS]
-            self._prove(self._engine.generate(few, replace(self._sampling, n=1), key), few, key)
+            self.prove(prompts, key)
         rollout = self._engine.generate(prompts, sampling, key, on_finished, on_progress, partner)
         if sampling == self._sampling and self._is_due(key.step):
             self._prove(rollout[:ROWS], list(prompts)[:ROWS], key)
         return rollout
+
+    def prove(self, prompts: Sequence[Sequence[int] | TokenIds], key: NoiseKey) -> None:
+        """Compare now, on one response to each of the first prompts.
+
+        Args:
+            prompts: at least one.
+            key: names the random draws.
+
+        Raises:
+            ValueError: see `generate`.
+        """
+        few = list(prompts)[:ROWS]
+        self._prove(self._engine.generate(few, replace(self._sampling, n=1), key), few, key)
 
     def _prove(self, rollout: RolloutBatch, prompts: Sequence[Sequence[int] | TokenIds], key: NoiseKey) -> None:
         found = self._difference(rollout)

@@ -3,6 +3,7 @@
 `text` and `control` hold the parts of one kind of policy, `parts` the steps that a configuration switches on.
 """
 
+from tether.trainer.ahead import SamplingAhead, SourceAhead
 from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint, write_run_yaml
 from tether.trainer.loop import OldLogProbs, Schedule, Trainer
@@ -13,7 +14,9 @@ __all__ = [
     "EvaluationResult",
     "OldLogProbs",
     "Persistence",
+    "SamplingAhead",
     "Schedule",
+    "SourceAhead",
     "Trainer",
     "check_identity",
     "control",

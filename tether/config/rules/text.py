@@ -160,6 +160,16 @@ def turns_are_sampled_here(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.n_gpus_per_node", what, f"set it to 1, or leave {ROLLOUT}.multi_turn.enable out")
 
 
+def sampling_ahead_has_one_device(cfg: RunConfig) -> Problem | None:
+    """The ranks of a run take turns at sampling and training."""
+    mode, devices = cfg.trainer.async_mode, cfg.trainer.devices
+    if mode == "off" or devices == 1:
+        return None
+    key = "trainer.n_gpus_per_node" if cfg.trainer.n_gpus_per_node > 1 else "trainer.nnodes"
+    what = f"{devices} devices sample and train in turns so far, and trainer.async_mode={mode} asks for both at once"
+    return Problem(key, what, "set it to 1, or trainer.async_mode=off")
+
+
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
     """Greedy answers to one prompt are all the same."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
@@ -284,6 +294,7 @@ RULES: tuple[Rule, ...] = (
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,
     turns_are_sampled_here,
+    sampling_ahead_has_one_device,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

@@ -135,6 +135,8 @@ class RolloutConfig(Section):
     agent: AgentConfig
     max_model_len: Positive | None = None
     """Longest prompt and response together: a response that reaches it is cut; null: no such limit."""
+    max_staleness: Annotated[Positive, ActsIf("trainer.async_mode", on=("fully_async",))] = 1
+    """Most updates between the policy that samples a response and the one that learns from it. (tether's own key.)"""
     server_urls: Annotated[Strings, VLLM] = ()
     """Addresses of vLLM servers that somebody else started; empty: tether starts its own."""
     server_timeout: Annotated[PositiveFloat, VLLM] = 600.0

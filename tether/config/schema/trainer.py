@@ -81,6 +81,8 @@ class TrainerConfig(Section):
     """Save and stop once a test scores this: mean over data sources, or return of episodes. (tether's own key.)"""
     on_collapse: Annotated[Literal["warn", "stop"], EMBODIED_TOO] = "warn"
     """When an alarm says that the policy has collapsed: go on, or save and stop. (tether's own key.)"""
+    async_mode: Literal["off", "one_step_off", "fully_async"] = "off"
+    """Sample the next batch while the policy learns: exactly one update behind, or up to rollout.max_staleness."""
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
     preflight: Annotated[bool, EMBODIED_TOO] = True

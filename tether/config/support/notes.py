@@ -17,7 +17,8 @@ ACTOR = "actor_rollout_ref.actor"
 
 def notes(given: Given, values: Mapping[str, object]) -> list[str]:
     """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
-    own = (_engine(values), _clip_ratio(given, values), _no_peers(values), _validation(values), _bypass(values))
+    looks = (_engine, _no_peers, _validation, _bypass, _stale)
+    own = [_clip_ratio(given, values), _parity(given, values), *(look(values) for look in looks)]
     found = (*own, *_idle(given, values))
     return [note for note in found if note is not None]
 
@@ -61,6 +62,23 @@ def _bypass(values: Mapping[str, object]) -> str | None:
     if level is None or not clips or not values[normalize]:
         return None
     return f"no effect: {normalize}=True (the clipped loss of bypass mode logs importance weights and uses none)"
+
+
+def _stale(values: Mapping[str, Any]) -> str | None:
+    section, mode = "algorithm.rollout_correction", values["trainer.async_mode"]
+    corrects = (values[f"{section}.rollout_is"], values[f"{section}.rollout_rs"], values[f"{section}.bypass_mode"])
+    decoupled = values[f"{ACTOR}.policy_loss.loss_mode"] == "decoupled"
+    if mode == "off" or any(corrects) or decoupled or values[control_defaults.SWITCH] is not None:
+        return None
+    what = "responses come from older weights, and nothing corrects for it"
+    return f"trainer.async_mode={mode}: {what}; {section}.rollout_is=token weighs them"
+
+
+def _parity(given: Given, values: Mapping[str, object]) -> str | None:
+    key, mode = "actor_rollout_ref.rollout.parity_freq", values["trainer.async_mode"]
+    if key not in given or mode == "off" or values["actor_rollout_ref.rollout.name"] != "vllm":
+        return None
+    return f"no effect: {key}={values[key]} (trainer.async_mode={mode}: only the first weights are compared)"
 
 
 def _idle(given: Given, values: Mapping[str, object]) -> list[str]:

@@ -52,6 +52,9 @@ class Traffic:
     """Requests at a time, to each server."""
     sleeps: bool
     """The servers give back their memory while nothing is sampled."""
+    holds_weights: bool = False
+    """A server that is started again gets the weights that were loaded last, and not those of the moment, which
+    training may be changing."""
 
 
 class VllmEngine:
@@ -84,10 +87,12 @@ class VllmEngine:
         self._pushes = 0
         self._name: str | None = None
         self._asleep = False
+        self._held: WeightUpdate | None = None
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`."""
         self._version = weights.version
+        self._held = weights if self._traffic.holds_weights else None
         self._run = self._run or uuid.uuid4().hex[:8]
         self._pushes += 1
         self._name = f"{self._run}-{self._pushes}"
@@ -264,7 +269,7 @@ class VllmEngine:
                 server.restart()
             try:
                 server.ready()
-                self._give(server, self._export())
+                self._give(server, self._held or self._export())
                 return
             except ServerGone as again:
                 if attempt == _TRIES - 1:

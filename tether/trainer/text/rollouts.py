@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class TextRollouts:
     max_prompt_length: int
     """The limit that prompts are held to, for metrics."""
     seed: int
+    prove: Callable[[], None] | None = None
+    """Compares sampler and trainer before the first step, where it cannot be done while a step samples."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -77,7 +79,13 @@ class TextRollouts:
         return self.evaluation is not None
 
     def begin(self, step: int) -> None:
-        """See `Rollouts`: there is nothing to prepare."""
+        """See `Rollouts`.
+
+        Raises:
+            ValueError: sampler and trainer disagree.
+        """
+        if self.prove:
+            self.prove()
 
     def collect(self, prompts: Sequence[Prompt], step: int, time: Timer, progress: Progress) -> TextExperience:
         """See `Rollouts`; row p * n + r of the batch is response r to prompt p.

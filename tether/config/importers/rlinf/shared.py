@@ -87,7 +87,9 @@ SHARED: Table = {
     "algorithm.rewards_lower_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
     "algorithm.rewards_upper_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
     "algorithm.behave_weight_threshold": to(f"{ACTOR}.policy_loss.behave_weight_threshold"),
-    "algorithm.staleness_threshold": Refuses("samples are never stale: sampling and training take turns"),
+    "algorithm.staleness_threshold": Refuses(
+        "it bounds samples of RLinf's own loop. For text, set trainer.async_mode=fully_async with rollout.max_staleness"
+    ),
     "algorithm.rollout_store_size_per_rank": Refuses("samples are not stored beyond their step", fine=(1, None)),
     "algorithm.on_policy_min_ratio": Refuses("samples are not stored beyond their step", fine=(0, None)),
     "actor.seed": to("trainer.seed"),

@@ -1,0 +1,270 @@
+"""Asynchronous training: batches are sampled while the policy learns, by weights that are only so old."""
+
+import math
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights, write_inputs
+from tether.assembly.run import build_run
+from tether.batch import WeightUpdate
+from tether.config import load_config
+from tether.metrics.timing import Timer
+from tether.trainer.ahead import FILE, SamplingAhead, SourceAhead
+from tether.trainer.protocol import EvaluationResult, Experience, Frozen
+
+MODES = {
+    "one_step_off": ["trainer.async_mode=one_step_off"],
+    "fully_async": ["trainer.async_mode=fully_async", "actor_rollout_ref.rollout.max_staleness=2"],
+}
+
+
+class Numbers:
+    """A source that counts."""
+
+    def __init__(self) -> None:
+        self.dealt = 0
+
+    def next(self, step: int) -> int:
+        self.dealt += 1
+        return self.dealt
+
+    def metrics(self) -> dict[str, float]:
+        return {"training/epoch": float(self.dealt)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dealt": self.dealt}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dealt = state["dealt"]
+
+
+class Echo:
+    """Rollouts whose batch is (task, version of the weights); each waits until it `may` be drawn."""
+
+    can_evaluate = True
+
+    def __init__(self) -> None:
+        self.version, self.used = -1, 0
+        self.may = threading.Semaphore(0)
+        self.fails_at: int | None = None
+        self.busy = threading.Lock()
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def collect(self, tasks: int, step: int, time: Timer, progress: Any) -> Experience[Any, None]:
+        assert self.busy.acquire(blocking=False), "two use the engine at once"
+        try:
+            while not self.may.acquire(timeout=0.01):
+                progress(0, 1)
+            if step == self.fails_at:
+                raise ValueError(f"no reward in step {step}")
+            return Experience((tasks, self.version), None, {"own": 1.0})
+        finally:
+            self.busy.release()
+
+    def load_weights(self, weights: WeightUpdate) -> None:
+        assert not self.busy.locked()
+        self.version = weights.version
+
+    def evaluate(self, step: int, progress: Any) -> EvaluationResult:
+        assert self.busy.acquire(blocking=False), "two use the engine at once"
+        self.busy.release()
+        return EvaluationResult({"version": float(self.version)})
+
+    def freeze(self, *, in_step: bool) -> Frozen:
+        return Frozen({"inner": 1}, {"inner.bin": b"1"})
+
+    def restore(self, checkpoint: Path) -> None:
+        pass
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version, [("w", torch.tensor([float(version)]))])
+
+
+def made(*, fixed: bool, staleness: int = 1, total: int = 9) -> tuple[SamplingAhead[Any, Any], Echo]:
+    echo = Echo()
+    ahead = SamplingAhead(Numbers(), echo, lambda: update(0), total_steps=total, max_staleness=staleness, fixed=fixed)  # type: ignore[arg-type]
+    ahead.begin(0)
+    return ahead, echo
+
+
+def take(ahead: SamplingAhead[Any, Any], step: int) -> Experience[Any, Any]:
+    return ahead.collect(None, step, Timer(), lambda done, total: None)
+
+
+def test_one_step_off_is_exactly_one_update_behind():
+    ahead, echo = made(fixed=True, total=4)
+    found = []
+    for step in range(1, 5):
+        echo.may.release()
+        drawn = take(ahead, step)
+        found.append((*drawn.batch, drawn.metrics["training/staleness"]))
+        ahead.load_weights(update(step))
+    ahead.close()
+    # Step 1 learns from the first weights, step 2 too, as they were the newest when its batch was asked for.
+    assert found == [(1, 0, 0), (2, 0, 1), (3, 1, 1), (4, 2, 1)]
+    assert drawn.metrics["own"] == 1
+    assert drawn.metrics["timing_s/sampling"] > 0
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_staleness_is_bounded_however_fast_the_sampler_is(staleness: int):
+    ahead, echo = made(fixed=False, staleness=staleness, total=9)
+    echo.may.release(99)
+    ages = []
+    for step in range(1, 10):
+        drawn = take(ahead, step)
+        for asked in list(ahead._asked.values()):  # the sampler does all that it may
+            asked.result()
+        ages.append(drawn.metrics["training/staleness"])
+        ahead.load_weights(update(step))
+    ahead.close()
+    assert ages == [min(step, staleness) for step in range(9)]
+
+
+def test_fully_asynchronous_sampling_takes_the_newest_weights():
+    ahead, echo = made(fixed=False, staleness=3)
+    echo.may.release()
+    take(ahead, 1)
+    with ahead._engine:  # batch 2 has not begun, or has begun with the first weights
+        ahead.load_weights(update(1))
+    echo.may.release(2)
+    assert take(ahead, 2).batch[1] in (0, 1)
+    assert take(ahead, 3).batch == (3, 1)
+    ahead.close()
+
+
+def test_nothing_is_sampled_past_the_last_step():
+    ahead, echo = made(fixed=False, staleness=5, total=2)
+    echo.may.release(9)
+    take(ahead, 1), take(ahead, 2)
+    ahead.close()
+    assert ahead._source.state_dict() == {"dealt": 2}
+
+
+def test_an_evaluation_waits_for_the_batch_and_has_the_newest_weights():
+    ahead, echo = made(fixed=True)
+    echo.may.release()
+    take(ahead, 1)
+    ahead.load_weights(update(1))
+    threading.Timer(0.05, echo.may.release).start()
+    assert ahead.evaluate(1, lambda done, total: None).metrics == {"version": 1}
+    assert take(ahead, 2).batch == (2, 0), "drawn before, or with the weights that it was asked for with"
+    ahead.close()
+
+
+def test_weights_are_those_of_the_update_and_not_those_that_training_makes_of_them():
+    model = nn.Linear(2, 1)
+    model.again = nn.Linear(2, 1)
+    model.again.weight = model.weight
+    taken = WeightUpdate(3, model.state_dict(keep_vars=True).items()).copied()
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+    held = dict(taken.tensors)
+    assert taken.version == 3
+    assert torch.equal(held["weight"], before)
+    assert held["weight"].data_ptr() == held["again.weight"].data_ptr()
+    assert held["bias"].data_ptr() != model.bias.data_ptr()
+
+
+def test_a_checkpoint_holds_the_batches_that_wait(tmp_path: Path):
+    ahead, echo = made(fixed=True)
+    echo.may.release(2)
+    take(ahead, 1)
+    frozen = ahead.freeze(in_step=False)
+    assert dict(frozen.state) == {"inner": 1}
+    (tmp_path / FILE).write_bytes(frozen.files[FILE])
+    position = SourceAhead(ahead).state_dict()
+    assert position == {"dealt": 1}, "of a run that does not sample ahead: after the step"
+    ahead.close()
+
+    again, echo = made(fixed=True)
+    again.restore(tmp_path)
+    SourceAhead(again).load_state_dict(position)
+    again.load_weights(update(1))
+    echo.may.release(1)
+    assert take(again, 2).batch == (2, 0)
+    assert take(again, 3).batch == (3, 1)
+    again.close()
+
+
+def test_a_failure_is_that_of_its_step_and_loses_nothing(tmp_path: Path):
+    ahead, echo = made(fixed=False, staleness=3)
+    echo.fails_at = 2
+    echo.may.release(9)
+    assert take(ahead, 1).batch == (1, 0)
+    with pytest.raises(ValueError, match="no reward in step 2"):
+        take(ahead, 2)
+    frozen = ahead.freeze(in_step=True)
+    assert pickle.loads(frozen.files[FILE]) == [], "batch 3 would be taken for batch 2"
+    assert ahead.position == {"dealt": 1}
+    ahead.close()
+
+
+def test_a_step_that_failed_has_its_batch_again():
+    ahead, echo = made(fixed=True)
+    echo.may.release(3)
+    take(ahead, 1)
+    take(ahead, 2)
+    kept = pickle.loads(ahead.freeze(in_step=True).files[FILE])
+    ahead.close()
+    assert [drawn.step for drawn in kept] == [2, 3]
+
+
+def test_the_end_does_not_wait_for_a_batch_that_nobody_needs():
+    ahead, echo = made(fixed=False)
+    echo.may.release()
+    take(ahead, 1)  # batch 2 is in progress, and may never end
+    ahead.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("ahead"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_learns_from_stale_batches(mode: str, inputs: Path, tmp_path: Path):
+    options = [*GRPO, *MODES[mode], "trainer.test_freq=2", "algorithm.rollout_correction.rollout_is=token"]
+    metrics = measured(train([*base_overrides(inputs, tmp_path), *options]))
+    assert [step for step in metrics if step] == [1, 2, 3]
+    assert metrics[1]["training/staleness"] == 0
+    assert metrics[3]["training/staleness"] in ((1,) if mode == "one_step_off" else (0, 1, 2))
+    assert metrics[3]["training/rollout_mismatch_alarm"] == 0
+    assert "val-core/tiny/sums/reward/mean@1" in metrics[2]
+    assert all(map(math.isfinite, metrics[3].values()))
+
+
+def test_one_step_off_learns_from_what_the_older_weights_say(inputs: Path, tmp_path: Path):
+    """Step 3 learns from what the policy after step 1 says: another than after step 2, and not by rounding."""
+    run = train([*base_overrides(inputs, tmp_path), *GAE, *MODES["one_step_off"]])
+    metrics = measured(run)
+    assert metrics[1]["rollout_corr/k3_kl"] < 1e-6 < metrics[3]["rollout_corr/k3_kl"]
+
+
+def test_the_batches_of_a_finished_checkpoint_are_learned_in_turns_again(inputs: Path, tmp_path: Path):
+    """A run that goes on without sampling ahead loses no prompt."""
+    options = [*base_overrides(inputs, tmp_path), *GRPO, "trainer.save_freq=1"]
+    run = build_run(load_config(None, [*options, *MODES["one_step_off"]]))
+    asked = iter([False, True])
+    run.trainer.fit(lambda: next(asked))
+    run.close()
+    straight = train([*base_overrides(inputs, tmp_path / "straight"), *GRPO])
+    rest = train(options)
+    assert measured(rest)[3]["training/epoch"] == measured(straight)[3]["training/epoch"]
+    assert not same(weights(rest / "global_step_3"), weights(rest / "global_step_2"))
+
+
+def test_several_devices_are_refused(inputs: Path, tmp_path: Path):
+    options = [*base_overrides(inputs, tmp_path), *GRPO, *MODES["one_step_off"], "trainer.n_gpus_per_node=2"]
+    with pytest.raises(ValueError, match=r"trainer\.n_gpus_per_node.*2 devices.*async_mode=one_step_off.*set it to 1"):
+        load_config(None, options)
