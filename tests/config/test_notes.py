@@ -66,3 +66,31 @@ def test_the_tree_is_yaml_with_sources():
     assert text.splitlines()[-1].startswith("# note: no effect: actor_rollout_ref.rollout.gpu_memory_utilization=0.4")
     assert "megatron" not in text
     assert "keys at their default that do nothing in this run" in text
+
+
+AHEAD = "trainer.async_mode=one_step_off"
+
+
+def test_stale_responses_that_nothing_corrects_are_noted():
+    (note,) = load(AHEAD).notes
+    assert note.startswith("trainer.async_mode=one_step_off: responses come from older weights, and nothing corrects")
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.bypass_mode=True",
+        f"{ACTOR}.policy_loss.loss_mode=decoupled",
+    ],
+)
+def test_stale_responses_that_something_corrects_are_not_noted(correction):
+    assert not any("nothing corrects" in note for note in load(AHEAD, correction).notes)
+
+
+def test_a_parity_freq_that_cannot_act_is_noted():
+    settings = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.parity_freq=2", "algorithm.rollout_correction.rollout_is=token")
+    assert not load(*settings).notes
+    assert load(AHEAD, *settings).notes == (
+        f"no effect: {ROLLOUT}.parity_freq=2 (trainer.async_mode=one_step_off: only the first weights are compared)",
+    )

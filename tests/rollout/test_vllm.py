@@ -82,8 +82,9 @@ class Bench:
             self.there.shutdown()
             self.there.server_close()
 
-    def engine_of(self, *servers: Server) -> VllmEngine:
-        traffic = Traffic(torch.float32, 1 << 16, frozenset(["lm_head.weight"]), 8, sleeps=True)
+    def engine_of(self, *servers: Server, holds_weights: bool = False) -> VllmEngine:
+        left_out = frozenset(["lm_head.weight"])
+        traffic = Traffic(torch.float32, 1 << 16, left_out, 8, sleeps=not holds_weights, holds_weights=holds_weights)
         return VllmEngine(servers, self.export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
 
     def export(self) -> WeightUpdate:
@@ -383,6 +384,23 @@ def test_a_server_that_was_started_again_elsewhere_gets_the_weights(made: Callab
     engine = bench.engine_of(Server(bench.server.url, 60))
     assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY)) == expected  # which gave it weights of another name
     assert rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == expected
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns(
+    started: Callable[..., Bench], *, holds: bool
+) -> None:
+    """Without holding them its rows would come from the weights of the moment, under the old version's number."""
+    bench = started()
+    engine = bench.engine_of(bench.server, holds_weights=holds)
+    engine.load_weights(bench.export().copied())
+    expected = rows_of(engine.generate(PROMPTS, SAMPLING, KEY))
+    bench.learn()
+    processes_of(bench.server)[0].kill()
+    again = engine.generate(PROMPTS, SAMPLING, KEY)
+    assert (rows_of(again) == expected) == holds
+    if holds:
+        assert set(again.policy_version.tolist()) == {0}
 
 
 def test_a_server_that_sleeps_is_woken(made: Callable[..., Bench]) -> None:

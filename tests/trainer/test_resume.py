@@ -129,7 +129,9 @@ MOMENTS = ("metrics.jsonl", ".writing_global_step_*", TRACKER, "global_step_*")
 """The process is killed shortly after one of these changes: while training, saving, pruning, or starting."""
 
 
-@pytest.mark.parametrize("name", ["gae", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gae", *(pytest.param(one, marks=pytest.mark.slow) for one in ("grpo", "one_step_off"))]
+)
 def test_killed_again_and_again(name: str, inputs: Path, tmp_path: Path):
     saving = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     settings = [*ALGORITHMS[name], f"trainer.total_training_steps={LONG}", *saving]

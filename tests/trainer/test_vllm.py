@@ -71,6 +71,33 @@ def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path) -> None:
     assert measured(whole) == measured(halves)
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_the_server_samples_while_the_policy_learns(inputs: Path, mode: str) -> None:
+    """Its log-probs are those of the weights that it had: step 1 agrees exactly, step 2 is one update behind."""
+    ahead = [f"trainer.async_mode={mode}", "trainer.total_training_steps=3", "trainer.test_freq=3"]
+    with another_server(inputs / "model") as url:
+        metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, *ahead, url]))
+    assert metrics[1]["training/staleness"] == 0
+    assert metrics[1]["rollout_corr/k3_kl"] < 1e-7
+    if mode == "one_step_off":
+        assert metrics[2]["training/staleness"] == metrics[3]["training/staleness"] == 1
+        assert metrics[2]["rollout_corr/k3_kl"] > 1e-7
+    assert all(math.isfinite(metrics[3][key]) for key in ("actor/pg_loss", "actor/grad_norm"))
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_vllm_samples_while_the_policy_learns(inputs: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    assert REAL is not None
+    monkeypatch.setenv("TETHER_VLLM", str(REAL.parent.parent))
+    options = ["trainer.test_freq=2", "trainer.total_training_steps=4", f"trainer.async_mode={mode}"]
+    metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, *options]))
+    assert metrics[1]["rollout_corr/k3_kl"] < 1e-7
+    assert metrics[4]["training/staleness"] <= 1
+    assert metrics[4]["actor/grad_norm"] > 0
+
+
 @needs_vllm
 @pytest.mark.slow
 def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
