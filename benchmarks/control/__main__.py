@@ -19,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.report import plot, show, thinned
+from benchmarks.control.report import plot, show, thinned, write_table
 from benchmarks.control.sides import PEERS, SIDES
-from benchmarks.control.tasks import TASKS, Task
+from benchmarks.control.tasks import LEARNING, TASKS, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +47,7 @@ def measure(side: str, name: str, task: Task, seed: int, threads: int) -> dict[s
     path = os.pathsep.join([str(ROOT), *([str(fetch_peer(side))] if side in PEERS else [])])
     request = json.dumps({"side": side, "name": name, "task": asdict(task), "seed": seed, "threads": threads})
     command = [sys.executable, "-m", "benchmarks.control", "--one", request]
+    path += os.pathsep + os.environ.get("PYTHONPATH", "")
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -60,6 +62,38 @@ def made(file: Path | None) -> dict[str, dict[str, Any]]:
     return {entry["asked"]: entry["result"] for entry in map(json.loads, lines)}
 
 
+def run(
+    tasks: Mapping[str, Task], seeds: int, only: Sequence[str], threads: int, file: Path | None
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Results of each task and side, a seed of all tasks after the other; those in the file are not made again."""
+    done = made(file)
+    tables = {name: {side: [] for side in only if side in task.sides} for name, task in tasks.items()}
+    for seed in range(1, max([seeds, *(task.seeds or 0 for task in tasks.values())]) + 1):
+        for name, task in tasks.items():
+            if seed > max(seeds, task.seeds or 0):
+                continue
+            for side in tables[name]:
+                asked = f"{side} {name} seed {seed} threads {threads} {told(task)}"
+                if asked not in done:
+                    done[asked] = measure(side, name, task, seed, threads)
+                    if file:
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        with file.open("a") as lines:
+                            lines.write(json.dumps({"asked": asked, "result": done[asked]}) + "\n")
+                result = done[asked]
+                tables[name][side].append(result)
+                print(
+                    f"{name} seed {seed} {side}: {result['sps']:,.0f} steps/s, return {result['return']:.1f}",
+                    flush=True,
+                )
+    return tables
+
+
+def told(task: Task) -> dict[str, Any]:
+    """What differs from the defaults, so that a new field makes no run another one."""
+    return {field.name: value for field in fields(task) if (value := getattr(task, field.name)) != field.default}
+
+
 def main() -> None:
     """Parse the command line and take turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,6 +104,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch's, on all sides")
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="these sides only")
     parser.add_argument("--results", type=Path, help="file of runs that are done (JSON lines)")
+    parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/control.md")
+    parser.add_argument("--write", type=Path, help="put the table of returns into this page")
     parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -78,27 +114,15 @@ def main() -> None:
         task = Task(**asked["task"])
         print(json.dumps(SIDES[asked["side"]](asked["name"], task, asked["seed"], asked["threads"])))
         return
-    done = made(given.results)
-    tables = {}
-    for name in given.tasks or TASKS:
-        asked_for = {"steps": given.steps, "value_coeff": given.value_coeff}
-        task = replace(TASKS[name], **{key: value for key, value in asked_for.items() if value is not None})
-        sides = [side for side in given.only if side in task.sides]
-        results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-        for seed in range(1, given.seeds + 1):
-            for side in sides:
-                asked = f"{side} {name} seed {seed} threads {given.threads} {task}"
-                if asked not in done:
-                    done[asked] = measure(side, name, task, seed, given.threads)
-                    if given.results:
-                        given.results.parent.mkdir(parents=True, exist_ok=True)
-                        with given.results.open("a") as file:
-                            file.write(json.dumps({"asked": asked, "result": done[asked]}) + "\n")
-                result = done[asked]
-                results[side].append(result)
-                print(f"{name} seed {seed} {side}: {result['sps']:,.0f} steps/s, return {result['return']:.1f}")
-        show(name, task, results)
-        tables[name] = results
+    asked_for = {"steps": given.steps, "value_coeff": given.value_coeff}
+    changes = {key: value for key, value in asked_for.items() if value is not None}
+    names = given.tasks or (LEARNING if given.learning else TASKS)
+    tasks = {name: replace(TASKS[name], **changes) for name in names}
+    tables = run(tasks, given.seeds, given.only, given.threads, given.results)
+    for name, results in tables.items():
+        show(name, tasks[name], results)
+    if given.write:
+        write_table(given.write, tasks, tables)
     if given.plot:
         plot(tables, given.plot)
 

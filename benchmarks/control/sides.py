@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import os
 import re
 import runpy
 import sys
@@ -15,10 +17,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.control.tasks import LAST_EPISODES, TEST_EPISODES, TEST_SEED, Task, overrides
+from benchmarks.control.tasks import LAST_EPISODES, TEST_SEED, Task, overrides
 
 Result = dict[str, Any]
-"""sps: steps a second; return: at the end; curve: [[steps, return]] while training; parts (tether): seconds."""
+"""sps: steps a second; cpu_sps: steps a second of its processor's time; return: at the end; curve: [[steps, return]]
+while training; parts (tether): seconds."""
 
 
 def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
@@ -32,9 +35,9 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
         trainer = run.trainer
         rollouts = trainer.rollouts
         evaluation, rollouts.evaluation = rollouts.evaluation, None
-        start = time.perf_counter()
+        start, used = time.perf_counter(), cpu_seconds()
         trainer.fit()
-        seconds = time.perf_counter() - start
+        seconds, used = time.perf_counter() - start, cpu_seconds() - used
         assert evaluation is not None
         tested = evaluation.run(rollouts.policy, "test")
         run.close()
@@ -44,7 +47,8 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
     logged = [m for m in steps if "env/return" in m]
     returns = over_last([(m["env/return"], round(m["env/num_trajectories"])) for m in logged])
     curve = [[m["perf/env_steps"], got] for m, got in zip(logged, returns, strict=True)]
-    return {"sps": rollouts.env_steps / seconds, "return": tested["eval/return"], "curve": curve, "parts": parts}
+    speeds = {"sps": rollouts.env_steps / seconds, "cpu_sps": rollouts.env_steps / used}
+    return {**speeds, "return": tested["eval/return"], "curve": curve, "parts": parts}
 
 
 def over_last(logged: Sequence[tuple[float, int]]) -> list[float]:
@@ -79,35 +83,66 @@ def run_sb3(name: str, task: Task, seed: int, threads: int) -> Result:
                 curve.append([self.num_timesteps, fmean(info["r"] for info in self.model.ep_info_buffer)])
 
     torch.set_num_threads(threads)
-    wrapper = None
-    if name.startswith("MiniGrid-"):
-        import minigrid  # noqa: F401  # registers the environments
-        from gymnasium.wrappers import FilterObservation
-
-        wrapper = partial(FilterObservation, filter_keys=["image", "direction"])
-    env = make_vec_env(name, task.num_envs, seed=seed, wrapper_class=wrapper)
-    test = make_vec_env(name, task.num_envs, seed=TEST_SEED, wrapper_class=wrapper)
+    made = {"env_id": task.env_id or name, "n_envs": task.num_envs, "wrapper_class": sb3_wrapper(name, task)}
+    if task.max_episode_steps:
+        made["env_kwargs"] = {"max_episode_steps": task.max_episode_steps}
+    env, test = make_vec_env(**made, seed=seed), make_vec_env(**made, seed=TEST_SEED)
     if task.normalize:
         env = VecNormalize(env, gamma=task.gamma)
         test = VecNormalize(test, training=False, norm_reward=False)
     algorithm, policy = sb3_policy(name, task)
     model = algorithm(env=env, seed=seed, device="cpu", **policy, **sb3_options(task))
-    start = time.perf_counter()
+    start, used = time.perf_counter(), cpu_seconds()
     model.learn(task.steps, callback=Curve())
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, cpu_seconds() - used
     if task.normalize:
         test.obs_rms = env.obs_rms
-    mean, _ = evaluate_policy(model, test, TEST_EPISODES, deterministic=True, warn=False)
-    return {"sps": model.num_timesteps / seconds, "return": float(mean), "curve": curve}
+    if task.action_masks:
+        from sb3_contrib.common.maskable.evaluation import evaluate_policy
+    mean, _ = evaluate_policy(model, test, task.test_episodes, deterministic=True, warn=False)
+    steps = model.num_timesteps
+    return {"sps": steps / seconds, "cpu_sps": steps / used, "return": float(mean), "curve": curve}
+
+
+def cpu_seconds() -> float:
+    """Seconds that processors have worked for this process and its children that have ended; not those of others."""
+    return sum(os.times()[:4])
+
+
+def sb3_wrapper(name: str, task: Task) -> Any:
+    """The wrapper around each environment, if any."""
+    if name.startswith("MiniGrid-"):
+        import minigrid  # noqa: F401  # registers the environments
+        from gymnasium.wrappers import FilterObservation
+
+        return partial(FilterObservation, filter_keys=["image", "direction"])
+    if task.action_masks:
+        from sb3_contrib.common.wrappers import ActionMasker
+
+        return partial(ActionMasker, action_mask_fn=lambda env: env.unwrapped.action_mask(env.unwrapped.s))
+    module, _, wrapper = task.wrapper.partition(":")
+    return getattr(importlib.import_module(module), wrapper) if wrapper else None
 
 
 def sb3_policy(name: str, task: Task) -> tuple[Any, dict[str, Any]]:
     """The algorithm, and the policy that it is given: for MiniGrid tether's CNN, with actor and critic on one torso."""
+    memory = {"lstm_hidden_size": task.lstm_dim, "shared_lstm": True, "enable_critic_lstm": False}
     if not name.startswith("MiniGrid-"):
+        if task.action_masks:
+            from sb3_contrib import MaskablePPO
+
+            return MaskablePPO, {"policy": "MlpPolicy"}
+        if task.lstm_dim is not None:
+            from sb3_contrib import RecurrentPPO
+
+            from benchmarks.control.sb3_networks import Hidden
+
+            layers = {"features_extractor_class": Hidden, "net_arch": []}
+            return RecurrentPPO, {"policy": "MlpLstmPolicy", "policy_kwargs": layers | memory}
         from stable_baselines3 import PPO
 
         return PPO, {"policy": "MlpPolicy"}
-    from benchmarks.control.sb3_minigrid import Features
+    from benchmarks.control.sb3_networks import Features
 
     network: dict[str, Any] = {"features_extractor_class": Features, "normalize_images": False, "net_arch": []}
     if task.lstm_dim is None:
@@ -116,7 +151,6 @@ def sb3_policy(name: str, task: Task) -> tuple[Any, dict[str, Any]]:
         return PPO, {"policy": "MultiInputPolicy", "policy_kwargs": network}
     from sb3_contrib import RecurrentPPO
 
-    memory = {"lstm_hidden_size": task.lstm_dim, "shared_lstm": True, "enable_critic_lstm": False}
     return RecurrentPPO, {"policy": "MultiInputLstmPolicy", "policy_kwargs": network | memory}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 TEST_EPISODES, TEST_SEED = 20, 10_000
 LAST_EPISODES = 100
@@ -32,6 +33,17 @@ class Task:
     """Of the learning rate: down to 0, or constant."""
     lstm_dim: int | None = None
     """Width of an LSTM after the hidden layers; None: there is none."""
+    env_id: str = ""
+    """Of the environment, where the task has another name."""
+    max_episode_steps: int | None = None
+    """Time limit, where the environment has none."""
+    wrapper: str = ""
+    """Around each environment, as module:Class."""
+    action_masks: bool = False
+    """The environment tells which choices are allowed."""
+    test_episodes: int = TEST_EPISODES
+    seeds: int | None = None
+    """At least so many, where single ones say little."""
     sides: tuple[str, ...] = ("tether", "sb3", "cleanrl")
     """Libraries that have this kind of policy."""
 
@@ -54,14 +66,43 @@ TASKS = {
 }
 
 
+def _short(*numbers: float, normalize: bool = False, **more: Any) -> Task:
+    """A task of the comparison of learning: a constant rate, and the critic's weight that is a peer's default."""
+    options = {"value_coeff": 1.0, "schedule": "constant", "sides": ("tether", "sb3")}
+    return Task(*numbers, normalize=normalize, **options | more)  # type: ignore[arg-type]
+
+
+T_MAZE = "benchmarks.control.t_maze:TMaze-v0"
+LEARNING = {
+    "Pendulum-v1": _short(61_440, 4, 1024, 64, 10, 1e-3, 0.0, gamma=0.9),
+    "LunarLander-v3": _short(61_440, 8, 256, 64, 4, 3e-4, 0.01, gamma=0.999, lam=0.98),
+    "Taxi-v4": _short(61_440, 8, 128, 256, 4, 1e-3, 0.01, action_masks=True, test_episodes=100),
+    "FrozenLake-v1": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, test_episodes=200),
+    "CliffWalking-v1": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, max_episode_steps=200),
+    "Blackjack-v1": _short(
+        40_960, 8, 128, 256, 4, 1e-3, 0.01, wrapper="gymnasium.wrappers:FlattenObservation", test_episodes=400
+    ),
+    "Reacher-v5": _short(61_440, 4, 512, 64, 10, 3e-4, 0.0, normalize=True, test_episodes=100),
+    "Swimmer-v5": _short(61_440, 4, 512, 256, 10, 6e-4, 0.0, normalize=True, gamma=0.9999, lam=0.98),
+    "InvertedPendulum-v5": _short(30_720, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True),
+    "InvertedDoublePendulum-v5": replace(TASKS["InvertedDoublePendulum-v5"], sides=("tether", "sb3"), seeds=10),
+    "Pusher-v5": _short(40_960, 4, 512, 64, 10, 3e-4, 0.0, normalize=True),
+    # Where memory alone decides: 1.0 is the most with one, 0.5 without.
+    "T-maze": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, lstm_dim=64, test_episodes=200),
+    "T-maze, no memory": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, test_episodes=200),
+}
+"""The tasks of the table of `benchmarks.control.learning`; hyperparameters close to those of RL Baselines3 Zoo."""
+TASKS |= LEARNING
+
+
 def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> list[str]:
     """The task as a configuration of tether."""
     actor = "actor_rollout_ref.actor"
     return [
-        f"env.train.id={name}",
+        f"env.train.id={task.env_id or name}",
         f"env.train.total_num_envs={task.num_envs}",
         f"env.train.max_steps_per_rollout_epoch={task.rollout}",
-        f"env.eval.num_episodes={TEST_EPISODES}",
+        f"env.eval.num_episodes={task.test_episodes}",
         f"env.eval.seed={TEST_SEED}",
         f"algorithm.gamma={task.gamma}",
         f"algorithm.lam={task.lam}",
@@ -75,7 +116,10 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         f"critic.loss_coef={task.value_coeff}",
         f"policy.normalize_observations={task.normalize}",
         f"policy.normalize_rewards={task.normalize}",
-        *([f"policy.lstm_dim={task.lstm_dim}"] if task.lstm_dim else []),
+        *([f"policy.lstm_dim={task.lstm_dim}", "policy.share_critic=True"] if task.lstm_dim else []),
+        *([f"env.train.max_episode_steps={task.max_episode_steps}"] if task.max_episode_steps else []),
+        *([f"env.train.wrappers=[{task.wrapper}]"] if task.wrapper else []),
+        *(["env.train.action_masks=true"] if task.action_masks else []),
         f"trainer.total_env_steps={task.steps}",
         f"trainer.seed={seed}",
         f"trainer.num_threads={threads}",

@@ -15,7 +15,7 @@ from tether.training.control.closed_form_gradients import value_gradient
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_a_configuration(name, tmp_path) -> None:
     config = load_config(None, overrides(name, TASKS[name], 3, 1, tmp_path)).config
-    assert config.env.train.id == name
+    assert config.env.train.id == (TASKS[name].env_id or name)
     assert config.trainer.total_env_steps == TASKS[name].steps
     assert config.trainer.seed == 3
 

@@ -202,6 +202,11 @@ def test_values_of_embodied_runs(imported, overrides, native):
         (EMBODIED, "algorithm.loss_type=actor", "use one of actor_critic, decoupled_actor_critic"),
         (EMBODIED, "algorithm.kl_beta=0.1", "no reference policy"),
         (EMBODIED, "actor.model.model_type=openpi", "not supported yet"),
+        (
+            EMBODIED,
+            "actor.model.model_type=cnn_policy",
+            "set actor.model.model_type=mlp_policy policy.model_type=cnn_policy",
+        ),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
         (EMBODIED, "env.train.env_type=libero", "not carried over"),
         (EMBODIED, "env.train.video_cfg.save_video=True", "recorded of tests only"),

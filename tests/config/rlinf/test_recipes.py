@@ -7,20 +7,9 @@ from tether.config import load_config
 from tether.config.importers.rlinf.importer import import_file
 from tether.config.loading.overrides import parse_overrides
 
-ON_PENDULUM = [
-    "env.train.env_type=gymnasium",
-    "env.eval.env_type=gymnasium",
-    "env.train.id=Pendulum-v1",
-    "env.eval.id=Pendulum-v1",
-    "env.eval.video_cfg.save_video=False",
-    "env.train.video_cfg.save_video=False",
-    "env.eval.data_collection.enabled=False",
-    "env.eval.use_rel_reward=False",
-    "env.train.use_rel_reward=False",
-    "reward.use_reward_model=False",
-    "algorithm.bootstrap_type=standard",
-    "algorithm.loss_type=actor_critic",
-]
+ON_PENDULUM = ["env.train.env_type=gymnasium", "env.eval.env_type=gymnasium", "env.train.id=Pendulum-v1"]
+"""The command of docs/coming-from-rlinf.md."""
+WITHOUT = ["env.eval.data_collection.enabled=False", "reward.use_reward_model=False"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -33,13 +22,50 @@ def test_recipe_is_refused_for_exactly_the_unsupported_keys(tmp_path, name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_runs_on_another_simulator(tmp_path, name):
-    loaded = load_config(write_recipe(tmp_path, name), ON_PENDULUM)
+    path = write_recipe(tmp_path, name)
+    loaded = load_config(
+        path, [*ON_PENDULUM, *(WITHOUT if RECIPES[name][2] & {item.split("=")[0] for item in WITHOUT} else [])]
+    )
     config = loaded.config
     assert config.policy.num_layers == 3
     assert config.critic.huber_delta == 10.0
     assert config.actor_rollout_ref.actor.clip_ratio_c == 3.0
     assert config.trainer.total_training_steps in (200, 1000)
-    assert [note for note in loaded.notes if "do nothing here" not in note] == []
+    for env in (config.env.train, config.env.eval):
+        assert (env.id, env.env_type, env.init_params) == ("Pendulum-v1", "gymnasium", {})
+    notes = [note for note in loaded.notes if "do nothing here" not in note]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"another simulator or task than that of {name}.yaml: its env.train.")
+
+
+def test_another_task_of_a_simulator_keeps_its_arguments(tmp_path):
+    path = write_recipe(tmp_path, "maniskill_ppo_mlp")
+    loaded = load_config(path, ["env.train.id=PushCube-v1"])
+    config = loaded.config
+    assert (config.env.train.id, config.env.eval.id) == ("PushCube-v1", "PushCube-v1")
+    assert config.env.train.init_params["control_mode"] == config.env.eval.init_params["control_mode"]
+    assert config.env.train.init_params["sim_backend"] == "gpu"
+    other = load_config(path, ["env.train.init_params.id=PushCube-v1", "env.eval.init_params.id=PickCube-v1"]).config
+    assert (other.env.train.id, other.env.eval.id) == ("PushCube-v1", "PickCube-v1")
+
+
+def test_the_same_task_keeps_everything(tmp_path):
+    path = write_recipe(tmp_path, "maniskill_ppo_mlp")
+    same, plain = (load_config(path, given) for given in (["env.train.id=PickCube-v1"], []))
+    assert same.tree() == plain.tree()
+    assert not [note for note in same.notes if "another simulator" in note]
+
+
+def test_arguments_are_cleared(tmp_path):
+    loaded = load_config(
+        write_recipe(tmp_path, "maniskill_ppo_mlp"), [*ON_PENDULUM[:2], "env.train.init_params={}", *ON_PENDULUM[2:]]
+    )
+    assert loaded.config.env.train.init_params == {}
+    native = import_file(
+        write_recipe(tmp_path, "maniskill_ppo_mlp"),
+        parse_overrides(["env.train.init_params={}", "env.train.id=PickCube-v1"])[0],
+    ).native
+    assert native["env.train.init_params"] == {"control_mode": "pd_joint_delta_pos"}  # which follows from the robot
 
 
 def test_a_preset_stands_below_the_files_own_keys(tmp_path):

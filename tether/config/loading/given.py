@@ -65,7 +65,7 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
         imported = import_file(path, parsed)
         given, parsed = _translated(imported, path.name), list(imported.rest)
         problems += [*imported.refusals(), *imported.problems]
-        notes.append(_import_note(imported, path))
+        notes += _import_notes(imported, path)
     elif path is not None and shipped:
         notes.append(f"{path.stem} stands for verl's defaults; docs/coming-from-verl.md lists those that differ here")
     elif path is not None:
@@ -111,10 +111,14 @@ def _translated(imported: Imported, source: str) -> Given:
     return given
 
 
-def _import_note(imported: Imported, path: Path) -> str:
+def _import_notes(imported: Imported, path: Path) -> list[str]:
     idle = sum(line.status == "no effect" for line in imported.lines)
     command = f"`tether config import-rlinf {path}`"
-    return f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"
+    notes = [f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"]
+    if imported.left_out:
+        left_out = ", ".join(imported.left_out)
+        notes.append(f"another simulator or task than that of {path.name}: its {left_out} are left out")
+    return notes
 
 
 Item = tuple[str, object, str | None]

@@ -161,6 +161,16 @@ def start(value: object, values: Values) -> object:
     return path(value, values) or UNSET
 
 
+def policy_type(value: object, values: Values) -> object:
+    """The policy; RLinf's CNN is another one than tether's."""
+    if value == "cnn_policy":
+        raise Unsupported(
+            "in RLinf it is a pretrained ResNet that is not trained; for a CNN that is, set "
+            "actor.model.model_type=mlp_policy policy.model_type=cnn_policy"
+        )
+    return only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")(value, values)
+
+
 def adapter_rank(value: object, values: Values) -> object:
     """RLinf says apart whether there are adapters, and of which rank."""
     return whole(values, "actor.model.lora_rank", 32) if value else 0
@@ -288,7 +298,7 @@ EMBODIED: Table = {
     "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
     "actor.fsdp_config.*": SHARDS,
     "actor.model.model_type": to(
-        "policy.model_type", by=only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")
+        "policy.model_type", by=policy_type
     ),
     "actor.model.model_path": to(START, by=start),
     "actor.model.hidden_dim": to("policy.hidden_dim", default=256),

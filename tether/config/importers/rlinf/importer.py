@@ -10,6 +10,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
+from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
 from tether.config.importers.rlinf.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
 from tether.config.importers.rlinf.rows import UNSET, Checked, Mapped, NoEffect, Refuses, Table, Unsupported, Values
 from tether.config.importers.rlinf.text import TEXT
@@ -74,6 +75,8 @@ class Imported:
     """Problems of the file: unknown keys, contradictions, what cannot be read."""
     rest: tuple[Override, ...] = ()
     """Overrides that are not in RLinf's keys."""
+    left_out: tuple[str, ...] = ()
+    """Keys of the file that belong to another simulator or task than the one that the overrides name."""
 
     def refusals(self) -> list[Problem]:
         """Return a problem for each key that is not supported."""
@@ -111,11 +114,13 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     if isinstance(task, Problem):
         return Imported({}, {}, (), (*problems, task))
     shared = [override for override in overrides if _section(override) not in MARKS]
-    own = [override for override in shared if look_up(TABLES[task], override.path) is not None]
+    own = [override for override in shared if look_up(TABLES[task], override.path) is not None or names_task(override)]
+    left_out = without_old_simulator(tree, own) if task == "embodied" else []
     values, unresolved = values_of(_override(tree, own), TABLES[task])
     imported = apply(TABLES[task], values, FIXED if task == "embodied" else {}, _other(task))
     found = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
-    imported = replace(imported, problems=found, rest=tuple(override for override in shared if override not in own))
+    rest = tuple(override for override in shared if override not in own)
+    imported = replace(imported, problems=found, rest=rest, left_out=tuple(left_out))
     return imported if task == "reasoning" or ENV_KEY in imported.native else _without_env(imported)
 
 
@@ -214,7 +219,8 @@ def _override(tree: dict[str, object], overrides: Sequence[Override]) -> dict[st
             if parent is not None:
                 parent.pop(name, None)
         else:
-            OmegaConf.update(changed, override.path, override.value, force_add=True)
+            clears = override.value == {}  # any other mapping goes over the file's, as Hydra has it
+            OmegaConf.update(changed, override.path, override.value, merge=not clears, force_add=True)
     plain = OmegaConf.to_container(changed, resolve=False)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}

@@ -1,4 +1,4 @@
-"""tether's CNN of MiniGrid's pictures as a features extractor of Stable-Baselines3."""
+"""tether's networks in front of an LSTM or a head, as features extractors of Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CELL_SCALE = 10.0
 
 
 class Features(BaseFeaturesExtractor):
-    """Two convolutions and a hidden layer of 128, which actor and critic share."""
+    """Two convolutions and a hidden layer of 128 over MiniGrid's pictures, which actor and critic share."""
 
     def __init__(self, observation_space) -> None:  # noqa: ANN001  # gymnasium's Dict
         super().__init__(observation_space, features_dim=128)
@@ -26,3 +26,16 @@ class Features(BaseFeaturesExtractor):
         """Picture [B, C, H, W] and one-hot direction [B, 4] -> features [B, 128]."""
         seen = self.cnn(observations["image"].float() / CELL_SCALE)
         return self.hidden(torch.cat([seen, observations["direction"].flatten(1)], dim=1))
+
+
+class Hidden(BaseFeaturesExtractor):
+    """Two hidden layers of 64 over a row of numbers."""
+
+    def __init__(self, observation_space) -> None:  # noqa: ANN001  # gymnasium's Box
+        super().__init__(observation_space, features_dim=64)
+        (numbers,) = observation_space.shape
+        self.hidden = nn.Sequential(nn.Linear(numbers, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """[B, numbers] -> [B, 64]."""
+        return self.hidden(observations)

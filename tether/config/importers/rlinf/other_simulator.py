@@ -1,0 +1,71 @@
+"""A file of RLinf run in another simulator than its own: what it says about its own one is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tether.config.loading.overrides import Override
+
+OF_ID = ("id", "gym_id", "init_params")
+"""Keys of a section that name a task, or are for it alone."""
+OF_SIMULATOR = (*OF_ID, "reward_mode", "use_rel_reward", "video_cfg")
+"""Those that a simulator's preset sets up."""
+SHARED_ARGUMENTS = ("maniskill",)
+"""Simulators whose constructors take the same arguments for all tasks."""
+
+
+def without_old_simulator(tree: dict[str, Any], overrides: Sequence[Override]) -> list[str]:
+    """Take out of a file what describes another simulator, or another task, than the overrides name.
+
+    A new ``env.train.env_type`` takes along all that the file's simulator was set up with; a new ``env.train.id`` the
+    old task, that of tests among them, and its arguments where they are not the same for all tasks of a simulator.
+
+    Args:
+        tree: the file, which is changed.
+        overrides: in RLinf's keys; what they set stays.
+
+    Returns:
+        The keys that were taken out.
+    """
+    given = {override.path: override.value for override in overrides if not override.delete}
+    train = _section(tree, "env.train")
+    old_type, old_id = train.get("env_type"), _task(train)
+    new_type = given.get("env.train.env_type", old_type)
+    new_id = next((given[key] for key in _names_of("train") if key in given), old_id)
+    if new_type != old_type:
+        dropped: tuple[str, ...] = OF_SIMULATOR
+    elif new_id != old_id:
+        dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", "init_params.id")
+    else:
+        return []
+    own_tests = new_type == old_type and any(key in given for key in _names_of("eval"))
+    left_out = []
+    for role in ("train",) if own_tests else ("train", "eval"):
+        for name in dropped:
+            section, _, last = f"env.{role}.{name}".rpartition(".")
+            holder = _section(tree, section)
+            if last in holder:
+                holder.pop(last)
+                left_out.append(f"{section}.{last}")
+    return left_out
+
+
+def names_task(override: Override) -> bool:
+    """Whether an override gives a task, which RLinf has among the constructor's arguments and tether beside them."""
+    return override.path in (*_names_of("train"), *_names_of("eval"))
+
+
+def _section(tree: dict[str, Any], path: str) -> dict[str, Any]:
+    for name in path.split("."):
+        tree = tree.get(name) or {}
+    return tree
+
+
+def _task(section: dict[str, Any]) -> Any:
+    named = (section.get("id"), section.get("gym_id"), (section.get("init_params") or {}).get("id"))
+    return next((name for name in named if name is not None), None)
+
+
+def _names_of(role: str) -> tuple[str, ...]:
+    return f"env.{role}.id", f"env.{role}.gym_id", f"env.{role}.init_params.id"
