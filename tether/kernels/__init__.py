@@ -9,13 +9,20 @@ from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
 from tether.kernels.padded_batches import select_rows
 from tether.kernels.reference import Recording
 from tether.kernels.sampling import inverse_sample
-from tether.kernels.vocabulary_chunks import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
+from tether.kernels.vocabulary_chunks import (
+    KeptTokenSets,
+    LogitTransform,
+    VocabularyChunks,
+    default_chunk_size,
+    matmul_dtype,
+)
 
 __all__ = [
     "FEW_ROWS",
     "AttentionLayout",
     "AttentionSpec",
     "Epilogue",
+    "KeptTokenSets",
     "LogitTransform",
     "PackedLinears",
     "Recording",

@@ -4,7 +4,10 @@ The logits of a whole batch never exist at once.
 """
 
 from tether.models.output.full_kl import full_kl_of_hidden
-from tether.models.output.log_probs import lm_head_of, token_log_probs
+from tether.models.output.log_probs import LmHead, LogProbs, VocabularyShard, lm_head_of, token_log_probs
 from tether.models.output.truncation_record import KeptRecorder, KeptSets
 
-__all__ = ["KeptRecorder", "KeptSets", "full_kl_of_hidden", "lm_head_of", "token_log_probs"]
+__all__ = [
+    "KeptRecorder", "KeptSets", "LmHead", "LogProbs", "VocabularyShard", "full_kl_of_hidden", "lm_head_of",
+    "token_log_probs",
+]  # fmt: skip

@@ -8,6 +8,8 @@ the target::
     entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
 
 Where sampling kept only some tokens (`KeptSets`), the others have p = 0 in all of this.
+
+Where ranks hold parts of the vocabulary (`VocabularyShard`), each makes the logits of its part; they share the sums.
 """
 
 from __future__ import annotations
@@ -16,11 +18,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from tether.kernels import LogitTransform, VocabularyChunks, default_chunk_size, kernels_for, matmul_dtype
+from tether.kernels import (
+    KeptTokenSets,
+    LogitTransform,
+    VocabularyChunks,
+    default_chunk_size,
+    kernels_for,
+    matmul_dtype,
+)
 from tether.models.output.truncation_record import KeptSets
 
 
@@ -32,6 +42,40 @@ class LmHead:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0  # Cohere's logit_scale, one over Granite's logits_scaling
     softcap: float | None = None  # Gemma 2's final_logit_softcapping
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The head has a part of the vocabulary, and the ranks of a group have the others."""
+
+    first: int
+    """Token of its first row."""
+    group: Any
+    """Of torch.distributed; None is the default group."""
+
+    def whole(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `tether.kernels.vocabulary_chunks.log_sums` says of the whole vocabulary, from what it says of parts."""
+        target_z, top, mass, moment, square = sums
+        highest = top.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+        shift = top - highest
+        decay = shift.exp()
+        parts = torch.stack([target_z, mass * decay, (moment + shift * mass) * decay, square * decay.square()])
+        dist.all_reduce(parts, group=self.group)
+        return parts[0], highest, *parts[1:]
+
+    def cut(self, kept: KeptSets) -> _ShardOfKept:
+        """Of the tokens of this part."""
+        return _ShardOfKept(kept, self.first)
+
+
+@dataclass(frozen=True)
+class _ShardOfKept:
+    kept: KeptSets
+    first: int
+
+    def cut(self, span: slice) -> Tensor:
+        return self.kept.cut(slice(span.start + self.first, span.stop + self.first))
 
 
 @dataclass(frozen=True)
@@ -77,6 +121,7 @@ def token_log_probs(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     chunk_size: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> LogProbs:
     """Log-probability of each target under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
 
@@ -93,6 +138,8 @@ def token_log_probs(
         with_entropy: also return the entropy, with gradient.
         with_sum_pi_squared: also return sum_v p_v^2, without gradient.
         chunk_size: vocabulary entries a chunk; by default as many as keep a chunk in the CPU's cache.
+        shard: where the head's part of the vocabulary lies, if it has a part; `targets` and `kept` are of the whole.
+            The gradient of `hidden` then is this part's, of which the ranks take the sum.
     """
     assert temperature > 0, "greedy has no log-probs"
     dtype = matmul_dtype(hidden)
@@ -101,12 +148,13 @@ def token_log_probs(
             hidden.to(dtype),
             head.weight,
             head.bias,
-            targets,
+            targets if shard is None else targets - shard.first,  # outside its rows: no target of this part
             LogitTransform(head.scale, head.softcap, temperature),
-            kept,
+            kept if shard is None or kept is None else shard.cut(kept),
             chunk_size or default_chunk_size(hidden),
             with_entropy,
             with_sum_pi_squared,
+            shard,
         )
     return LogProbs(log_probs, entropy, sum_pi_squared)
 
@@ -122,15 +170,16 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         transform: LogitTransform,
-        kept: KeptSets | None,
+        kept: KeptTokenSets | None,
         chunk_size: int,
         with_entropy: bool,
         with_sum_pi_squared: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         chunks = VocabularyChunks(hidden, weight, bias, transform, chunk_size)
         kernels = kernels_for(hidden)
         sums = kernels.log_sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
-        target_z, top, mass, moment, square = sums
+        target_z, top, mass, moment, square = sums if shard is None else shard.whole(sums)
         log_normalizer = top + mass.log()
         entropy = mass.log() - moment / mass
         sum_pi_squared = (square / mass.square())[:, 0] if with_sum_pi_squared else None
@@ -169,4 +218,4 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight[span] = grad_logits.T @ hidden
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None

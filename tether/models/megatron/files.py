@@ -1,0 +1,67 @@
+"""Safetensors of a model's directory, of which each rank reads the slices that it keeps."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from tether.models.megatron.splits import Slices
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The tensors of a directory by name; open while it is entered."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look which file has which tensor.
+
+        Raises:
+            ValueError: the directory has no safetensors, or they cannot be read.
+        """
+        self.folder, self._open = folder, ExitStack()
+        self._handles: dict[str, Any] = {}
+        try:
+            if (folder / _INDEX).exists():
+                self._file_of = dict(json.loads((folder / _INDEX).read_text())["weight_map"])
+            elif (folder / _SINGLE).exists():
+                self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
+            else:
+                raise ValueError(
+                    f"{folder}: has no {_SINGLE} and no {_INDEX}, which Megatron's ranks read their slices from. Save "
+                    "the model once with transformers (model.save_pretrained)."
+                )
+        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"{folder}: its weights could not be read ({error}). Copy the files again.") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __getitem__(self, name: str) -> Slices:
+        """A tensor to read slices of.
+
+        Raises:
+            ValueError: no file has it.
+        """
+        if name not in self._file_of:
+            raise ValueError(
+                f"{self.folder}: its weights lack {name}. The checkpoint is of another model class or is incomplete."
+            )
+        found: Slices = self._handle(self._file_of[name]).get_slice(name)
+        return found
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            self._handles[file] = self._open.enter_context(safe_open(self.folder / file, "pt"))
+        return self._handles[file]
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.close()

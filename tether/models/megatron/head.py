@@ -1,0 +1,63 @@
+"""What the last stage makes of hidden states: log-probabilities over a split vocabulary, or values.
+
+Megatron's output layer would make the logits of all tokens. `StatesHead` takes its place and hands the hidden states
+out, so that logits are made for the predicted tokens alone, in chunks, and each rank makes those of its part of the
+vocabulary (`tether.models.output.token_log_probs`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+
+class StatesHead(nn.Module):
+    """In the place of a policy's output layer: holds its weight, and returns the states that it would read."""
+
+    def __init__(self, output_layer: nn.Module, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = cast("Any", output_layer).weight  # None: it is the embedding's
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """[N, 1, E] of this rank -> of all tensor-parallel ranks, whose gradients are parts of one sum."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden), None
+        return copy_to_tensor_model_parallel_region(hidden), None
+
+
+class ValueHead(nn.Module):
+    """A scalar head in float32, the same on each tensor-parallel rank; its weights are zero until they are loaded."""
+
+    def __init__(self, hidden_size: int, with_bias: bool, sequence_parallel: bool, like: Tensor) -> None:
+        super().__init__()
+        device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if with_bias else None
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """[N, 1, E] of this rank -> of all tensor-parallel ranks, whose gradients are each the whole one."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False), None
+        return hidden, None
+
+    def values(self, states: Tensor) -> Tensor:
+        """[N, E] -> [N], in at least float32."""
+        return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)[:, 0]
+
+
+def replace_output_layer(chunk: Any, role: str, with_bias: bool) -> None:
+    """Put the head of a role on the last stage."""
+    layer, config = chunk.output_layer, chunk.config
+    if role == "policy":
+        chunk.output_layer = StatesHead(layer, config.sequence_parallel)
+    else:
+        like = chunk.decoder.final_layernorm.weight
+        chunk.output_layer = ValueHead(config.hidden_size, with_bias, config.sequence_parallel, like)

@@ -1,0 +1,195 @@
+"""How a model is laid out over processes: the sizes of Megatron's kinds of parallelism, and what a model allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the process groups; data parallelism is what is left of the ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    """Pieces of the model on each pipeline rank, which take turns with those of the others."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    expert: int = 1
+    """Ranks that share the experts of a layer."""
+    expert_tensor: int | None = None
+    """Ranks that share each expert; None: as `tensor`."""
+    sequence_parallel: bool = False
+    """Between the tensor-parallel products each rank holds a part of the tokens only; acts with `tensor` > 1."""
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share each expert."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether tensor-parallel ranks hold parts of the tokens."""
+        return self.sequence_parallel and self.tensor > 1
+
+    def data(self, ranks: int) -> int:
+        """Data-parallel replicas among `ranks` ranks."""
+        return ranks // (self.tensor * self.pipeline * self.context)
+
+    def layers_by_stage(self, layers: int) -> list[int]:
+        """Layers of each pipeline rank.
+
+        Raises:
+            ValueError: they cannot be dealt out; says why, without the key.
+        """
+        first, last, middle = self.first_stage_layers, self.last_stage_layers, self.pipeline
+        rest = layers
+        for edge in (first, last):
+            if edge is not None:
+                rest, middle = rest - edge, middle - 1
+        if middle < 0 or rest < 0 or (middle == 0) != (rest == 0) or (middle and (rest % middle or rest == 0)):
+            raise ValueError(f"{rest} layers over {middle} pipeline ranks")
+        each = [rest // middle] * middle if middle else []
+        stages = [*([first] if first is not None else []), *each, *([last] if last is not None else [])]
+        if any(count % (self.virtual_pipeline or 1) for count in stages):
+            raise ValueError(f"{stages} layers a rank over {self.virtual_pipeline} virtual stages")
+        return stages
+
+
+def check(layout: Layout, hf_config: Any, ranks: int, key_prefix: str) -> None:
+    """Refuse a layout that does not fit the model or the number of ranks.
+
+    Args:
+        layout: the sizes.
+        hf_config: the model's config of transformers.
+        ranks: processes that hold the model.
+        key_prefix: before the names of verl's keys, such as ``actor_rollout_ref.actor.megatron.``.
+
+    Raises:
+        ValueError: names the key, what it cannot split, and the nearest size that works.
+    """
+    _check_sizes(layout, key_prefix)
+    _check_ranks(layout, ranks, key_prefix)
+    heads, kv_heads = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
+    kv_heads = heads if kv_heads is None or getattr(hf_config, "kv_lora_rank", None) else kv_heads
+    key = f"{key_prefix}tensor_model_parallel_size"
+    divided = [(heads, "attention heads"), (hf_config.vocab_size, "tokens of the vocabulary")]
+    for number, name in [*divided, *_widths(hf_config)]:
+        if number % layout.tensor:
+            works = _shared_divisors(number for number, _ in [*divided, *_widths(hf_config)])
+            works = [size for size in works if not kv_heads % size or not size % kv_heads]
+            raise ValueError(_refusal(key, layout.tensor, number, name, works))
+    if kv_heads % layout.tensor and layout.tensor % kv_heads:
+        works = [size for size in _divisors(heads) if not kv_heads % size or not size % kv_heads]
+        raise ValueError(_refusal(key, layout.tensor, kv_heads, "key and value heads", works))
+    _check_layers(layout, hf_config.num_hidden_layers, key_prefix)
+    _check_experts(layout, hf_config, key_prefix)
+
+
+def experts_of(hf_config: Any) -> int | None:
+    """Routed experts of a layer; None in a dense model."""
+    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if getattr(hf_config, name, None):
+            return int(getattr(hf_config, name))
+    return None
+
+
+def _check_sizes(layout: Layout, prefix: str) -> None:
+    sizes = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_ranks,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{prefix}{name}={size}: a number of ranks is at least 1.")
+    if layout.virtual_pipeline is not None and layout.virtual_pipeline > 1 and layout.pipeline < 2:
+        raise ValueError(
+            f"{prefix}virtual_pipeline_model_parallel_size={layout.virtual_pipeline}: acts on a pipeline of several "
+            "ranks only. Leave it out, or set pipeline_model_parallel_size to 2 or more."
+        )
+
+
+def _check_ranks(layout: Layout, ranks: int, prefix: str) -> None:
+    model = layout.tensor * layout.pipeline * layout.context
+    if ranks % model:
+        raise ValueError(
+            f"{prefix}tensor_model_parallel_size={layout.tensor} x pipeline_model_parallel_size={layout.pipeline} x "
+            f"context_parallel_size={layout.context} = {model} does not divide the {ranks} ranks. Start a multiple of "
+            f"{model} ranks, or choose sizes whose product is one of {_divisors(ranks)}."
+        )
+    experts = layout.expert_ranks * layout.expert * layout.pipeline
+    if layout.expert > 1 and ranks % experts:
+        works = [e for e in _divisors(ranks) if not ranks % (layout.expert_ranks * layout.pipeline * e)]
+        raise ValueError(
+            f"{prefix}expert_model_parallel_size={layout.expert} x expert_tensor_parallel_size={layout.expert_ranks} x "
+            f"pipeline_model_parallel_size={layout.pipeline} = {experts} does not divide the {ranks} ranks."
+            + (f" expert_model_parallel_size={_nearest(layout.expert, works)} does." if works else "")
+        )
+
+
+def _check_layers(layout: Layout, layers: int, prefix: str) -> None:
+    try:
+        layout.layers_by_stage(layers)
+    except ValueError as error:
+        sizes = [size for size in _divisors(layers) if size <= layers]
+        raise ValueError(
+            f"{prefix}pipeline_model_parallel_size={layout.pipeline}: cannot deal out {error} of a model with {layers} "
+            f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, sizes)} works (with virtual "
+            "stages, their number must divide the layers of each rank); or set override_transformer_config."
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage so that the rest is even."
+        ) from None
+
+
+def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
+    experts = experts_of(hf_config)
+    if experts is None:
+        if layout.expert > 1:
+            raise ValueError(
+                f"{prefix}expert_model_parallel_size={layout.expert}: {type(hf_config).__name__} has no experts. "
+                "Set it to 1."
+            )
+        return
+    key = f"{prefix}expert_model_parallel_size"
+    if experts % layout.expert:
+        raise ValueError(_refusal(key, layout.expert, experts, "experts", _divisors(experts)))
+    width = int(hf_config.moe_intermediate_size)
+    if width % layout.expert_ranks:
+        key = f"{prefix}expert_tensor_parallel_size"
+        raise ValueError(_refusal(key, layout.expert_ranks, width, "columns of an expert", _divisors(width)))
+
+
+def _widths(hf_config: Any) -> list[tuple[int, str]]:
+    """Further sizes that tensor parallelism splits."""
+    found = [(int(hf_config.intermediate_size), "columns of the MLP")]
+    for name in ("q_lora_rank", "kv_lora_rank"):
+        if getattr(hf_config, name, None):
+            found.append((int(getattr(hf_config, name)), f"columns of {name}"))
+    if getattr(hf_config, "kv_lora_rank", None):
+        found.append((hf_config.kv_lora_rank + hf_config.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim columns"))
+    if getattr(hf_config, "shared_expert_intermediate_size", None):
+        found.append((int(hf_config.shared_expert_intermediate_size), "columns of the shared expert"))
+    return found
+
+
+def _refusal(key: str, size: int, number: int, name: str, works: Sequence[int]) -> str:
+    return f"{key}={size} cannot split {number} {name}. The nearest that works is {_nearest(size, works)}."
+
+
+def _nearest(size: int, works: Sequence[int]) -> int:
+    return min(works, key=lambda other: (abs(other - size), other))
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _shared_divisors(numbers: Any) -> list[int]:
+    first, *others = numbers
+    return [size for size in _divisors(first) if not any(other % size for other in others)]

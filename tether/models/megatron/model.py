@@ -1,0 +1,222 @@
+"""A model of transformers as Megatron-core holds it: built, loaded, run and exported by all ranks of a layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import megatron.core.transformer.moe.moe_utils as moe_utils
+import torch
+from megatron.core import parallel_state as groups
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from torch import Tensor, nn
+
+from tether.kernels import AttentionLayout
+from tether.models.layers import Packed
+from tether.models.megatron import cpu
+from tether.models.megatron.attention import (
+    HAS_TRANSFORMER_ENGINE,
+    Norm,
+    PackedAttention,
+    PackedTokens,
+    Rotary,
+    rotary_of,
+)
+from tether.models.megatron.families import check_family, has_value_bias, transformer_config
+from tether.models.megatron.head import ValueHead, replace_output_layer
+from tether.models.megatron.layout import Layout
+from tether.models.megatron.transfer import Placed, export_weights, load_weights
+from tether.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
+
+_log = logging.getLogger(__name__)
+Role = Literal["policy", "critic"]
+
+
+@dataclass
+class MegatronModel:
+    """The part of a model that is on this rank."""
+
+    hf_config: Any
+    layout: Layout
+    role: Role
+    config: Any
+    """Megatron's TransformerConfig, the same object in all chunks."""
+    chunks: list[GPTModel]
+    """One for each virtual stage."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this rank ends the pipeline; its last chunk then returns states that `log_probs` or `values` take."""
+        return bool(groups.is_pipeline_last_stage(ignore_virtual=True))
+
+    def run(self, chunk: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+        """One chunk's forward pass, as a schedule of Megatron wants it from ``forward_step_func``.
+
+        Args:
+            chunk: one of `chunks`, or what a wrapper (DistributedDataParallel) made of it.
+            input_ids: [1, N] tokens, packed end to end.
+            position_ids: [1, N] each token's position in its own sequence.
+            layout: which of them sees which.
+
+        Returns:
+            What the next stage gets; at the end of the pipeline the states [N, E] under the head.
+        """
+        tokens = input_ids.shape[1]
+        input_ids, position_ids, layout = self._filled(input_ids, position_ids, layout)
+        packed = PackedTokens(qkv_format="sbhd", layout=layout, positions=position_ids[0])
+        out: Tensor = chunk(input_ids, position_ids, None, packed_seq_params=packed)
+        return out[0, :tokens] if _ends(chunk) else out
+
+    def log_probs(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        kept: KeptSets | None = None,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> LogProbs:
+        """Of targets [M], the same on each tensor-parallel rank, from the states [M, E] before them.
+
+        No rank ever has the logits of the whole vocabulary. Arguments as in `tether.models.output.token_log_probs`.
+        """
+        chunk = self.chunks[-1]
+        weight = chunk.output_layer.weight
+        weight = chunk.shared_embedding_or_output_weight() if weight is None else weight
+        group = groups.get_tensor_model_parallel_group()
+        first = groups.get_tensor_model_parallel_rank() * len(weight)
+        return token_log_probs(
+            states,
+            LmHead(weight),
+            targets,
+            temperature=temperature,
+            kept=kept,
+            with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
+            shard=VocabularyShard(first, group) if self.layout.tensor > 1 else None,
+        )
+
+    def values(self, states: Tensor) -> Tensor:
+        """[M, E] -> [M], in at least float32, the same on each tensor-parallel rank."""
+        head: ValueHead = self.chunks[-1].output_layer
+        return head.values(states)
+
+    def load(self, folder: Path | str) -> None:
+        """Read this rank's slices of the safetensors of a directory that transformers saved.
+
+        Raises:
+            ValueError: no safetensors, a tensor that they lack, or one of another shape.
+        """
+        load_weights(self._placed(), Path(folder))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor under the name and in the shape in which transformers saves it, on each rank.
+
+        All ranks take part and go through it to the end, in step.
+        """
+        return export_weights(self._placed())
+
+    def _placed(self) -> Placed:
+        return Placed(self.hf_config, self.layout, self.role, self.chunks)
+
+    def _filled(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor, AttentionLayout]:
+        """With a sequence of zeros behind, where tensor-parallel ranks hold equal parts of the tokens."""
+        tokens = input_ids.shape[1]
+        missing = -tokens % self.layout.tensor if self.layout.splits_tokens else 0
+        if not missing:
+            return input_ids, position_ids, layout
+        assert isinstance(layout, Packed)
+        prefixes = None if layout.prefixes is None else (*layout.prefixes, None)
+        input_ids, position_ids = (nn.functional.pad(x, (0, missing)) for x in (input_ids, position_ids))
+        return input_ids, position_ids, Packed((*layout.lengths, missing), prefixes)
+
+
+def build(
+    hf_config: Any,
+    layout: Layout,
+    *,
+    role: Role = "policy",
+    dtype: torch.dtype,
+    overrides: Mapping[str, object] | None = None,
+    trainable: bool = True,
+) -> MegatronModel:
+    """This rank's part of a model, with weights yet to be loaded; `tether.models.megatron.groups.start` ran before.
+
+    Args:
+        hf_config: of transformers.
+        layout: the sizes, which `tether.models.megatron.layout.check` admits.
+        role: a policy has the head of a language model, a critic one scalar in float32.
+        dtype: of the weights.
+        overrides: entries of Megatron's config (``override_transformer_config``).
+        trainable: False for a reference.
+
+    Raises:
+        ValueError: a model without a mapping, or an entry to override that does not exist or is set elsewhere.
+    """
+    check_family(hf_config)
+    config = transformer_config(hf_config, layout, dtype, overrides or {})
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # Megatron 0.16 asks for it without Transformer Engine
+    cpu.install()
+    stages = layout.virtual_pipeline or 1
+    chunks = [_chunk(hf_config, config, role, stage if stages > 1 else None) for stage in range(stages)]
+    cpu.install()  # for what building loaded
+    for chunk in chunks:
+        chunk.requires_grad_(trainable)
+        chunk.train(trainable)
+    _log.info("Megatron-core runs %s", describe())
+    return MegatronModel(hf_config, layout, role, config, chunks)
+
+
+def describe() -> str:
+    """Which attention and layers run, for the log."""
+    if not torch.cuda.is_available():
+        return "its own layers on the CPU, with tether's packed attention and norms"
+    attention = "Transformer Engine's" if HAS_TRANSFORMER_ENGINE else "tether's packed"
+    return f"its own layers on CUDA, with {attention} attention and tether's norms"
+
+
+def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTModel:
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=_layers(config, stage),
+        vocab_size=hf_config.vocab_size,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=groups.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=groups.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=role == "policy" and hf_config.tie_word_embeddings,
+        position_embedding_type="rope",
+        vp_stage=stage,
+    )
+    inverse_frequencies, _ = rotary_of(hf_config)
+    if not config.multi_latent_attention:
+        chunk.rotary_pos_emb = Rotary(inverse_frequencies, latent=False)
+    if chunk.post_process:
+        replace_output_layer(chunk, role, has_value_bias(hf_config))
+    return chunk
+
+
+def _layers(config: Any, stage: int | None) -> Any:
+    """Megatron's description of the layers of a stage, with our attention and norms."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    block.layer_norm = Norm
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+    return block
+
+
+def _ends(chunk: Any) -> bool:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return bool(chunk.post_process)
