@@ -198,6 +198,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{TURNS}.interaction_config_path": [f"{folder / 'tools.yaml'}"],
         "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
         "trainer.logger": ["console"],
+        "trainer.profile_steps": ["[1]"],
         "trainer.resume_mode": ["disable"],
         "trainer.resume_from_path": [f"{folder / 'before' / 'global_step_2'}"],
     }
@@ -239,6 +240,7 @@ def control(folder: Path) -> Situation:
         "env.train.info_metrics": ["[speed]"],
         "policy.normalize_only": ["[speed]"],
         "trainer.device": ["cuda"],
+        "trainer.profile_steps": ["[1]"],
         f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
     }

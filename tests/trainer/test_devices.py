@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.test_profiler import traced
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
 from tether.assembly.run import build_run
 from tether.checkpoints import load_state
@@ -66,7 +67,9 @@ def torch_weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     one = train(overrides(inputs, tmp_path / "one", 1, 3))
-    two = train(overrides(inputs, tmp_path / "two", 2, 2))
+    two = train([*overrides(inputs, tmp_path / "two", 2, 2), "trainer.profile_steps=[2]"])
+    assert {"actor.learn", "critic.infer", "sampler.generate"} <= traced(two / "profile/step_2/rank_1.json.gz")
+    assert {"gen", "update_actor"} <= traced(two / "profile/step_2/loop.json.gz")
     expected, found = measured(one), measured(two)
     for step in (1, 2):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]

@@ -14,7 +14,7 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
-from tether.trainer.parts import BestTest, CriticWarmup
+from tether.trainer.parts import BestTest, CriticWarmup, StepProfiler
 from tether.trainer.preflight import Preflight
 from tether.training import LossSpec
 from tether.training.engines.optimizer import OptimizerOptions
@@ -103,6 +103,21 @@ def build_best_test(trainer: TrainerConfig, persistence: Persistence) -> BestTes
     if trainer.resume_mode != "auto" and not trainer.val_only:
         store.set_aside(None)
     return BestTest(replace(persistence, store=store), trainer.stop_at_score)
+
+
+def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler | None:
+    """What records some of the steps; None: no step is recorded.
+
+    Raises:
+        ValueError: the run has no such step.
+    """
+    if not trainer.profile_steps:
+        return None
+    if (last := max(trainer.profile_steps)) > schedule.total_steps:
+        raise ValueError(
+            f"trainer.profile_steps: there is no step {last}, the run has {schedule.total_steps}. Name others."
+        )
+    return StepProfiler(trainer.profile_steps, Path(trainer.default_local_dir) / "profile")
 
 
 def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:

@@ -35,12 +35,13 @@ from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
-from tether.execution import ShardedEngine, ShardedSampler
+from tether.execution import Group, ShardedEngine, ShardedSampler
 from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.objects import is_object
+from tether.runtime.profiling import ProcessTrace
 from tether.training import Learner
 from tether.training.division import balanced, in_order
 from tether.training.engines.local import LocalEngine
@@ -71,6 +72,8 @@ class Roles:
     reference: Reference | None
     """None where no KL is estimated from it."""
     sampler: RolloutEngine
+    group: Group | None = None
+    """The processes that they are in; None: this one."""
 
 
 class RankSampler:
@@ -133,18 +136,10 @@ def build_roles(
     first_rank = [(), *[None] * (ranks - 1)]
     if config.actor_rollout_ref.rollout.name == "vllm":
         card = group.call("card", "read", first_rank)[0]
-        return _roles(
-            config,
-            engines,
-            _served(config, engines["actor"], card, sources, sampling, logs, resources),
-            sources.total_steps,
-        )
-    return _roles(
-        config,
-        engines,
-        ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0]),
-        sources.total_steps,
-    )
+        sampler = _served(config, engines["actor"], card, sources, sampling, logs, resources)
+    else:
+        sampler = ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0])
+    return _roles(config, engines, sampler, sources.total_steps, group)
 
 
 def _served(
@@ -181,7 +176,7 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
             options["optimizer_rests_on_host"] = settings.optimizer_offload
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
-    return _engines(config, sources, make, sharded=True)
+    return _engines(config, sources, make, sharded=True) | {"trace": ProcessTrace()}
 
 
 def _engines(
@@ -231,12 +226,15 @@ def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedMod
     return model.requires_grad_(False)
 
 
-def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int) -> Roles:
+def _roles(
+    config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int, group: Group | None = None
+) -> Roles:
     return Roles(
         build_actor(config, engines["actor"], total_steps),
         build_critic(config, engines["critic"]) if "critic" in engines else None,
         build_reference(config, engines["reference"]) if "reference" in engines else None,
         sampler,
+        group,
     )
 
 

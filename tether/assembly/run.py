@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from tether.assembly.advantages import (
     build_reward_shaping,
     check_own_functions,
 )
-from tether.assembly.common import Run, begin_run, build_best_test, build_critic_warmup, find_start
+from tether.assembly.common import (
+    Run,
+    begin_run,
+    build_best_test,
+    build_critic_warmup,
+    build_profiler,
+    find_start,
+)
 from tether.assembly.inputs import Inputs, build_inputs, build_rewards
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
@@ -90,6 +98,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         resources.callback(rewards.close)
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
+        profiler = build_profiler(config.trainer, schedule)
         sources = sources_of(
             config,
             inputs,
@@ -136,6 +145,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
             best=build_best_test(config.trainer, persistence),
+            profiler=profiler and replace(profiler, ranks=roles.group),
             stop_on_collapse=config.trainer.on_collapse == "stop",
             schedule=schedule,
             persistence=persistence,

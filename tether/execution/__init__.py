@@ -4,5 +4,6 @@
 """
 
 from tether.execution.handles import ShardedEngine, ShardedSampler
+from tether.execution.worker import Group
 
-__all__ = ["ShardedEngine", "ShardedSampler", "ray_group"]
+__all__ = ["Group", "ShardedEngine", "ShardedSampler", "ray_group"]

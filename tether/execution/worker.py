@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from tether import __version__
 from tether.runtime.machine import set_threads
@@ -135,7 +136,8 @@ class Worker:
     def call(self, part: str, method: str, *arguments: Any) -> Any:
         """Call a method of a part."""
         self._doing, self._since = f"{part}.{method}", time.time()
-        answer = getattr(self._parts[part], method)(*arguments)
+        with record_function(f"{part}.{method}"):
+            answer = getattr(self._parts[part], method)(*arguments)
         self._doing, self._since = "waits", time.time()
         return answer
 

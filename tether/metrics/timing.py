@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -31,7 +33,8 @@ class Timer:
         self._enter(phase)
         start = time.perf_counter()
         try:
-            yield
+            with record_function(phase):  # for `trainer.profile_steps`
+                yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
             self._open.pop()

@@ -14,6 +14,7 @@ __all__ = [
     "late_calls",
     "machine",
     "objects",
+    "profiling",
     "program",
     "ranks",
     "run_lock",

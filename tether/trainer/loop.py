@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.mismatch import MismatchAlarm
+from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
 from tether.training import Learner
@@ -89,6 +90,7 @@ class Trainer:
     loggers: Loggers
     alarms: Alarms = field(default_factory=Alarms)
     best: BestTest = field(default_factory=BestTest)
+    profiler: StepProfiler | None = None
     stop_on_collapse: bool = False
     """Save and stop where an alarm says that the policy has collapsed."""
     stopped_by: str | None = None
@@ -228,8 +230,9 @@ class Trainer:
 
     def advance(self) -> dict[str, float]:
         """Do the next training step; returns its metrics."""
-        source = self.source.metrics()
-        return self.step(self.source.next(self.step_number + 1)) | source
+        source, number = self.source.metrics(), self.step_number + 1
+        with self.profiler.recording(number) if self.profiler else nullcontext():
+            return self.step(self.source.next(number)) | source
 
     def evaluate(self) -> dict[str, float]:
         """Validate the current policy; returns its metrics and logs samples."""

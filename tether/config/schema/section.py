@@ -129,6 +129,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), Says("a whole number from 0 to 2**6
 Options = Annotated[dict[str, object], Field(default_factory=dict), Says("a {key: value} mapping")]
 Positive = Annotated[int, Field(gt=0), Says("a whole number above 0")]
 Count = Annotated[int, Field(ge=0), Says("a whole number, 0 or above")]
+Steps = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple), Says("a list of whole numbers above 0")]
 OffOrEvery = Annotated[int, Field(ge=-1), BeforeValidator(_off), Says("a whole number (-1 or 0: off)")]
 Limit = Annotated[int, Field(ge=-1), Says("a whole number (-1: no limit)")]
 PositiveFloat = Annotated[float, Field(gt=0), Says("a number above 0")]

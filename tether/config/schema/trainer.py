@@ -22,6 +22,7 @@ from tether.config.schema.section import (
     Says,
     Section,
     Seed,
+    Steps,
     as_strings,
 )
 
@@ -83,6 +84,8 @@ class TrainerConfig(Section):
     """When an alarm says that the policy has collapsed: go on, or save and stop. (tether's own key.)"""
     async_mode: Literal["off", "one_step_off", "fully_async"] = "off"
     """Sample the next batch while the policy learns: exactly one update behind, or up to rollout.max_staleness."""
+    profile_steps: Annotated[Steps | None, EMBODIED_TOO] = None
+    """Training steps, from 1, of which each process writes a trace to the folder profile of the run."""
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
     preflight: Annotated[bool, EMBODIED_TOO] = True

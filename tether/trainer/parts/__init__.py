@@ -11,6 +11,7 @@ from tether.trainer.parts.greedy_baseline import GreedyBaseline
 from tether.trainer.parts.kl_reward import KLReward
 from tether.trainer.parts.mismatch import MismatchAlarm, mismatch_tolerance
 from tether.trainer.parts.pf_ppo import PolicyFiltration
+from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.reward_components import RewardComponents
 from tether.trainer.parts.reward_shaping import LengthPenalty, RewardShaping
 from tether.trainer.parts.rollout_correction import RolloutCorrection
@@ -28,5 +29,6 @@ __all__ = [
     "RewardComponents",
     "RewardShaping",
     "RolloutCorrection",
+    "StepProfiler",
     "mismatch_tolerance",
 ]

@@ -1,0 +1,45 @@
+"""`trainer.profile_steps`: a trace of some steps, of each process."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.tiny_run import train
+from tether.assembly.run import build_run
+from tether.config import ConfigError, load_config
+from tether.trainer.parts import StepProfiler
+
+
+def traced(file: Path) -> set[str]:
+    """Names of what a trace shows."""
+    with gzip.open(file, "rt") as opened:
+        return {event.get("name", "") for event in json.load(opened)["traceEvents"]}
+
+
+def test_the_named_steps_are_traced(base: list[str]) -> None:
+    run = train([*base, "trainer.profile_steps=[1,3]"])
+    assert sorted(str(path.relative_to(run / "profile")) for path in (run / "profile").rglob("*.gz")) == [
+        "step_1/loop.json.gz",
+        "step_3/loop.json.gz",
+    ]
+    shown = traced(run / "profile/step_3/loop.json.gz")
+    assert {"step 3", "gen", "old_log_prob", "update_actor", "aten::mm", "Optimizer.step#AdamW.step"} <= shown
+    assert "step 1" not in shown
+
+
+def test_a_step_that_fails_leaves_no_trace_and_ends_the_recording(tmp_path: Path) -> None:
+    profiler = StepProfiler([1, 2], tmp_path)
+    with pytest.raises(RuntimeError, match="cannot"), profiler.recording(1):
+        raise RuntimeError("cannot")
+    with profiler.recording(2):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_steps_that_there_are_not_are_refused(base: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^trainer.profile_steps: there is no step 4, the run has 3"):
+        build_run(load_config(None, [*base, "trainer.profile_steps=[2,4]"]))
+    with pytest.raises(ConfigError, match=r"trainer.profile_steps: \[0\] is not a list of whole numbers above 0"):
+        load_config(None, [*base, "trainer.profile_steps=[0]"])
