@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from tensordict import TensorClass, TensorDict
 from torch import Tensor, nn
 
+from tether.types import ExtraInfo
+
 TokenIds = NDArray[np.int32]
 Record = TypeVar("Record", bound=Any)
 
@@ -38,11 +40,11 @@ class Prompt:
     """The templated prompt, as the policy reads it; any sequence of integers is taken, and made an array here."""
     data_source: str
     """Which reward scores it, for example ``openai/gsm8k``."""
-    ground_truth: Any
+    ground_truth: object
     """The reference that the reward compares the answer with; None where the reward needs none."""
-    messages: tuple[dict[str, Any], ...] = ()
+    messages: tuple[dict[str, object], ...] = ()
     """The conversation before the chat template."""
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    extra_info: ExtraInfo = field(default_factory=dict)
     """The row's `extra_info`, passed to the reward as it is."""
     index: int = 0
     """Row number in the concatenated dataset: the sample's identity in logs."""
@@ -107,7 +109,7 @@ INFERRED = {"log_probs": "old_log_probs"} | {
 """Field of a model's outputs -> field of the batch that takes it."""
 
 
-def _take(batch: TrainBatch | EnvBatch, outputs: Any) -> None:
+def _take(batch: TrainBatch | EnvBatch, outputs: object) -> None:
     for name, field_name in INFERRED.items():
         value = getattr(outputs, name, None)  # a method of every tensordict is called `values`
         if isinstance(value, Tensor | TensorDict):
@@ -226,7 +228,7 @@ class TrainBatch(RolloutBatch):
             batch_size=rollout.batch_size,
         )
 
-    def take(self, outputs: Any) -> None:
+    def take(self, outputs: object) -> None:
         """Take over what a policy or a critic gave for these rows; log-probs are those of the old policy."""
         _take(self, outputs)
 
@@ -319,7 +321,7 @@ class EnvBatch:
         decision, row = self.decided.T.nonzero(as_tuple=True)
         return row, decision
 
-    def take(self, outputs: Any) -> None:
+    def take(self, outputs: object) -> None:
         """As `TrainBatch.take`."""
         _take(self, outputs)
 

@@ -65,7 +65,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     return call
 
 
-def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[object], Mapping[str, object]], None]:
     """Return the check of `checked` alone, for the positional arguments and the keywords of a call.
 
     Unknown and missing arguments are left to the call itself.
@@ -77,9 +77,9 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[An
     annotations = get_type_hints(inspect.unwrap(function), include_extras=True)
     names = tuple(inspect.signature(function).parameters)
     rules = {key: _Rule.of(annotations[key]) for key in names if key in annotations}
-    admitted: dict[str, Any] = {}  # the last number or string of each argument: most calls have the same again
+    admitted: dict[str, object] = {}  # the last number or string of each argument: most calls have the same again
 
-    def check(args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    def check(args: Sequence[object], keywords: Mapping[str, object]) -> None:
         given = [*zip(names, args, strict=False), *keywords.items()]
         sizes: dict[str, int | Shape] = {}
         device: torch.device | None = None
@@ -155,7 +155,7 @@ class _Rule:
                 texts.append({str: "a string", bool: "True or False"}.get(base, f"a {classes[-1].__name__}"))
         return cls(tuple(arrays), tuple(numbers), tuple(classes), type(None) in options, " or ".join(texts))
 
-    def dims_of(self, value: Any) -> tuple[str, ...] | None:
+    def dims_of(self, value: object) -> tuple[str, ...] | None:
         """Return the dimensions that an array, or a sequence in its place, must have; None for every other value."""
         for array in self.arrays:
             if isinstance(value, array.kind) and (
@@ -166,7 +166,7 @@ class _Rule:
         is_sequence = Sequence in self.classes and isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return self.arrays[0].dims if is_sequence else None
 
-    def admits(self, value: Any) -> bool:
+    def admits(self, value: object) -> bool:
         """Whether a value that is no array is allowed."""
         if self.numbers and isinstance(value, Real) and not isinstance(value, bool):
             return any(isinstance(value, kind) and float(value) in limits for kind, limits in self.numbers)
@@ -186,7 +186,7 @@ def _shape(value: Any) -> Shape:
     return tuple(value.shape) if hasattr(value, "shape") else (len(value),)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"is a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"is {value!r}" if isinstance(value, Real | str | None) else f"is of type {type(value).__name__}"
@@ -210,7 +210,7 @@ def _fits(dims: tuple[str, ...], shape: Shape, sizes: dict[str, int | Shape]) ->
     return True
 
 
-def _misfit(given: Sequence[tuple[str, Any, _Rule]]) -> str:
+def _misfit(given: Sequence[tuple[str, object, _Rule]]) -> str:
     """Say which argument has another shape than most of those that it shares a dimension with."""
     arrays = [(key, _shape(value), dims) for key, value, rule in given if (dims := rule.dims_of(value)) is not None]
     bound: dict[str, dict[str, int | Shape]] = {}

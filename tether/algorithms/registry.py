@@ -6,7 +6,7 @@ Arguments are checked here, too, and kept from carrying a gradient to where none
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def _accept(
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def call(*tensors: Any, **keywords: Any) -> Result:
+    def call(*tensors: Tensor, **keywords: object) -> Result:
         if unknown := sorted(keywords.keys() - vocabulary):
             raise TypeError(f"{name}: unknown keyword {', '.join(unknown)}. Known: {', '.join(sorted(vocabulary))}")
         if missing := [f"{key}={meaning[key]}" for key in required if keywords.get(key) is None]:
@@ -65,7 +65,7 @@ def _accept(
         kept = {key: value for key, value in keywords.items() if key in declared}
         check(tensors, kept)
         given = dict(zip(names, tensors, strict=False)) | kept
-        live = [key for key, value in given.items() if isinstance(value, Tensor) and value.requires_grad]
+        live = {key: value for key, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
         if not live:
             return function(*tensors, **kept)
         if learns is None:
@@ -73,10 +73,10 @@ def _accept(
                 return function(*tensors, **kept)
         if learns not in live and torch.is_grad_enabled():
             raise ValueError(
-                f"{name}: {live[0]} has a gradient, and {learns} has none. The order is ({', '.join(names[:4])}, ...), "
-                "where verl has the old log-probabilities first"
+                f"{name}: {next(iter(live))} has a gradient, and {learns} has none. "
+                f"The order is ({', '.join(names[:4])}, ...), where verl has the old log-probabilities first"
             )
-        constants = {key: given[key].detach() for key in live if key != learns}
+        constants = {key: value.detach() for key, value in live.items() if key != learns}
         return function(**given | constants)
 
     return call

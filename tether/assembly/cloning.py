@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tether.assembly.control import env_options, make_env, view_of
 from tether.assembly.policies import Bounds, bounds_of, new_policy, saved_policy
@@ -20,7 +19,7 @@ from tether.data.demonstrations import Demonstration
 from tether.data.lerobot import read_dataset
 from tether.envs import DiscreteActions, VectorEnv
 from tether.models.control import Policy
-from tether.observations import Observation, played
+from tether.observations import Array, Observation, played
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
 from tether.runtime.user_files import import_python_file
@@ -127,7 +126,7 @@ def build_cloning(
     return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
 
 
-def _bounds(actions: list[NDArray[Any]], quantiles: tuple[float, float]) -> Bounds:
+def _bounds(actions: list[Array], quantiles: tuple[float, float]) -> Bounds:
     bins = importlib.import_module("tether.envs.spaces.action_bins").ActionBins.of_data(
         np.concatenate(actions), quantiles
     )
@@ -138,7 +137,7 @@ def _bins(bounds: Bounds) -> Any:
     return importlib.import_module("tether.envs.spaces.action_bins").ActionBins(*bounds)
 
 
-def _unchanged(actions: NDArray[Any]) -> NDArray[Any]:
+def _unchanged(actions: Array) -> Array:
     return actions
 
 
@@ -156,7 +155,7 @@ def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -
         raise ValueError(f"{folder}: not recorded in {env.id}: {error}") from error
 
 
-def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> NDArray[Any]:
+def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> Array:
     """Actions as the policy decides on them.
 
     Raises:
@@ -170,7 +169,7 @@ def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> NDArray[An
     return episode.actions.astype(np.int64 if whole else np.float32)
 
 
-def _refuse_forbidden(env: VectorEnv, obs: Observation, actions: NDArray[Any], where: str) -> None:
+def _refuse_forbidden(env: VectorEnv, obs: Observation, actions: Array, where: str) -> None:
     """Refuse choices that the recorded masks forbid: the policy could never make them, so their loss is huge.
 
     Raises:

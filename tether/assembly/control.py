@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,6 +54,9 @@ from tether.trainer.preflight import Need, preflight
 from tether.training import Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
 from tether.training.engines.flat import FlatEngine
+
+if TYPE_CHECKING:
+    from tether.envs.make import EnvOptions
 
 
 def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
@@ -210,8 +213,8 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
 def make_env(
     section: TrainEnvConfig | EvalEnvConfig,
     role: str,
-    pacing: Mapping[str, Any],
-    view: Mapping[str, Any],
+    pacing: Mapping[str, object],
+    view: Mapping[str, object],
     *,
     render: bool = False,
 ) -> VectorEnv:
@@ -235,11 +238,11 @@ def make_env(
 def env_options(
     section: TrainEnvConfig | EvalEnvConfig,
     role: str,
-    pacing: Mapping[str, Any],
-    view: Mapping[str, Any],
+    pacing: Mapping[str, object],
+    view: Mapping[str, object],
     *,
     render: bool = False,
-) -> Any:
+) -> EnvOptions:
     """The `tether.envs.make.EnvOptions` of a section; for the arguments see `make_env`.
 
     Raises:
@@ -269,7 +272,7 @@ def env_options(
     )
 
 
-def _pacing(config: RunConfig) -> dict[str, Any]:
+def _pacing(config: RunConfig) -> dict[str, object]:
     train = config.env.train
     return {
         "chunk": config.policy.num_action_chunks,
@@ -279,7 +282,7 @@ def _pacing(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def view_of(config: RunConfig) -> dict[str, Any]:
+def view_of(config: RunConfig) -> dict[str, object]:
     """Fields of `tether.envs.make.View`."""
     train = config.env.train
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,13 +15,14 @@ from tether.models.language.model_path import resolve_model_path
 from tether.rollout.native import NativeEngine
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import resolve_device, set_threads
+from tether.types import Message
 
-Encode = Callable[[Sequence[Mapping[str, Any]]], list[int]]
+Encode = Callable[[Sequence[Message]], list[int]]
 """A conversation -> the ids of the templated prompt."""
 
 
 def build_generator(
-    model: Path | str, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    model: Path | str, chat_template: str | None = None, template_kwargs: Mapping[str, object] | None = None
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
     """An engine for a model, its tokenizer, and the encoding of a conversation.
 
@@ -38,7 +38,7 @@ def build_generator(
     path = resolve_model_path(str(model), cache_dir())
     tokenizer = load_tokenizer(path)
 
-    def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode(messages: Sequence[Message]) -> list[int]:
         row = Row(tuple(dict(message) for message in messages), "", None, file="prompts", number=0)
         return tokenize([render(row, tokenizer, chat_template, template_kwargs or {})], tokenizer)[0].tolist()
 

@@ -30,4 +30,4 @@ def decided_formats(config: RunConfig, device: torch.device, checkpoint: Path | 
     """The keys that say ``auto``, with what that is: as in the checkpoint, else as is fast here."""
     values = values_of(config)
     saved = (saved_values(checkpoint / "run.yaml") if checkpoint else None) or {}
-    return {key: saved.get(key) or number_format("auto", device) for key in DTYPE_KEYS if values[key] == "auto"}
+    return {key: str(saved.get(key) or number_format("auto", device)) for key in DTYPE_KEYS if values[key] == "auto"}

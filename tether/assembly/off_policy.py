@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,7 +76,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
     return "update" if steps_once and not are_read_before and not may_not_update else "recomputed"
 
 
-def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, Any]:
+def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, object]:
     """Keywords of the policy loss ``bypass_mode`` beside those of the clip."""
     return {
         "loss_type": correction.loss_type,

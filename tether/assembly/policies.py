@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.checkpoints import find_checkpoint
@@ -167,7 +166,7 @@ def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy
     policy, model = config.policy, config.actor_rollout_ref.model
     if any(part.kind == "image" for part in env.layout):
         find_pictures(env, policy.model_type)
-    fields: Mapping[str, Any] = {
+    fields: Mapping[str, object] = {
         "model_type": policy.model_type,
         "layout": env.layout,
         "action_width": env.actions.width,

@@ -12,13 +12,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 MANIFEST = "manifest.json"
 PARTIAL = ".writing_"
 """Prefix of what is still being written; a killed process may leave it behind."""
 FORMAT = 1
 MAX_HASH_THREADS = 8
+
+
+class Entry(TypedDict):
+    """A file in the manifest."""
+
+    size: int
+    sha256: str
 
 
 def write_manifest(folder: Path, step: int) -> None:
@@ -107,7 +114,7 @@ def _file_damage(path: Path, expected: Mapping[str, object]) -> str | None:
     return None
 
 
-def _entry(path: Path, *, durable: bool) -> dict[str, Any]:
+def _entry(path: Path, *, durable: bool) -> Entry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if durable:

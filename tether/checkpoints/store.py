@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -34,6 +34,7 @@ from tether.checkpoints.manifest import (
     write_durably,
     write_manifest,
 )
+from tether.types import StateDict
 
 BEST = "best"
 """Folder, below that of a run, that holds the checkpoint of its best test."""
@@ -273,7 +274,7 @@ def save_state(path: Path, state: Mapping[str, object]) -> None:
         torch.save(dict(state), file)
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path) -> StateDict:
     """Load what `save_state` stored, onto the CPU; nothing in the file is executed.
 
     Raises:

@@ -15,6 +15,7 @@ from tether.data.chat import decode
 from tether.rollout import NoiseKey, SamplingParams
 from tether.runtime.objects import holding, is_object
 from tether.training import named_out_of_memory
+from tether.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -205,7 +206,7 @@ def _several(prompts: str | Sequence[object]) -> list[object]:
     return list(prompts)
 
 
-def _messages(prompt: Any, number: int) -> list[Mapping[str, Any]]:
+def _messages(prompt: Any, number: int) -> list[Message]:
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
     fits = isinstance(prompt, Sequence) and all(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
 from tether.metrics.loggers import METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
+from tether.types import JsonObject
 
 EPISODES = (
     "eval/return",
@@ -128,7 +128,7 @@ def _beside(key: str, metrics: Mapping[str, float]) -> dict[str, str]:
     return {name: "" if value is None else AUXILIARY[name][1].format(value) for name, value in found.items()}
 
 
-def _samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:
+def _samples(before: list[JsonObject], after: list[JsonObject]) -> Table:
     table = Table(title="the same prompts before and after", show_lines=True)
     for column in ("prompt (end)", "truth", "before", "after"):
         table.add_column(column)
@@ -145,6 +145,6 @@ def _samples(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table
     return table
 
 
-def _answer(sample: dict[str, Any]) -> str:
+def _answer(sample: JsonObject) -> str:
     reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:g}"
     return f"{shortened(sample['response'].strip(), RESPONSE_WIDTH)}\n({reward})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tether.config.keys import show, values_of
 from tether.config.loading.load import LoadedConfig, load_config
@@ -13,7 +12,7 @@ RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
 """Say how a run is resumed, not what it does."""
 
 
-def saved_values(saved: Path) -> dict[str, Any] | None:
+def saved_values(saved: Path) -> dict[str, object] | None:
     """The flat table of a ``run.yaml``; None where a version with other keys wrote it."""
     try:
         return values_of(load_config(saved, []).config)

@@ -40,7 +40,7 @@ class Key:
     type_text: str
     """The type in words, with "or null" where it may be null."""
     doc: str
-    default: Any
+    default: object
     """None for a required key and for one that inherits."""
     required: bool
     example: str | None
@@ -175,7 +175,7 @@ def _choices(annotation: object) -> tuple[str, ...]:
     return tuple(choice for part in get_args(annotation) for choice in _choices(part))
 
 
-def type_text(annotation: Any, metadata: list[Any]) -> str:
+def type_text(annotation: Any, metadata: list[object]) -> str:
     """Word a type: by its `Says` mark, or by its structure."""
     says = _mark(Says, metadata)
     origin = get_origin(annotation)

@@ -11,6 +11,7 @@ import numpy as np
 from tether.batch import TokenIds
 from tether.data.rows import Row
 from tether.runtime.deadline import deadline
+from tether.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,9 +59,7 @@ def render(
         raise ValueError(f"{row.place}: {error}. Change the row, or the template with data.chat_template.") from error
 
 
-def write_conversation(
-    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, **arguments: Any
-) -> str:
+def write_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> str:
     """Write a conversation as the tokenizer's chat template does, or as `arguments` ask it to.
 
     Raises:

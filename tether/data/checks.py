@@ -5,13 +5,13 @@ Each check returns None, or a sentence that names the cause and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TokenIds
 from tether.data.prompts import PromptReport
+from tether.types import Message
 
 
 def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str | None:
@@ -38,7 +38,7 @@ def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str 
 
 
 def template_problem(
-    tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, messages: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, messages: Sequence[Message]
 ) -> str | None:
     """Find a prompt that is its messages' bare text: no role, no turn markers.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,9 @@ TASK = "task"
 class Demonstration:
     """An episode of T steps."""
 
-    observations: Mapping[str, NDArray[Any]]
+    observations: Mapping[str, NDArray[np.generic]]
     """Name -> [T, ...], before each action: numbers [T, n], pictures [T, H, W, C] of bytes, the `TASK` [T] of text."""
-    actions: NDArray[Any]
+    actions: NDArray[np.generic]
     """[T, D]: integers for choices, else floats."""
     rewards: NDArray[np.float32]
     """[T]"""

@@ -24,9 +24,10 @@ import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from numpy.typing import NDArray
 
 from tether.data.demonstrations import TASK, Demonstration
+from tether.observations import Array
+from tether.types import JsonObject
 
 VERSION, READABLE = "v2.1", ("v2.0", "v2.1", "v3.0")
 DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
@@ -52,7 +53,7 @@ def write_dataset(folder: Path, episodes: Iterable[Demonstration], *, fps: int, 
     meta = folder / "meta"
     meta.mkdir(parents=True, exist_ok=True)
     tasks: dict[str, int] = {}
-    frames, lengths, features = 0, list[int](), dict[str, Any]()
+    frames, lengths, features = 0, list[int](), JsonObject()
     with (meta / "episodes.jsonl").open("w") as listed, (meta / "episodes_stats.jsonl").open("w") as measured:
         for number, episode in enumerate(episodes):
             columns = _columns(episode, number, frames, fps, tasks, robot)
@@ -126,7 +127,7 @@ def read_dataset(folder: Path) -> list[Demonstration]:
 
 def _columns(
     episode: Demonstration, number: int, frames: int, fps: int, tasks: dict[str, int], robot: str
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Array]:
     """All columns of an episode; new tasks are added to `tasks`."""
     steps = np.arange(len(episode))
     texts = episode.observations.get(TASK, np.full(len(episode), robot)).tolist()
@@ -144,13 +145,13 @@ def _columns(
     }
 
 
-def _feature(column: NDArray[Any]) -> dict[str, Any]:
+def _feature(column: Array) -> JsonObject:
     if _is_picture(column):
         return {"dtype": "image", "shape": list(column.shape[1:]), "names": ["height", "width", "channels"]}
     return {"dtype": str(column.dtype), "shape": list(column.shape[1:]) or [1], "names": None}
 
 
-def _write_parquet(path: Path, columns: Mapping[str, NDArray[Any]], features: Mapping[str, Any]) -> None:
+def _write_parquet(path: Path, columns: Mapping[str, Array], features: JsonObject) -> None:
     # The schema that the library `datasets` gives: by it, LeRobot knows which columns are pictures.
     schema: pyarrow.Schema = datasets.Features(
         {name: _arrow_feature(feature) for name, feature in features.items()}
@@ -164,14 +165,14 @@ def _write_parquet(path: Path, columns: Mapping[str, NDArray[Any]], features: Ma
     pyarrow.parquet.write_table(pyarrow.table(cells, schema=schema), path)
 
 
-def _arrow_feature(feature: Mapping[str, Any]) -> Any:
+def _arrow_feature(feature: JsonObject) -> Any:
     if feature["dtype"] == "image":
         return datasets.Image()
     value = datasets.Value(feature["dtype"])
     return value if feature["shape"] == [1] else datasets.Sequence(value, length=feature["shape"][0])
 
 
-def _stats(column: NDArray[Any]) -> dict[str, list[Any]]:
+def _stats(column: Array) -> dict[str, list[float]]:
     values = column.astype(np.float64)
     if _is_picture(column):  # of each channel, from 0 to 1, as [C, 1, 1]
         values = values.reshape(-1, column.shape[-1]) / 255
@@ -182,18 +183,18 @@ def _stats(column: NDArray[Any]) -> dict[str, list[Any]]:
     return found | {"count": [len(column)]}
 
 
-def _is_picture(column: NDArray[Any]) -> bool:
+def _is_picture(column: Array) -> bool:
     return column.dtype == np.uint8 and column.ndim == 4
 
 
-def _line(file: Any, value: Mapping[str, Any]) -> None:
+def _line(file: Any, value: JsonObject) -> None:
     file.write(json.dumps(value) + "\n")
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def _read_column(table: pyarrow.Table, name: str, feature: Mapping[str, Any]) -> NDArray[Any]:
+def _read_column(table: pyarrow.Table, name: str, feature: JsonObject) -> Array:
     """A column [T, ...] of numbers; nothing yet of a picture."""
     if feature["dtype"] == "image":
         return np.zeros(len(table))
@@ -202,7 +203,7 @@ def _read_column(table: pyarrow.Table, name: str, feature: Mapping[str, Any]) ->
     return np.array(table[name].to_pylist(), dtype=feature["dtype"]).reshape(len(table), -1)
 
 
-def _pictures(table: pyarrow.Table, features: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def _pictures(table: pyarrow.Table, features: JsonObject) -> dict[str, Array]:
     decode = _png().decode_png
     return {
         name: np.stack([decode(cell["bytes"]) for cell in table[name].to_pylist()])
@@ -211,7 +212,7 @@ def _pictures(table: pyarrow.Table, features: Mapping[str, Any]) -> dict[str, ND
     }
 
 
-def _read_tasks(meta: Path) -> NDArray[Any]:
+def _read_tasks(meta: Path) -> Array:
     """The text of each task by its number."""
     if (meta / "tasks.jsonl").is_file():
         rows = [json.loads(line) for line in (meta / "tasks.jsonl").read_text().splitlines()]
@@ -221,7 +222,7 @@ def _read_tasks(meta: Path) -> NDArray[Any]:
     return np.array([row["task"] for row in sorted(rows, key=lambda row: row["task_index"])])
 
 
-def _episode(columns: Mapping[str, NDArray[Any]]) -> Demonstration:
+def _episode(columns: Mapping[str, Array]) -> Demonstration:
     names = [name for name in columns if name.startswith(OBSERVATION)]
     observations = {name.removeprefix(OBSERVATION): columns[name] for name in names}
     rewards = columns.get(REWARD, np.zeros(len(columns[ACTION])))

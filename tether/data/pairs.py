@@ -20,8 +20,9 @@ from tether.data.columns import Columns
 from tether.data.location import locate
 from tether.data.rows import raise_problems
 from tether.data.sources import READERS
+from tether.types import JsonObject, Message
 
-Side = str | list[dict[str, Any]]
+Side = str | list[JsonObject]
 """A text, or a conversation."""
 SIDES = ("chosen", "rejected")
 
@@ -82,7 +83,7 @@ def pair_ids(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int],
     return chosen.tolist(), rejected.tolist()
 
 
-def _written(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _written(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             f"is a conversation, and the tokenizer of {tokenizer.name_or_path} has no chat template. Take the chat "

@@ -88,7 +88,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
     return Source(spec, records, (), generated=True)
 
 
-def _entries(task: str, params: dict[str, object], part: str | None) -> list[dict[str, Any]]:
+def _entries(task: str, params: dict[str, Any], part: str | None) -> list[dict[str, Any]]:
     """As many entries of the part as `size` asks for, distinct ones of `test`; of a small task, as many as it has."""
     dataset = reasoning_gym.create_dataset(task, **params)
     if part is None:

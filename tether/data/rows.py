@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from tether.batch import Prompt, TokenIds
 from tether.data.columns import Columns, naming_advice
+from tether.types import ExtraInfo, JsonObject
 
 MAX_PROBLEMS = 10
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -66,12 +67,12 @@ class Source:
 class Row:
     """One row, checked."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[JsonObject, ...]
     data_source: str
     ground_truth: Any
     file: str
     number: int
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    extra_info: ExtraInfo = field(default_factory=dict)
     token_ids: TokenIds | None = None
     """Set where a custom dataset did the templating itself."""
     agent_name: str | None = None
@@ -241,7 +242,7 @@ def _source_of(record: Mapping[str, object], columns: Columns) -> Any:
     return columns.default_source if named is None else named
 
 
-def _truth(record: Mapping[str, Any], columns: Columns) -> Any:
+def _truth(record: JsonObject, columns: Columns) -> Any:
     if columns.answer is None:
         return record["reward_model"].get("ground_truth")
     answer = record[columns.answer]

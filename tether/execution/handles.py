@@ -16,6 +16,7 @@ from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.division import Assign, balance_metrics, balanced, divide, mini_batches
 from tether.training.engines.autograd import scattered
 from tether.training.text import sequence_lengths
+from tether.types import StateDict
 
 LINEAR = 24576
 """Work of a token in the layers, in units of one token that another looks at: 6 times the hidden width of a 7B model
@@ -75,22 +76,22 @@ class ShardedEngine(Generic[Outputs]):
         """See `tether.training.protocol.Engine.save`; rank 0 writes."""
         self._call("save", [(folder,)] * self._group.size)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `tether.training.protocol.Engine.state_dict`."""
-        state: dict[str, Any] = self._call("state_dict", [()] * self._group.size)[0]
+        state: StateDict = self._call("state_dict", [()] * self._group.size)[0]
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over the state of `state_dict`, of any number of ranks."""
         self.version = state["version"]
         self._call("load_state_dict", [(self._group.share(state),)] * self._group.size)
 
-    def _call_groups(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call_groups(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """Of each group of ranks that share their rows, the answer of the first."""
         every = [given for given in arguments for _ in range(self._sequence)]
         return self._call(method, every)[:: self._sequence]
 
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         return self._group.call(self._part, method, arguments)
 
 

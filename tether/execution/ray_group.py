@@ -108,16 +108,16 @@ class RayGroup:
         check_versions(this_process(), self._processes)
         self._answers("join", [(size, device)] * size, self._seconds)
 
-    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
         """Have a factory, which is named by its module, make the parts on every rank."""
         self._answers("build", [(factory, arguments)] * self.size, CALL_SECONDS)
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """See `tether.execution.Group`."""
         of_ranks = [None if given is None else (part, method, *given) for given in arguments]
         return self._answers("call", of_ranks, CALL_SECONDS)
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> object:
         """See `tether.execution.Group`."""
         return ray.put(value)
 
@@ -140,7 +140,7 @@ class RayGroup:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def _answers(self, name: str, arguments: Sequence[tuple[Any, ...] | None], seconds: float) -> list[Any]:
+    def _answers(self, name: str, arguments: Sequence[tuple[object, ...] | None], seconds: float) -> list[Any]:
         if self._failure:
             raise self._failure
         calls = {

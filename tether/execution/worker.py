@@ -40,7 +40,7 @@ class Group(Protocol):
 
     size: int
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """Call a method of a part on every rank at once.
 
         Args:
@@ -56,7 +56,7 @@ class Group(Protocol):
         """
         ...
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> object:
         """Store a large argument once for all ranks; stands in its place in `call`."""
         ...
 
@@ -127,13 +127,13 @@ class Worker:
         if device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each rank its own device alone
 
-    def build(self, factory: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...]) -> None:
+    def build(self, factory: Callable[..., Mapping[str, Any]], arguments: tuple[object, ...]) -> None:
         """Have a factory make the parts."""
         self._doing, self._since = "build", time.time()
         self._parts = factory(*arguments)
         self._doing, self._since = "waits", time.time()
 
-    def call(self, part: str, method: str, *arguments: Any) -> Any:
+    def call(self, part: str, method: str, *arguments: object) -> Any:
         """Call a method of a part."""
         self._doing, self._since = f"{part}.{method}", time.time()
         with record_function(f"{part}.{method}"):

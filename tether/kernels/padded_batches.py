@@ -104,7 +104,7 @@ def _slots(
     unread = np.ones(len(token), dtype=bool)
     unread[first] = False
 
-    def moved(x: NDArray[Any]) -> Tensor:
+    def moved(x: NDArray[np.generic]) -> Tensor:
         return torch.tensor(x.tolist(), device=device)  # under FakeTensorMode an array would have no values
 
     on_device = tuple((moved(owner), moved(slot)) for owner, slot in repeats)

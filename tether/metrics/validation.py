@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ class ValidationRow:
     data_source: str
     uid: Hashable
     """The prompt: its responses share it."""
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """``reward``, and what else it returned, for example ``acc``. None, NaN and what is no number are left out."""
     pred: Hashable | None = None
     """The answer read out of the response; needed for ``maj@n``."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
+
+from tether.types import ExtraInfo, Message
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MAX_ANSWER = 1 << 24
@@ -26,7 +28,7 @@ class RewardFailure(Exception):
 class Dialogue:
     """What a reward model reads of a response beside its text."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Message]
     """Before the response."""
     prompt_ids: Iterable[int]
     response_ids: Iterable[int] | None = None
@@ -41,7 +43,7 @@ class RewardRequest:
     solution_str: str
     """The response as text."""
     ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    extra_info: ExtraInfo = field(default_factory=dict)
     dialogue: Dialogue | None = field(default=None, compare=False, repr=False)
     """For reward models; functions do not see it."""
 
@@ -51,7 +53,7 @@ class Score:
     """The function gave a finite number."""
 
     value: float
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: ExtraInfo = field(default_factory=dict)
     """The other keys of a dict result, as plain Python values."""
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _CUT = "...(truncated)..."
@@ -17,7 +16,7 @@ class Call:
     """One call; `problem` says what is wrong with how it is written."""
 
     name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
     problem: str = ""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tether.runtime.worker_pool import Work, WorkerPool
 from tether.tools.spec import Talkers
+from tether.types import ExtraInfo, JsonObject, Message
 
 MAX_ANSWER = 1 << 22
 """Bytes of the longest answer of a process."""
@@ -33,8 +33,8 @@ class CallRequest:
     """Call a tool."""
 
     name: str
-    arguments: dict[str, Any]
-    kwargs: dict[str, Any]
+    arguments: dict[str, object]
+    kwargs: ExtraInfo
     """What the row gives this tool beside."""
 
 
@@ -46,11 +46,11 @@ class StepRequest:
     batch: int
     """Number of the rollout; sessions of another one are dropped."""
     row: int
-    about: Mapping[str, Any]
+    about: ExtraInfo
     """`data_source`, `ground_truth` and `extra_info` of the row."""
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Message]
     """The prompt."""
-    turns: Sequence[Sequence[Mapping[str, Any]]]
+    turns: Sequence[Sequence[Message]]
     """What was said since: replies to the turn before, then the turn, as often as the policy had one."""
 
 
@@ -87,9 +87,10 @@ class ToolPool(WorkerPool[Reply]):
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[JsonObject]:
         """Of the tools, as a chat template takes them."""
-        return list(self.about["schemas"])
+        schemas: list[JsonObject] = self.about["schemas"]
+        return list(schemas)
 
     def ask(self, request: CallRequest | StepRequest | LoadRequest, worker: int | None = None) -> int:
         """Have a request answered; `take` waits for the answer to the number that this returns."""

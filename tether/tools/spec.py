@@ -26,6 +26,7 @@ import yaml
 
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
+from tether.types import JsonObject
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
 TOOLS_KEY, ENVIRONMENTS_KEY = f"{SECTION}.tool_config_path", f"{SECTION}.interaction_config_path"
@@ -36,8 +37,8 @@ class ToolSpec:
     """One entry of a tool configuration."""
 
     class_name: str
-    config: dict[str, Any]
-    schema: dict[str, Any] | None
+    config: JsonObject
+    schema: JsonObject | None
     """As OpenAI's functions have it; None: the class has one."""
     place: str
     """Of the entry, for messages."""
@@ -48,7 +49,7 @@ class EnvironmentSpec:
     """A class that answers every turn."""
 
     class_name: str
-    config: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     place: str = f"{SECTION} agent_name"
     """Where it is named, for messages."""
 
@@ -101,7 +102,7 @@ def schema_problem(schema: object) -> str:
     return ""
 
 
-def _schema(schema: Any, place: str) -> dict[str, Any] | None:
+def _schema(schema: Any, place: str) -> JsonObject | None:
     if schema is None:
         return None
     if problem := schema_problem(schema):
@@ -109,7 +110,7 @@ def _schema(schema: Any, place: str) -> dict[str, Any] | None:
     return {"type": "function", **schema}
 
 
-def _entries(path: str, section: str, key: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _entries(path: str, section: str, key: str) -> Iterator[tuple[JsonObject, str]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"{key}={missing_file(file)}")
@@ -131,14 +132,14 @@ def _entries(path: str, section: str, key: str) -> Iterator[tuple[dict[str, Any]
         yield entry, place
 
 
-def _class_name(entry: Mapping[str, Any], place: str) -> str:
+def _class_name(entry: Mapping[str, object], place: str) -> str:
     name = entry.get("class_name")
     if not isinstance(name, str) or "." not in name:
         raise ValueError(f"{place}.class_name is {name!r}. Name a class: FILE.py:Class, or package.module.Class")
     return name
 
 
-def _config(entry: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _config(entry: Mapping[str, object], place: str) -> JsonObject:
     config = entry.get("config") or {}
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise ValueError(f"{place}.config is {str(config)[:80]}, not a mapping of the arguments of the class")

@@ -22,6 +22,7 @@ from tether.runtime.channel import Channel
 from tether.runtime.user_files import definition
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, schema_problem
+from tether.types import JsonObject, Message
 
 _MESSAGE_HEAD = 500  # characters
 
@@ -54,7 +55,7 @@ def _dumped(reply: Reply) -> bytes:
 class _Session:
     """An environment in the middle of a conversation."""
 
-    step: Callable[[Sequence[Mapping[str, Any]]], Reply]
+    step: Callable[[Sequence[Message]], Reply]
     turns: int = 0
 
 
@@ -68,10 +69,10 @@ class Desk:
     def __init__(self, talkers: Talkers) -> None:
         self._environments = dict(talkers.environments)
         self._classes = {name: _load(spec) for name, spec in self._environments.items()}
-        self._tools: dict[str, Any] = {}
+        self._tools: JsonObject = {}
         self._sessions: dict[int, _Session] = {}
         self._batch = -1
-        self.schemas: list[dict[str, Any]] = []
+        self.schemas: list[JsonObject] = []
         for spec in talkers.tools:
             self._add(spec)
 
@@ -153,7 +154,7 @@ def _verls_session(interaction: Any, request: StepRequest) -> _Session:
     kwargs = {key: value for key, value in extra.get("interaction_kwargs", {}).items() if key != "name"}
     instance = _run(interaction.start_interaction(None, **kwargs))
 
-    def step(messages: Sequence[Mapping[str, Any]]) -> Reply:
+    def step(messages: Sequence[Message]) -> Reply:
         done, text, reward, _ = _run(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
         return _stepped((text, reward, done))
 
@@ -188,7 +189,7 @@ def _call(tool: Any, request: CallRequest) -> Reply:
     return Reply([{"role": "tool", "content": "" if text is None else str(text)}], float(reward or 0.0))
 
 
-def _create_arguments(tool: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:
     takes = inspect.signature(tool.create).parameters
     return {"create_kwargs": kwargs} if "create_kwargs" in takes else kwargs
 
@@ -226,7 +227,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
     return found
 
 
-def _made(tool_class: Any, arguments: Mapping[str, Any], spec: ToolSpec) -> Any:
+def _made(tool_class: Any, arguments: JsonObject, spec: ToolSpec) -> Any:
     try:
         return tool_class(**arguments)
     except Exception as error:

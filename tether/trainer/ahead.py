@@ -29,6 +29,7 @@ from typing import Any, Generic
 from tether.batch import WeightUpdate
 from tether.metrics.timing import Timer
 from tether.trainer.protocol import Batch, Details, EvaluationResult, Experience, Frozen, Progress, Rollouts, Source
+from tether.types import StateDict
 
 FILE = "ahead.pkl"
 """In a checkpoint: the batches that wait for their step."""
@@ -47,7 +48,7 @@ class _Drawn(Generic[Batch, Details]):
     experience: Experience[Batch, Details]
     version: int
     """Of the weights that it was drawn with."""
-    position: dict[str, Any]
+    position: StateDict
     """State of the source after it."""
 
 
@@ -83,7 +84,7 @@ class SamplingAhead(Generic[Batch, Details]):
         self._turn, self._engine = threading.Lock(), threading.Lock()
         self._progress: dict[int, tuple[int, int]] = {}
         self._closing = False
-        self.position: dict[str, Any] = source.state_dict()
+        self.position: StateDict = source.state_dict()
         """State of the source after the last step that was begun."""
 
     @property
@@ -97,7 +98,7 @@ class SamplingAhead(Generic[Batch, Details]):
         with self._alone(self._newest):
             self._rollouts.begin(step)
 
-    def collect(self, tasks: Any, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
+    def collect(self, tasks: object, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
         """See `Rollouts`; the sampler has asked for its `tasks` itself.
 
         Raises:
@@ -181,7 +182,7 @@ class SamplingAhead(Generic[Batch, Details]):
             self._asked[drawn.step] = Future()
             self._asked[drawn.step].set_result(drawn)
 
-    def take_position(self, state: dict[str, Any]) -> None:
+    def take_position(self, state: StateDict) -> None:
         """The source goes on after the batches that a checkpoint holds; `state`: after its last step."""
         self.position = state
         self._source.load_state_dict(self._asked[max(self._asked)].result().position if self._asked else state)
@@ -190,7 +191,7 @@ class SamplingAhead(Generic[Batch, Details]):
         """See `Rollouts`."""
         self._rollouts.record(step, experience, time)
 
-    def metrics(self, experience: Experience[Batch, Details], outputs: Any, time: Timer) -> dict[str, float]:
+    def metrics(self, experience: Experience[Batch, Details], outputs: object, time: Timer) -> dict[str, float]:
         """See `Rollouts`."""
         return self._rollouts.metrics(experience, outputs, time)
 
@@ -206,11 +207,11 @@ class SamplingAhead(Generic[Batch, Details]):
         """See `Rollouts`."""
         self._rollouts.saved(step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `Rollouts`."""
         return self._rollouts.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """See `Rollouts`."""
         self._rollouts.load_state_dict(state)
 
@@ -233,10 +234,10 @@ class SourceAhead:
         """They come with the batch."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `Source`."""
         return self.ahead.position
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """See `Source`."""
         self.ahead.take_position(state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tether.spelling import did_you_mean
 
@@ -52,7 +51,7 @@ class Callbacks:
                 method(step, what if isinstance(what, Path) else dict(what))
 
 
-def _check(one: Any, name: str) -> None:
+def _check(one: object, name: str) -> None:
     found = [hook for hook in dir(one) if hook.startswith("on_") and callable(getattr(one, hook, None))]
     for hook in found:
         if hook not in HOOKS:

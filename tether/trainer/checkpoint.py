@@ -18,13 +18,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from tether.checkpoints import CheckpointStore, load_state, save_state, sha256_of
 from tether.runtime.global_rng import rng_state, set_rng_state
+from tether.types import StateDict
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Persistence:
     private: bool = False
     """`run_yaml` holds secrets, so that its file is for its owner alone."""
 
-    def save(self, step: int, write: Callable[[Path], None], states: Mapping[str, dict[str, Any]]) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], states: Mapping[str, StateDict]) -> Path:
         """Write the checkpoint of a step; see `CheckpointStore.save`.
 
         Saving leaves the global generators as they were, whatever the libraries that write draw from them.
@@ -71,7 +71,7 @@ def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:
     file.write_text(text)
 
 
-def restore(checkpoint: Path, load: Mapping[str, Callable[[dict[str, Any]], None]]) -> dict[str, Any]:
+def restore(checkpoint: Path, load: Mapping[str, Callable[[StateDict], None]]) -> StateDict:
     """Load the states of a checkpoint, the global generators among them; returns the trainer's.
 
     Args:

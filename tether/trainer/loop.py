@@ -28,6 +28,7 @@ from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
 from tether.training import Learner
+from tether.types import StateDict
 
 OldLogProbs = Literal["recomputed", "sampler", "update"]
 """Where the log-probs under the old policy come from: a forward pass of their own; the sampler's, as they are (bypass
@@ -261,7 +262,7 @@ class Trainer:
         self.callbacks.on_checkpoint(self.step_number, path)
 
     def write_checkpoint(
-        self, state: dict[str, Any], persistence: Persistence | None = None, *, in_step: bool = False
+        self, state: StateDict, persistence: Persistence | None = None, *, in_step: bool = False
     ) -> Path:
         """Write a checkpoint.
 
@@ -295,7 +296,7 @@ class Trainer:
         return lambda done, total: self.loggers.phase(phase, done, total)
 
     @contextmanager
-    def _saving_first(self, before: dict[str, Any] | None = None, rng: dict[str, Any] | None = None) -> Iterator[None]:
+    def _saving_first(self, before: StateDict | None = None, rng: StateDict | None = None) -> Iterator[None]:
         """Whatever ends the run inside, a checkpoint is saved first: of now, or of how all was `before` a step."""
         try:
             yield
@@ -316,7 +317,7 @@ class Trainer:
                     self.loggers.warn(f"{stopping}; {path} is saved, and the same command resumes from it")
             raise
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """All state that no model, optimizer or environment holds."""
         return {
             "step": self.step_number,
@@ -331,7 +332,7 @@ class Trainer:
             "reward_transforms": {type(part).__name__: part.state_dict() for part in self.reward_transforms},
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: StateDict) -> None:
         """Take over what `state` gave."""
         self.step_number = self.saved_step = state["step"]
         self.unlogged = state["unlogged"]

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from tether.batch import WeightUpdate
 from tether.metrics.loggers import Sample
 from tether.metrics.timing import Timer
+from tether.types import StateDict
 
 Progress = Callable[[int, int], None]
 """Called with (done, of all)."""
@@ -42,11 +43,11 @@ class EvaluationResult:
 class Stateful(Protocol):
     """Keeps something from one step to the next."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All of it, for a checkpoint."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         ...
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from tether.algorithms import Metric
 from tether.batch import WeightUpdate
 from tether.keyed_random import generator, permutation
+from tether.types import StateDict
 
 
 class Rows(Protocol):
@@ -156,10 +157,10 @@ class Engine(Protocol[Batch, Outputs]):
         directory."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All state beside the weights."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over the state of `state_dict`; the weights came with the model."""
         ...

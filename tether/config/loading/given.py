@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +29,7 @@ STAND_IN = "?"
 class Setting:
     """A value that the user gave."""
 
-    value: Any
+    value: object
     """As written: interpolations stand as `${...}`."""
     source: str
     """The YAML file's name, or "command line"."""

@@ -16,7 +16,7 @@ def interpolates(value: object) -> bool:
     return any(map(interpolates, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
 
 
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nest(flat: Mapping[str, object]) -> dict[str, Any]:
     """Turn `{"a.b": 1}` into `{"a": {"b": 1}}`."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -44,7 +43,7 @@ class LoadedConfig:
         """The resolved config as plain nested data; as a YAML file it loads to an equal config."""
         return self.config.model_dump(mode="json")
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, object]:
         """The resolved config as plain nested data, to be shown or given to a tracker: without its secrets."""
         return masked(self.tree())
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -19,7 +18,7 @@ class Override:
     """One parsed override. `+` and `++` mean the same as none of them: the schema knows which keys there are."""
 
     path: str
-    value: Any
+    value: object
     delete: bool
     """`~a.b`: back to the default. With a value, only if the key has it, as in Hydra."""
 

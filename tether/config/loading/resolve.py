@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,7 +20,7 @@ class Resolved:
 
     given: Given = field(default_factory=dict)
     """The values that the user gave, without what was null, unreadable, or under a second name."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     """Plain values; a required key that nobody gave is missing."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each value comes from."""

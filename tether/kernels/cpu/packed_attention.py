@@ -471,7 +471,7 @@ class _Attention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-def _numbers(spec: AttentionSpec) -> dict[str, Any]:
+def _numbers(spec: AttentionSpec) -> dict[str, float]:
     return {"scale": spec.scale, "softcap": spec.softcap or 0.0, "window": spec.sliding_window or 0}
 
 

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
+from tether.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(steps.items()))
 
 
-def read_samples(run_directory: Path) -> dict[int, list[dict[str, Any]]]:
+def read_samples(run_directory: Path) -> dict[int, list[JsonObject]]:
     """Read the validation samples of a run, step -> samples as written; empty if it has none."""
     path = run_directory / SAMPLES_FILE
-    steps: dict[int, list[dict[str, Any]]] = {}
+    steps: dict[int, list[JsonObject]] = {}
     for _, record in _records(path) if path.is_file() else ():
         steps.setdefault(record.pop("step"), []).append(record)
     return steps
@@ -105,7 +105,7 @@ class _Lines:
         except OSError as error:
             raise _failed(path, error) from error
 
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, records: Sequence[JsonObject]) -> None:
         lines = "".join(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
         self._put(lines.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
 
@@ -184,7 +184,7 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
     """Yield each line and its content; a last line without its end is what a killed process left, and is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import mlflow
 from mlflow.entities import Metric, Param
@@ -79,9 +78,11 @@ def _mlflow_name(key: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in tree.items():
-        nested = isinstance(value, Mapping) and bool(value)
-        flat |= _leaves(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            flat |= _leaves(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
 from tether.runtime.user_files import definition
@@ -20,10 +20,19 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 """Method -> its arguments; all but `log` may be missing."""
 
 
+class HasLog(Protocol):
+    """The one method that a logger needs."""
+
+    @property
+    def log(self) -> Callable[..., None]:
+        """Of a step and its metrics."""
+        ...
+
+
 class OwnLogger:
     """The methods that a user's logger has; the others do nothing."""
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: HasLog) -> None:
         self._logger = logger
         self.log = logger.log
         for optional in ("phase", "warn"):  # a logger that has them is shown phases and warnings

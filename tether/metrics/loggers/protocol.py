@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class RunInfo:
     """Folder of the run: files of the loggers go here."""
     project: str
     experiment: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     """The resolved configuration, a tree of plain values."""
     total_steps: int | None = None
     """Steps that the run will take, where it is known."""
@@ -36,7 +36,7 @@ class Sample:
     response: str
     reward: float | None
     """None: the reward abstained or failed."""
-    ground_truth: Any = None
+    ground_truth: object = None
     note: str = ""
     """Why there is no reward."""
 

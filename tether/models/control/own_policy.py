@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +89,7 @@ def _make(spec: PolicySpec, outputs: int) -> nn.Module:
     return network
 
 
-def _called(found: Any, spec: PolicySpec, sizes: Mapping[str, int], where: str) -> Any:
+def _called(found: object, spec: PolicySpec, sizes: Mapping[str, int], where: str) -> object:
     if not callable(found):
         raise ValueError(f"{where}: is a {type(found).__name__}; expected a class of torch.nn.Module")
     signature = inspect.signature(found)

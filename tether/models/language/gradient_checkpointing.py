@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def in_pages_of_its_own(x: Tensor) -> Tensor:
 
 class _InPagesOfItsOwn(torch.autograd.Function):
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
+    def forward(_: object, x: Tensor) -> Tensor:
         pages = mmap.mmap(-1, x.nbytes)
         pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=x.dtype).view(x.shape).copy_(x)

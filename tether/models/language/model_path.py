@@ -9,7 +9,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
@@ -80,7 +79,7 @@ def read_config(directory: Path) -> dict[str, object]:
     """The ``config.json`` of a Hugging Face directory."""
     file = directory / "config.json"
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
+        config: dict[str, object] = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: is not JSON ({error}). Copy the model again.") from error
     return config

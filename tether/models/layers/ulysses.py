@@ -26,7 +26,7 @@ HEADS, TOKENS = 1, 2  # dimensions of [1, H, N, D]
 class SequenceRanks:
     """The ranks that share a row of tokens."""
 
-    group: Any
+    group: dist.ProcessGroup
     """Their process group."""
 
     @property

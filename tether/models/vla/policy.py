@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -197,7 +196,7 @@ class VlaActor:
 
     def __call__(
         self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
-    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
         """See there."""
         chosen = self._policy.act(
             self._policy.inputs(as_tensors(obs)), None if noise is None else torch.from_numpy(noise)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from tether.rewards.rules.extract import required
+from tether.types import ExtraInfo
 
 _WINDOW = 300  # characters at the end of the reply: an answer in the middle of the reasoning is not the final one
 _MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
 
 
-def strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def strict(data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo) -> float:
     """1.0 if the last ``#### number`` of the final 300 characters is `ground_truth`, character by character.
 
     Commas and "$" are taken out first. The rule checks the format too: exactly one space after the marks, and a full

@@ -8,6 +8,7 @@ import re
 from math_verify import LatexExtractionConfig, parse, verify
 
 from tether.rewards.rules.extract import last_boxed, required
+from tether.types import ExtraInfo
 
 # math-verify warns that its own timeouts are off. They are off on purpose: they are SIGALRM, which fails outside a
 # main thread and would cut short another alarm. The deadline of the reward pool kills a comparison that hangs.
@@ -43,14 +44,14 @@ def _unboxed(answer: str) -> str:
     return last_boxed(answer) or answer
 
 
-def boxed(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, object]) -> float:
+def boxed(data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo) -> float:
     r"""1.0 if the last ``\boxed{...}`` of the reply equals `ground_truth`; 0.0 if it does not or if there is none."""
     expected = _unboxed(required(ground_truth))
     answer = last_boxed(solution_str)
     return float(answer is not None and equal(answer, expected))
 
 
-def dapo(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, object]) -> dict[str, object]:
+def dapo(data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo) -> dict[str, object]:
     """DAPO's reward (arXiv 2503.14476): +1 if the final answer is right, -1 if not; with "acc" and "pred".
 
     The answer is the last ``Answer: ...`` line in the final 300 characters, or else the last boxed expression.

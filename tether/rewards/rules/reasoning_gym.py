@@ -11,6 +11,7 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 
 from tether.rewards.rules.extract import answer_tag, first_word, last_number
+from tether.types import ExtraInfo
 
 
 def _whole_reply(text: str) -> str:
@@ -25,7 +26,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 }
 
 
-def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: ExtraInfo) -> float:
     """Score the answer found in the reply with the task's own scorer; 0.0 without an answer.
 
     `extra_info["reasoning_gym"]` holds "task", "params" (of the dataset), "entry" (question, answer, metadata) and

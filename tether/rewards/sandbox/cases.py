@@ -12,7 +12,7 @@ import json
 import pickle
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 _LAYOUTS = (
     "{inputs, outputs} with an optional fn_name (APPS, TACO, verl's code rows), a list of {input, output, testtype} "
@@ -33,8 +33,8 @@ class CallTest:
     """A function of the program, or a method of its class Solution, returns `expected`."""
 
     function: str
-    arguments: list[Any]
-    expected: Any
+    arguments: list[object]
+    expected: object
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class AssertTest:
     """Code that stands before the answer."""
 
 
+One = TypeVar("One")
 Test: TypeAlias = StdioTest | CallTest | AssertTest
 
 
@@ -84,7 +85,7 @@ def _parsed(found: Any) -> list[Test]:
     raise ValueError(f"the tests (reward_model.ground_truth) have no known layout: {keys}. Give {_LAYOUTS}")
 
 
-def _pairs(inputs: list[Any], outputs: list[Any], function: Any) -> list[Test]:
+def _pairs(inputs: list[object], outputs: list[object], function: object) -> list[Test]:
     if len(inputs) != len(outputs):
         raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; each test needs both")
     pairs = _some(list(zip(inputs, outputs, strict=True)))
@@ -109,7 +110,7 @@ def _listed_test(item: Any, metadata: Any, number: int) -> Test:
     raise ValueError(f"test {number} is {str(item)[:80]!r}, not {{input, output, testtype}} with texts")
 
 
-def _call(function: str, given: Any, expected: Any, number: int) -> CallTest:
+def _call(function: str, given: object, expected: object, number: int) -> CallTest:
     """A call: its arguments are a list, or text with the JSON of one on each line."""
     if isinstance(given, str):
         given = [_json(line, f"input {number}") for line in given.splitlines() if line.strip()]
@@ -121,7 +122,7 @@ def _call(function: str, given: Any, expected: Any, number: int) -> CallTest:
     return CallTest(function, [_with_numbers(argument) for argument in given], expected)
 
 
-def _with_numbers(value: Any) -> Any:
+def _with_numbers(value: object) -> object:
     """Keys of JSON objects are texts; those that are whole numbers were numbers."""
     if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
         return {int(key): item for key, item in value.items()}
@@ -149,7 +150,7 @@ def _compiled(source: str, what: str) -> str:
     return source
 
 
-def _listed(value: Any, what: str) -> list[Any]:
+def _listed(value: object, what: str) -> list[object]:
     """A list as it is, as JSON, or as LiveCodeBench packs it: base64 of zlib of a pickled text of JSON."""
     if isinstance(value, str):
         value = _json(value if value.lstrip().startswith("[") else _unpacked(value, what), what)
@@ -175,7 +176,7 @@ def _unpacked(value: str, what: str) -> str:
     return found
 
 
-def _json(value: Any, what: str) -> Any:
+def _json(value: object, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -184,12 +185,12 @@ def _json(value: Any, what: str) -> Any:
         raise ValueError(f"{what} is no JSON ({error}): {value[:80]!r}. Give {_LAYOUTS}") from error
 
 
-def _some(tests: list[Any]) -> list[Any]:
+def _some(tests: list[One]) -> list[One]:
     if not tests:
         raise ValueError("the row has no test, so every answer would be right")
     return tests
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A text, or the lines of one."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException
-from typing import Any
 from urllib.parse import urlsplit
 
 from tether.rewards.sandbox.judge import Job
@@ -50,7 +49,7 @@ def _run(job: Job, options: ProgramOptions, server: Server) -> Finished:
     return _finished(answer, time.monotonic() - begun)
 
 
-def _post(url: str, body: dict[str, Any], options: ProgramOptions) -> Any:
+def _post(url: str, body: dict[str, object], options: ProgramOptions) -> object:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     for attempt in range(options.attempts):
         if attempt:
@@ -71,7 +70,7 @@ def _post(url: str, body: dict[str, Any], options: ProgramOptions) -> Any:
     raise SandboxError(f"the server at {url} gave {problem}")
 
 
-def _finished(answer: Any, seconds: float) -> Finished:
+def _finished(answer: object, seconds: float) -> Finished:
     """Read an answer: a program that fails, does not compile or takes too long has an end; a server that fails has not.
 
     Raises:

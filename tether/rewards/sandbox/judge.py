@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tether.rewards.sandbox import harness
 from tether.rewards.sandbox.cases import CallTest, StdioTest, Test
@@ -69,7 +68,7 @@ def job_for(test: Test, answer: Answer) -> Job:
     return _harnessed({"code": code, "tests": test.tests, "functions": test.functions}, lambda _: True)
 
 
-def _harnessed(request: dict[str, Any], passed: Callable[[Finished], bool]) -> Job:
+def _harnessed(request: dict[str, object], passed: Callable[[Finished], bool]) -> Job:
     return Job("python", _HARNESS, json.dumps(request).encode(), passed)
 
 
@@ -97,7 +96,7 @@ def _near(one: str, other: str) -> bool:
         return False
 
 
-def _same_result(stdout: bytes, expected: Any) -> bool:
+def _same_result(stdout: bytes, expected: object) -> bool:
     """Whether a call returned what is expected: tuples are lists, and APPS wraps some results into a list."""
     try:
         result = _listed(harness.decode(json.loads(stdout)))
@@ -108,14 +107,14 @@ def _same_result(stdout: bytes, expected: Any) -> bool:
     )
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """As JSON would have it."""
     if isinstance(value, list | tuple):
         return [_listed(item) for item in value]
     return {str(key): _listed(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _equal(result: Any, expected: Any) -> bool:
+def _equal(result: object, expected: object) -> bool:
     if (
         float in (type(result), type(expected))
         and isinstance(result, int | float)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tether.rewards.sandbox.cases import StdioTest, parse_tests
 from tether.rewards.sandbox.fusion import run_remotely
 from tether.rewards.sandbox.judge import find_answer, job_for
 from tether.rewards.sandbox.local import run_locally
 from tether.rewards.sandbox.options import ProgramOptions
+from tether.types import ExtraInfo
 
 
 class ProgramReward:
@@ -27,8 +26,8 @@ class ProgramReward:
         return self._options.deadline
 
     def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo
+    ) -> dict[str, object]:
         """The share of the first `max_tests` tests that pass: "score", with "acc" (all of them) and "timed_out".
 
         A response without a program has 0.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
 from tether.rewards.service.local import LocalRewards
 from tether.rewards.service.pool import RewardPool
+from tether.types import ExtraInfo
 
 ScoreAll = Callable[[Sequence[RewardRequest]], Sequence[float | RewardError]]
 """Scores of all requests, in their order, or why one has none."""
@@ -73,7 +74,7 @@ class ModelRewards:
         return _checked(model.value + self._rule_weight * rule.value, extra)
 
 
-def _checked(score: float | RewardError, extra: dict[str, object] | None = None) -> RewardOutcome:
+def _checked(score: float | RewardError, extra: ExtraInfo | None = None) -> RewardOutcome:
     if isinstance(score, RewardError):
         return score
     if not is_float32(score):

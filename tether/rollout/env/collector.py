@@ -7,9 +7,8 @@ environments, one after the other. Everything is [M, T] or [M, C]: a row of memo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from tether.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.models.control import Act
 from tether.observations import Array, Observation, copied
 from tether.rollout.env.episodes import EpisodeTracker, broken, raised_at
+from tether.types import StateDict
 
 Finals = list[tuple[int, int, Observation]]
 """(column, step, last observation of its episode)."""
@@ -127,7 +127,7 @@ class EnvCollector:
         self._fresh.fill(True)
         self._tracker = EpisodeTracker(self.env.num_envs)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state from which the next rollout continues, besides that of the environments."""
         return {
             "now": {name: torch.from_numpy(part.copy()) for name, part in self._now.items()},
@@ -136,7 +136,7 @@ class EnvCollector:
             "episodes": self._tracker.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave; the environments have theirs already."""
         self._now = {name: part.numpy().copy() for name, part in state["now"].items()}
         self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()

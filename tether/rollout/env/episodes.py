@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean, stdev
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tether.batch import Episode
+from tether.types import StateDict
 
 
 class EpisodeTracker:
@@ -26,11 +26,11 @@ class EpisodeTracker:
         self._length = np.zeros(num_envs, dtype=np.int64)
         self._success = np.zeros(num_envs, dtype=np.bool_)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The episodes that have not ended."""
         return {name: torch.from_numpy(column) for name, column in vars(self).items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         for name, column in state.items():
             setattr(self, name, column.numpy().copy())

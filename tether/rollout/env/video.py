@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import imageio.v2 as imageio
 import numpy as np
+from numpy.typing import NDArray
 
 from tether.envs import Renders
 
@@ -16,15 +17,23 @@ BLOCK = 16
 """Sides of a picture are multiples of it: what every player of H.264 shows."""
 
 
+class Writer(Protocol):
+    """imageio's."""
+
+    def append_data(self, picture: NDArray[np.generic], /) -> None:
+        """Write one picture."""
+        ...
+
+
 class Video:
     """Takes a picture of the first environment each time it is called.
 
     Args:
         env: what is shown.
-        writer: imageio's.
+        writer: of the file.
     """
 
-    def __init__(self, env: Renders, writer: Any) -> None:
+    def __init__(self, env: Renders, writer: Writer) -> None:
         self._env, self._writer = env, writer
 
     def __call__(self) -> None:

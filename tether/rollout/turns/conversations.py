@@ -26,6 +26,7 @@ from tether.rewards import RewardError, RewardFailure, RewardOutcome, Score
 from tether.rollout.turns.template import TurnTemplate
 from tether.runtime.worker_pool import WorkersFailed
 from tether.tools import Call, CallRequest, Reply, StepRequest, ToolPool, shortened
+from tether.types import ExtraInfo, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ class Agent:
     """Name of a class of the pool."""
 
 
-def agent_of(name: str, extra_info: Mapping[str, Any]) -> Agent:
+def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
     """Read a row's agent.
 
     Args:
@@ -107,7 +108,7 @@ class _Row:
     """Turns of the policy, as text."""
     ends: list[int] = field(default_factory=list)
     """Where each ended: number of its last token in the response."""
-    replies: list[list[Mapping[str, Any]]] = field(default_factory=list)
+    replies: list[list[Message]] = field(default_factory=list)
     """What was said after each turn, as far as the policy read it."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Of the replies' tokens in the response."""
@@ -122,7 +123,7 @@ class _Row:
     cut_by: str = ""
     error: str = ""
 
-    def conversation(self) -> list[list[Mapping[str, Any]]]:
+    def conversation(self) -> list[list[Message]]:
         """Since the prompt: each turn of the policy, with the replies to the turn before in front of it."""
         before = [[], *self.replies]
         return [[*before[at], {"role": "assistant", "content": said}] for at, said in enumerate(self.spoken)]
@@ -202,9 +203,9 @@ class Talk:
             talk.cut_by = "turns"
         return bool(talk.cut_by)
 
-    def _by_tools(self, talk: _Row, replies: Sequence[Reply]) -> list[Mapping[str, Any]]:
+    def _by_tools(self, talk: _Row, replies: Sequence[Reply]) -> list[Message]:
         limits = self._common.limits
-        messages: list[Mapping[str, Any]] = []
+        messages: list[Message] = []
         for reply in replies:
             talk.failed_calls += bool(reply.error)
             text = f"Error: {reply.error}" if reply.error else reply.messages[0]["content"]
@@ -213,7 +214,7 @@ class Talk:
             self._reward(talk, reply.reward)
         return messages
 
-    def _by_environment(self, talk: _Row, reply: Reply) -> list[Mapping[str, Any]] | None:
+    def _by_environment(self, talk: _Row, reply: Reply) -> list[Message] | None:
         if reply.error:
             talk.error = f"the environment failed: {reply.error}"
             return None
@@ -224,7 +225,7 @@ class Talk:
         turn = len(talk.spoken) - 1
         talk.rewards[turn] = talk.rewards.get(turn, 0.0) + reward
 
-    def _tokenized(self, talk: _Row, messages: list[Mapping[str, Any]], room: int) -> list[int] | None:
+    def _tokenized(self, talk: _Row, messages: list[Message], room: int) -> list[int] | None:
         """Ids of the replies, and of the opening of the policy's next turn."""
         # Half characters, which no tokenizer takes, may come out of a tool that cut its text.
         messages = [{**m, "content": m["content"].encode("utf-8", "replace").decode()} for m in messages]

@@ -11,14 +11,15 @@ which is what the template gives for the whole conversation, if it writes each m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tether.data.chat import decode, tokenize, write_conversation
+from tether.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
+
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _THOUGHT = "<think>\nIt is two more.\n</think>\n\n"
 
@@ -38,7 +39,7 @@ class TurnTemplate:
         tokenizer: PreTrainedTokenizerBase,
         ends: frozenset[int],
         chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         self._chat_template = chat_template

@@ -30,6 +30,7 @@ from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, Rollout
 from tether.rollout.vllm.http import ServerGone, ServerRefuses
 from tether.rollout.vllm.server import SERVED, Launch, Server, answer_of
 from tether.runtime.interrupt import give_up_if_interrupted
+from tether.types import JsonObject
 
 _log = logging.getLogger(__name__)
 _TRIES = 4  # of a row, before the run ends
@@ -150,9 +151,9 @@ class VllmEngine:
         waiting = {row: self._request(arrays[row // sampling.n], sampling, key, row)
                    for row in range(len(arrays) * sampling.n)}  # fmt: skip
         total, tokens = len(waiting), 0
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, JsonObject] = {}
 
-        def finish(row: int, answer: dict[str, Any]) -> None:
+        def finish(row: int, answer: JsonObject) -> None:
             nonlocal tokens
             answers[row] = answer
             tokens += len(answer["token_ids"])
@@ -175,7 +176,7 @@ class VllmEngine:
             self._sleep()
         return self._assemble(arrays, sampling, [answers[row] for row in range(total)])
 
-    def _request(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> dict[str, Any]:
+    def _request(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> JsonObject:
         params = {
             "max_tokens": sampling.room(len(prompt)),
             "temperature": sampling.temperature,
@@ -199,14 +200,14 @@ class VllmEngine:
         return True
 
     def _ask(
-        self, requests: dict[int, dict[str, Any]], finish: Callable[[int, dict[str, Any]], None]
+        self, requests: dict[int, JsonObject], finish: Callable[[int, JsonObject], None]
     ) -> dict[Server, Exception]:
         """Ask for all rows; returns the servers that failed, each with what it did last."""
         failures: dict[Server, Exception] = {}
         owner = {row: self.servers[row % len(self.servers)] for row in requests}
         most = min(len(requests), self._traffic.max_num_seqs * len(self.servers))
         with ThreadPoolExecutor(most, thread_name_prefix="vllm") as pool:
-            running: dict[Future[dict[str, Any]], int] = {
+            running: dict[Future[JsonObject], int] = {
                 pool.submit(self._sampled, owner[row], request): row for row, request in requests.items()
             }
             watch = _Watch(self.servers)
@@ -239,7 +240,7 @@ class VllmEngine:
                 raise
         return failures
 
-    def _sampled(self, server: Server, request: dict[str, Any]) -> dict[str, Any]:
+    def _sampled(self, server: Server, request: JsonObject) -> JsonObject:
         # A whole row may take long: what hangs is noticed by `_Watch`, which cuts the connection.
         answer = answer_of(server, request, within=86400.0)
         drawn_with = {span["version"] for span in answer.get("weight_versions") or ()}
@@ -299,7 +300,7 @@ class VllmEngine:
         return [server for server in self.servers if isinstance(server.where, Launch)]
 
     def _assemble(
-        self, prompts: Sequence[TokenIds], sampling: SamplingParams, answers: Sequence[dict[str, Any]]
+        self, prompts: Sequence[TokenIds], sampling: SamplingParams, answers: Sequence[JsonObject]
     ) -> RolloutBatch:
         n, count = sampling.n, len(answers)
         length = torch.tensor([len(answer["token_ids"]) for answer in answers])
@@ -323,7 +324,7 @@ class VllmEngine:
             batch_size=[count],
         )
 
-    def _kept(self, answers: Sequence[dict[str, Any]], width: int) -> Any:
+    def _kept(self, answers: Sequence[JsonObject], width: int) -> Any:
         recorder = KeptRecorder(len(answers), width, self._vocabulary, torch.device("cpu"))
         for row, answer in enumerate(answers):
             content = answer["logprobs"]["content"]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -20,6 +19,7 @@ from tether.rollout.vllm.http import Connections, ServerGone, ServerRefuses
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
 from tether.runtime.supervised import SupervisedProcess
+from tether.types import JsonObject
 
 INSIDE = Path(__file__).parent / "inside"
 """Folder of the module that a server's workers import."""
@@ -281,7 +281,7 @@ def _free_port() -> int:
         return port
 
 
-def answer_of(server: Server, request: dict[str, Any], within: float) -> dict[str, Any]:
+def answer_of(server: Server, request: JsonObject, within: float) -> JsonObject:
     """The only choice of a generate request.
 
     Raises:
@@ -297,5 +297,5 @@ def answer_of(server: Server, request: dict[str, Any], within: float) -> dict[st
         whole = False
     if not whole:
         raise ServerGone(f"{server.url}: half an answer: {str(found)[:200]}")
-    answer: dict[str, Any] = choice
+    answer: JsonObject = choice
     return answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class ControlAdvantages:
     lam: float
     estimator: str = CRITIC
     """In ``ADVANTAGE_ESTIMATORS``. All but gae take a row as one answer: an episode that begins with the rollout."""
-    estimator_options: Mapping[str, Any] = field(default_factory=dict)
+    estimator_options: Mapping[str, object] = field(default_factory=dict)
     """Keywords of the others."""
     normalize_advantages: bool = True
     """gae: bring them to mean 0 and variance 1."""

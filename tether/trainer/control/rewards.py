@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tether.algorithms import RunningRewardNormalizer, discounted_sums
 from tether.batch import EnvBatch
+from tether.types import StateDict
 
 
 class RelativeRewards:
@@ -21,11 +20,11 @@ class RelativeRewards:
     def __init__(self, num_envs: int) -> None:
         self._last = torch.zeros(num_envs)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The last reward of each episode that has not ended."""
         return {"last": self._last}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave; in other environments all episodes begin."""
         if state["last"].shape == self._last.shape:
             self._last = state["last"]
@@ -68,11 +67,11 @@ class RewardScaler:
         self._statistics.update(sums.flatten(), valid.flatten())
         return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The statistics, and the sums of the episodes that have not ended."""
         return {"statistics": self._statistics.state_dict(), "before": self._before}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave; in other environments all episodes begin."""
         self._statistics.load_state_dict(state["statistics"])
         if state["before"].shape == self._before.shape:
@@ -108,12 +107,12 @@ class EnvRewards:
         batch.token_level_rewards = torch.cat(parts)
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state of each part."""
         parts = {"relative": self._relative, "scaler": self._scaler}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave; a part that is new begins without."""
         if self._relative and "relative" in state:
             self._relative.load_state_dict(state["relative"])

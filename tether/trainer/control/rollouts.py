@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from tether.batch import EnvBatch, Episode, WeightUpdate
 from tether.envs import EnvState, VectorEnv
@@ -18,6 +17,7 @@ from tether.models.control import Policy
 from tether.rollout.env import EnvCollector, episode_metrics, evaluate
 from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progress
 from tether.training.control import RolloutOutputs
+from tether.types import StateDict
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
 """In a checkpoint."""
@@ -85,11 +85,11 @@ class StartStates:
         """See `Source`: there is no end of start states."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `Source`: a seed depends on the step alone."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """See `Source`."""
 
 
@@ -215,7 +215,7 @@ class EnvRollouts:
                     f"env.{name}: not the environments that {checkpoint} was saved with ({error}); they start afresh"
                 )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `Rollouts`."""
         return {
             "env_steps": self.env_steps,
@@ -225,7 +225,7 @@ class EnvRollouts:
             "version": self.version,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """See `Rollouts`."""
         self.env_steps, self.version = state["env_steps"], state["version"]
         self.episodes_begin |= state["episodes_begin"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from tether.types import StateDict
 
 SAME_REPLY = 0.9
 """Share of a step's responses, over different prompts, that are one and the same reply."""
@@ -157,7 +158,7 @@ class Alarms:
         elif streak <= -needed and name in self.said:
             self.said.remove(name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All that the next check depends on; whoever acts on a collapse has done so."""
         return {
             "streaks": dict(self.streaks),
@@ -166,7 +167,7 @@ class Alarms:
             "best_score": self.best_score,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         self.streaks, self.said = dict(state["streaks"]), list(state["said"])
         self.first_score, self.best_score = state["first_score"], state["best_score"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tether.metrics.loggers import score_of_test
 from tether.trainer.checkpoint import Persistence
+from tether.types import StateDict
 
 
 @dataclass
@@ -35,10 +35,10 @@ class BestTest:
         if self.is_new:
             self.score = score
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The best score so far."""
         return {"score": self.score}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         self.score = state["score"]

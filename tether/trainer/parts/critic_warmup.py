@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from tether.types import StateDict
 
 
 @dataclass
@@ -46,10 +47,10 @@ class CriticWarmup:
             "lower it, train longer or raise critic.optim.lr"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Whether the threshold was reached, and whether the policy has learned."""
         return {"reached": self.reached, "ended": self.ended}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave; with another threshold than before, what was reached still counts."""
         self.reached, self.ended = state["reached"], state["ended"]

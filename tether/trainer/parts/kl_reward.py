@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tether.algorithms import AdaptiveKLController, FixedKLController, apply_kl_penalty
 from tether.batch import TrainBatch, filled
+from tether.types import StateDict
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class KLReward:
         self.controller.update(float(kl), int(batch.scored.sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The controller's state."""
         return self.controller.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over the controller's state."""
         self.controller.load_state_dict(state)

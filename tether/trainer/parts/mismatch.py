@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tether.algorithms import off_policy_metrics
 from tether.batch import TrainBatch, filled
 from tether.metrics.data import mismatch_metrics
+from tether.types import StateDict
 
 MISMATCH = "rollout_corr/k3_kl"
 ALARM = "training/rollout_mismatch_alarm"
@@ -73,10 +73,10 @@ class MismatchAlarm:
             )
         return {ALARM: float(rings)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Whether it has spoken."""
         return {"has_spoken": self.has_spoken}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave; an alarm that is new has not spoken."""
         self.has_spoken = state.get("has_spoken", False)

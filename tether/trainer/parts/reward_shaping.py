@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from tether.algorithms import RunningRewardNormalizer, masked_sum, normalize_rewards_per_batch
 from tether.batch import TrainBatch, on_last_token
+from tether.types import StateDict
 
 LengthPenalty = Callable[[Tensor], Tensor]
 """[B] response lengths in tokens -> [B] what is added to the score, 0 or below."""
@@ -44,11 +44,11 @@ class RewardShaping:
         batch.token_level_rewards = on_last_token(scores, batch.response_mask)
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The running statistics, if there are any."""
         return self.running.state_dict() if self.running else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over the running statistics; normalisation that a resumed run switches on starts afresh."""
         if self.running and state:
             self.running.load_state_dict(state)

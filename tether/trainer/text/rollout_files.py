@@ -56,7 +56,7 @@ class RolloutFiles:
                 "trainer.rollout_data_dir",
             ) from error
 
-    def _records(self, step: int, experience: ScoredResponses, batch: TrainBatch) -> Iterator[dict[str, Any]]:
+    def _records(self, step: int, experience: ScoredResponses, batch: TrainBatch) -> Iterator[dict[str, object]]:
         rollout, mask = experience.rollout, batch.response_mask
         rewards = torch.where(mask, filled(batch.token_level_rewards), 0.0)
         for row, outcome in enumerate(experience.outcomes):

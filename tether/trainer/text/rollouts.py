@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from tether.trainer.text.evaluation import Evaluation
 from tether.trainer.text.rollout_files import RolloutFiles
 from tether.trainer.text.step_metrics import step_metrics
 from tether.training.text import PolicyOutputs
+from tether.types import StateDict
 
 TextExperience = Experience[TrainBatch, ScoredResponses]
 
@@ -42,11 +42,11 @@ class PromptSource:
         """The epoch that the next prompts belong to."""
         return {"training/epoch": float(self.sampler.epoch)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Position in the data."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         self.sampler.load_state_dict(state)
 
@@ -147,9 +147,9 @@ class TextRollouts:
     def restore(self, checkpoint: Path) -> None:
         """See `Rollouts`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """See `Rollouts`."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """See `Rollouts`."""

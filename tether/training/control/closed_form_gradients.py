@@ -100,7 +100,7 @@ def policy_gradient(name: str, options: Mapping[str, float | None], selection: M
         log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, draws: Draws
     ) -> LossGradient:
         mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
-        keywords: dict[str, Any] = {"rollout_log_probs": old, **options}
+        keywords: dict[str, object] = {"rollout_log_probs": old, **options}
         if select is not None:
             keywords["selected"] = select(log_probs, old, advantages, mask, generator=draws(), **selection)
         with torch.enable_grad():

@@ -29,6 +29,7 @@ from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, learning_rate
 from tether.training.out_of_memory import within_memory
 from tether.training.protocol import Forward, LossSpec, Updated, UpdatePlan
+from tether.types import StateDict
 
 Result = TypeVar("Result")
 SMALLER = (
@@ -156,11 +157,11 @@ class FlatEngine:
         """Write the policy: its spec as JSON and its weights as safetensors."""
         save_policy(self.policy, folder)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """State of the optimizer, the version, and the rate that is led by the KL; the weights are the policy's."""
         return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         self._optimizer.load_state_dict(state)
         self._rate_factor, self.version = state["rate_factor"], state["version"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
+
+from tether.types import StateDict
 
 
 class FlatParameters:
@@ -72,11 +73,11 @@ class FlatAdamW:
                 values[piece].mul_(1 - rate * self._weight_decay)
             values[piece].addcdiv_(self._first[piece], self._denominator[piece], value=-rate / (1 - beta1**self._steps))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Moments and number of steps."""
         return {"first": self._first.clone(), "second": self._second.clone(), "steps": self._steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on from a saved state."""
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])

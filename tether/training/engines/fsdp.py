@@ -35,6 +35,7 @@ from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.out_of_memory import named_out_of_memory
 from tether.training.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
+from tether.types import StateDict
 
 Found = TypeVar("Found")
 
@@ -153,7 +154,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
         if whole is not None:
             self._save(whole, folder)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All state beside the weights, as of one process; on rank 0, the other ranks give an empty one."""
         assert self.optimizer
         state = self.optimizer.state_dict()
@@ -163,7 +164,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
         }
         return state | {"state": moments, "version": self.version} if dist.get_rank() == 0 else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over this rank's shards of a `state_dict`, of any engine and number of ranks."""
         assert self.optimizer
         self.version = state["version"]

@@ -17,6 +17,7 @@ from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
+from tether.types import StateDict
 
 
 class LocalEngine(AutogradEngine[Outputs]):
@@ -60,12 +61,12 @@ class LocalEngine(AutogradEngine[Outputs]):
         with self.masters.installed() if self.masters else nullcontext():
             self._save(self.model, folder)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """All state beside the weights: the optimizer's, and the version."""
         assert self.optimizer
         return self.optimizer.state_dict() | {"version": self.version}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over the state of `state_dict`."""
         assert self.optimizer
         self.version = state["version"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ class PolicyLoss:
     """Policy loss, minus the entropy bonus, plus the KL to the reference."""
 
     name: str = "vanilla"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Keywords of the policy loss: clip ratios and the like."""
     aggregation: Aggregation = Aggregation()
     entropy_coeff: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tether.config.importers.rlinf.rows import (
     LOSSES,
@@ -65,7 +64,7 @@ def training_steps(value: object, values: Values) -> object:
 def env_id(role: str) -> Convert:
     """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         params = values.get(f"env.{role}.init_params") or {}
         named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), params.get("id"))
         return next((name for name in named if name is not None), UNSET)
@@ -76,7 +75,7 @@ def env_id(role: str) -> Convert:
 def env_arguments(role: str) -> Convert:
     """The constructor's arguments without the task, which is not one of them, and without what tether gives itself."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         own = values.get(f"env.{role}.init_params")
         arguments = dict((values.get("env.train.init_params") if own is None else own) or {})
         arguments.pop("id", None)
@@ -99,7 +98,7 @@ def _control_mode(robot: object) -> str | None:
 def robot_arguments(role: str) -> Convert:
     """The arguments that follow from the robot, in the one simulator that reads it."""
 
-    def convert(value: object, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         if values.get(f"env.{role}.env_type") != MANISKILL or value in (None, ""):
             return UNSET
         if _control_mode(value) is None:
@@ -112,7 +111,7 @@ def robot_arguments(role: str) -> Convert:
 def env_type(role: str) -> Convert:
     """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         observed = (values.get(f"env.{role}.init_params") or {}).get("obs_mode", "state")
         fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
         if value not in fine:
@@ -133,7 +132,7 @@ def episodes(value: object, values: Values) -> object:
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 
-def critic_warmup(value: object, values: Values) -> Any:
+def critic_warmup(value: object, values: Values) -> object:
     """RLinf counts optimizer steps, tether training steps."""
     if value:
         raise Unsupported("it counts optimizer steps; set trainer.critic_warmup, which counts training steps")
@@ -181,7 +180,7 @@ def older_name(key: str) -> Convert:
     return lambda value, values: UNSET if key in values else value
 
 
-def temperature(value: object, values: Values) -> Any:
+def temperature(value: object, values: Values) -> object:
     """Only policies of action tokens have one."""
     return value if values.get("actor.model.model_type") in VLA_TYPES else UNSET
 

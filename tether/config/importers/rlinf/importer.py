@@ -52,7 +52,7 @@ class Line:
     """The outcome for one key."""
 
     key: str
-    value: Any
+    value: object
     status: Status
     native: Mapping[str, object] = field(default_factory=dict)
     """The native keys that it sets."""

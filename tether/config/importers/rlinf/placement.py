@@ -18,9 +18,8 @@ a row.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
 
 from tether.config.problems import Problem
 from tether.spelling import did_you_mean
@@ -54,7 +53,7 @@ class Placement:
         return None if self.processes is None else tuple(sorted({rank for own in self.processes for rank in own}))
 
 
-def parse_node_groups(groups: Any, num_nodes: int) -> tuple[dict[str, int | None], list[Problem]]:
+def parse_node_groups(groups: Iterable[object] | None, num_nodes: int) -> tuple[dict[str, int | None], list[Problem]]:
     """Read `cluster.node_groups`.
 
     Args:
@@ -84,8 +83,9 @@ def parse_node_groups(groups: Any, num_nodes: int) -> tuple[dict[str, int | None
     return sizes, problems
 
 
-def _hardware(hardware: Mapping[str, Any]) -> int | None:
-    return len(hardware["configs"]) if hardware.get("configs") else None
+def _hardware(hardware: Mapping[str, object]) -> int | None:
+    configs = hardware.get("configs")
+    return len(configs) if isinstance(configs, Sized) and len(configs) else None
 
 
 def parse_placements(

@@ -13,7 +13,7 @@ Convert = Callable[[Any, Values], Any]
 
 Default = TypeVar("Default", int, None)
 
-UNSET: Final[Any] = object()
+UNSET: Final[object] = object()
 """Nothing is written: the native key keeps its own default."""
 
 
@@ -29,7 +29,7 @@ class Unsupported(Exception):
         self.key = key
 
 
-def same(value: Any, values: Values) -> Any:
+def same(value: object, values: Values) -> object:
     """Return the value as it is."""
     return value
 
@@ -40,11 +40,11 @@ class Mapped:
 
     to: Mapping[str, Convert]
     """Native key -> how its value follows."""
-    default: Any = UNSET
+    default: object = UNSET
     """The default of RLinf where the key is left out; UNSET: the native default stands."""
 
 
-def to(*keys: str, by: Convert = same, default: Any = UNSET) -> Mapped:
+def to(*keys: str, by: Convert = same, default: object = UNSET) -> Mapped:
     """Return the row of a key whose native counterparts all get one value."""
     return Mapped(dict.fromkeys(keys, by), default)
 
@@ -61,7 +61,7 @@ class Refuses:
     """The key is not supported; values in `fine` ask for nothing."""
 
     why: str
-    fine: tuple[Any, ...] = (None,)
+    fine: tuple[object, ...] = (None,)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ A row `a.b.*` whose table has no other row below `a.b` speaks of the whole secti
 """
 
 
-def choice(names: Mapping[str, Any], why: str) -> Convert:
+def choice(names: Mapping[str, object], why: str) -> Convert:
     """Translate a name, or refuse one that is not in the table."""
 
-    def convert(value: Any, values: Values) -> Any:
-        if value not in names:
+    def convert(value: object, values: Values) -> object:
+        if not isinstance(value, str) or value not in names:
             raise Unsupported(f"{why} (supported: {', '.join(names)})")
         return names[value]
 
@@ -93,7 +93,7 @@ def choice(names: Mapping[str, Any], why: str) -> Convert:
 def only(fine: tuple[object, ...], why: str) -> Convert:
     """Keep one of a few values, or refuse."""
 
-    def convert(value: object, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         if value not in fine:
             raise Unsupported(why)
         return value
@@ -132,7 +132,7 @@ def precision(value: object, values: Values) -> object:
     return PRECISIONS[value]
 
 
-def path(value: object, values: Values) -> Any:
+def path(value: object, values: Values) -> object:
     """A folder or a file, which is the same one with a slash at its end."""
     return value.rstrip("/") or value if isinstance(value, str) else value
 
@@ -145,7 +145,7 @@ def betas(section: str) -> Convert:
 def min_lr_ratio(optim: str) -> Convert:
     """The lowest learning rate as a share of the highest one, which stands in the section `optim`."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: Any, values: Values) -> object:
         peak = values.get(f"{optim}.lr")
         return float(value) / float(peak) if value and peak else UNSET
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 from tether.config.importers.rlinf.rows import (
     UNSET,
@@ -32,7 +32,7 @@ def folder(value: object, values: Values) -> object:
     return UNSET if root is None else f"{root}/{name}" if name else str(root)
 
 
-def loggers(value: Any, values: Values) -> Any:
+def loggers(value: str | Iterable[str], values: Values) -> object:
     """RLinf always prints, too."""
     return ["console", *([value] if isinstance(value, str) else value)]
 

@@ -48,7 +48,7 @@ def prompts_per_step(value: object, values: Values) -> object:
     return UNSET if prompts is None else prompts * whole(values, "algorithm.rollout_epoch", 1)
 
 
-def mini_batch(value: object, values: Values) -> Any:
+def mini_batch(value: object, values: Values) -> object:
     """Prompts an optimizer step: given in responses by `global_batch_size`, or as parts of a rollout."""
     group = whole(values, "algorithm.group_size", 1)
     rows = whole(values, "actor.global_batch_size", None)
@@ -62,7 +62,7 @@ def mini_batch(value: object, values: Values) -> Any:
     return rows // group
 
 
-def response_length(value: object, values: Values) -> Any:
+def response_length(value: object, values: Values) -> object:
     """RLinf's room for the response: the sequence without the longest prompt, or the limit that is given."""
     limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
     total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
@@ -97,14 +97,14 @@ def loss(value: object, values: Values) -> object:
     return LOSSES[value]
 
 
-def entropy(value: Any, values: Values) -> Any:
+def entropy(value: Any, values: Values) -> object:
     """The weight, unless the other key says that the entropy is not to be computed."""
     if value and values.get("algorithm.calculate_entropy") is False:
         raise Unsupported("it contradicts algorithm.calculate_entropy=False")
     return float(value)
 
 
-def critic(value: object, values: Values) -> Any:
+def critic(value: object, values: Values) -> object:
     """A critic of its own, or none."""
     if not value and values.get("algorithm.adv_type", "gae") == "gae":
         raise Unsupported("algorithm.adv_type=gae needs values, and a value head on the policy is not supported")
@@ -116,7 +116,7 @@ def whitening(value: object, values: Values) -> object:
     return value if values.get("algorithm.adv_type", "gae") == "gae" else UNSET
 
 
-def several(value: Any, values: Values) -> Any:
+def several(value: Any, values: Values) -> object:
     """Batches that are sampled for one step at most; 1 is the step's own."""
     return value if value > 1 else UNSET
 
@@ -126,12 +126,12 @@ def answer_key(value: object, values: Values) -> object:
     return UNSET if value in (None, "reward_model.ground_truth") else value
 
 
-def no_limit(value: Any, values: Values) -> Any:
+def no_limit(value: Any, values: Values) -> object:
     """RLinf switches top-k off with 0, a negative number, or more than any vocabulary holds."""
     return -1 if value <= 0 or value >= 1_000_000 else value
 
 
-def first_policy_step(value: object, values: Values) -> Any:
+def first_policy_step(value: object, values: Values) -> object:
     """RLinf counts the steps that the policy waits, `trainer.critic_warmup` names the first in which it learns."""
     return value + 1 if isinstance(value, int) and value > 0 else value
 
@@ -144,14 +144,14 @@ def as_it_is(value: object, values: Values) -> object:
 def model_format(section: str) -> Convert:
     """The model's format, where FSDP does not compute in one of its own."""
 
-    def convert(value: object, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         mixed = values.get(f"{section}.fsdp_config.mixed_precision.param_dtype")
         return precision(value, values) if mixed in NO_PRECISION else UNSET
 
     return convert
 
 
-def above_zero(value: object, values: Values) -> Any:
+def above_zero(value: Any, values: Values) -> object:
     """0 is off."""
     return value or UNSET
 
@@ -159,7 +159,7 @@ def above_zero(value: object, values: Values) -> Any:
 def recomputes(section: str) -> Convert:
     """Whether activations are recomputed: Megatron and FSDP have a key each, and one that is on is enough."""
 
-    def convert(value: object, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         granularity = values.get(f"{section}.model.recompute_granularity")
         return bool(granularity or values.get(f"{section}.fsdp_config.gradient_checkpointing"))
 
@@ -169,7 +169,7 @@ def recomputes(section: str) -> Convert:
 def decay_length(section: str) -> Convert:
     """The rate decays over the whole run, if it decays at all."""
 
-    def convert(value: object, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         decays = values.get(f"{section}.lr_sched.lr_decay_style", "constant") != "constant"
         if decays and value not in (None, values.get("runner.max_steps")):
             raise Unsupported("the rate decays over the whole run, whose length is runner.max_steps")
@@ -178,7 +178,7 @@ def decay_length(section: str) -> Convert:
     return convert
 
 
-def recomputed(value: object, values: Values) -> Any:
+def recomputed(value: object, values: Values) -> object:
     """RLinf recomputes log-probs wherever it is to correct for the sampler's."""
     return not (values.get("algorithm.recompute_logprobs", True) or values.get("algorithm.importance_sampling_fix"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -36,12 +35,12 @@ def resolvers() -> Iterator[None]:
             OmegaConf.clear_resolver(name)
 
 
-def values_of(tree: Mapping[str, object], table: Table) -> tuple[dict[str, Any], list[Problem]]:
+def values_of(tree: Mapping[str, object], table: Table) -> tuple[dict[str, object], list[Problem]]:
     """Every key by its dotted path; a mapping with a row of its own is one value, and a section, too: `section.*`.
 
     Keys whose value does not matter are not resolved. A value that does not resolve is a problem.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     problems: list[Problem] = []
     with resolvers():
         for item in _walk(OmegaConf.create(dict(tree)), "", table):
