@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tether"
 BEGIN, END = "<!-- trace:begin -->", "<!-- trace:end -->"
 STEPS = 3
+CORE = ("algorithms", "batch.py", "checkpoints", "keyed_random.py", "metrics", "runtime", "trainer", "training")
+"""The loop, engines, losses, checkpoints and evaluation: without what samples and scores, and without models."""
 OFTEN = ["trainer.logger=file", f"trainer.test_freq={STEPS}", f"trainer.save_freq={STEPS}"]
 
 Functions = frozenset[tuple[Path, str]]
@@ -117,9 +119,11 @@ def files_of(functions: Functions) -> set[Path]:
 def table(text: Steps, control: Steps) -> list[str]:
     """Files, lines and functions of a step, and what both kinds of runs share."""
     rows = []
+    whole = "a step with validation and checkpoint"
     for name, ours, theirs in (
         ("a step", text.plain, control.plain),
-        ("a step with validation and checkpoint", text.whole, control.whole),
+        (whole, text.whole, control.whole),
+        (f"{whole}: its loop, engine, loss, checkpoint, evaluation", core(text.whole), core(control.whole)),
     ):
         for kind, functions in (("text", ours), ("control", theirs), ("shared", ours & theirs)):
             share = f"{len(ours & theirs) / len(functions):.0%}"
@@ -136,6 +140,11 @@ def rooms(text: Steps, control: Steps) -> list[str]:
     names = sorted(set().union(*counts.values()))
     rows = [[f"`tether/{room}`", *(str(counts[kind][room]) for kind in kinds)] for room in names]
     return grid(("package", *kinds), rows)
+
+
+def core(functions: Functions) -> Functions:
+    """The functions in `CORE`."""
+    return frozenset(function for function in functions if room_of(function[0]) in CORE)
 
 
 def room_of(file: Path) -> str:

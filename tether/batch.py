@@ -141,7 +141,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
     """
 
     count: Int[Tensor, "B T"]
-    """How many tokens were kept; 0 where nothing was sampled."""
+    """Number of kept tokens; 0 where nothing was sampled."""
     words: list[Int[Tensor, " W"]]
     """B tensors of int32, each as long as its row needs: one row of nonsense must not widen all the others."""
 
@@ -164,8 +164,8 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     policy_version: Int[Tensor, " B"] | None = None
     """Updates that the policy had had when the row was sampled (`tether.training.protocol.WeightUpdate`)."""
     kept: KeptTokens | None = None
-    """What top-k and top-p left to draw from; None where they left everything. Log-probabilities and entropies are of
-    the distribution over these tokens."""
+    """Tokens that top-k and top-p left to draw from; None where they left everything. Log-probabilities and entropies
+    are of the distribution over these tokens."""
     turn_scores: Float[Tensor, "B T"] | None = None
     """The parts of the score, each on the last token of its turn; None: all of it is on the last token."""
 

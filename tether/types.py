@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 StateDict: TypeAlias = dict[str, Any]
-"""What a part saves in a checkpoint: names to tensors, numbers and plain containers."""
+"""State of a part in a checkpoint: names to tensors, numbers and plain containers."""
 Message: TypeAlias = Mapping[str, Any]
 """A message of a conversation: `role`, `content`, and what else a chat template reads."""
 ExtraInfo: TypeAlias = dict[str, Any]
-"""What a row of a dataset, or the result of a reward function, says beside the fields that are known."""
+"""Further fields of a row of a dataset, or of the result of a reward function."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON that another program wrote: its keys are checked where they are read."""

@@ -1,7 +1,7 @@
 """What the promises are tested over. A new engine, or a new kind of rollout, is one line here and no other test."""
 
+from tests.conformance.flat_autograd import FlatAutogradEngine
 from tether.training.engines.flat import FlatEngine
-from tether.training.engines.flat_autograd import FlatAutogradEngine
 
 CONTROL_ENGINES = {"flat": FlatEngine, "autograd": FlatAutogradEngine}
 """Name -> (policy, optimizer's options, critic's rate) -> engine; the others are compared with the first."""

@@ -15,11 +15,10 @@ from tether.batch import TrainBatch, filled
 from tether.metrics.data import mismatch_metrics
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.parts.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
+from tether.trainer.parts.alarms import ALARM, MismatchAlarm, mismatch_tolerance
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.learner import Learner
-from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.protocol import Learner, LossSpec, UpdatePlan
 from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching

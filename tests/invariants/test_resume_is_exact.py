@@ -13,7 +13,7 @@ import pytest
 from tests.trainer.resume import assert_resume_is_exact
 from tests.trainer.tiny_run import GAE, GRPO, write_inputs
 from tether.data.sampler import PromptSampler
-from tether.trainer.parts.kl_reward import KLReward
+from tether.trainer.parts.reward_shaping import KLReward
 from tether.training.engines.local import LocalEngine
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.kernels.test_elementwise import drawn
 from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import masked_attention, visible_keys
 from tether.kernels.dispatch import REFERENCE, kernels_for
-from tether.kernels.masked_attention import masked_attention, visible_keys
 
 BF16 = torch.bfloat16
 if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:

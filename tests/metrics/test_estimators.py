@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tether.batch import RolloutBatch, TrainBatch
-from tether.metrics.estimators import estimator_metrics
+from tether.metrics.data import estimator_metrics
 from tether.metrics.keys import describe
 
 

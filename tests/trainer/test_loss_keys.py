@@ -25,7 +25,7 @@ from tether.batch import TrainBatch
 from tether.config import RunConfig, load_config
 from tether.config.keys import keys
 from tether.metrics.keys import describe
-from tether.training.learner import Learner
+from tether.training.protocol import Learner
 from tether.training.text.forward import PolicyForward, PolicyOutputs
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 

@@ -6,8 +6,7 @@ from tether.training.control.forward import RolloutForward
 from tether.training.control.losses import ControlLoss
 from tether.training.engines.flat import FlatEngine
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.learner import Learner
-from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.protocol import Learner, LossSpec, UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5, grad_clip=0.5)
 

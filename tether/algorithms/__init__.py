@@ -29,7 +29,6 @@ from tether.algorithms.policy_losses import (
     TOKEN_SELECTIONS,
     interpolate_proximal,
 )
-from tether.algorithms.ratio import MAX_LOG_RATIO
 from tether.algorithms.registry import needs
 from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
 from tether.algorithms.rollout_correction import (
@@ -41,7 +40,7 @@ from tether.algorithms.rollout_correction import (
     rejection_metrics,
     veto_mask,
 )
-from tether.algorithms.token_loss import Max, Mean, Metric, Min, TokenLoss, merge_metrics
+from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min, TokenLoss, merge_metrics
 from tether.algorithms.value import explained_variance, value_loss
 
 __all__ = [

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tether.algorithms.checks import Positive
 from tether.algorithms.masking import largest, masked_mean, masked_sum, masked_var, select
-from tether.algorithms.ratio import MAX_LOG_RATIO, bounded_log_ratio
 from tether.algorithms.shapes import Mask, Rows, Tokens
-from tether.algorithms.token_loss import Max, Mean, Metric, Min
+from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min, bounded_log_ratio
 
 RejectionBounds = Mapping[str, tuple[float, float]]
 """Rejection mode -> (lower, upper) bound; see `rejection_mask`."""

@@ -1,4 +1,6 @@
-"""What a loss returns: one number for each token, and metrics that add up exactly over micro-batches and ranks."""
+"""The importance ratio, and the result of a loss: one number for each token, and metrics that add up exactly over
+micro-batches and ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,17 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Shaped
 
-from tether.algorithms.masking import largest, masked_sum
-from tether.algorithms.shapes import Scalar, Tokens
+from tether.algorithms.masking import largest, masked_sum, select
+from tether.algorithms.shapes import Mask, Scalar, Tokens
+
+MAX_LOG_RATIO = 20.0
+"""exp() of it is finite in float32; policies further apart have no meaningful ratio."""
+
+
+def bounded_log_ratio(log_probs: Tokens, old_log_probs: Tokens, response_mask: Mask) -> Tokens:
+    """Return log p - log p_old within +-20; 0 outside the mask."""
+    difference = select(log_probs, response_mask) - select(old_log_probs, response_mask)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)
@@ -96,3 +107,24 @@ def merge_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in piece.items():
             merged[name] = merged[name] + metric if name in merged else metric  # type: ignore[operator]
     return merged
+
+
+def ratio_metrics(log_ratio: Tokens, response_mask: Mask) -> dict[str, Metric]:
+    """Describe the ratio before any clipping: its mean, extremes, and the KL to the old policy that it estimates."""
+    ratio = log_ratio.detach().exp()
+    return {
+        "actor/ppo_kl": Mean.of(-log_ratio, response_mask),
+        "actor/ratio_mean": Mean.of(ratio, response_mask),
+        "actor/ratio_max": Max.of(ratio, response_mask),
+        "actor/ratio_min": Min.of(ratio, response_mask),
+    }
+
+
+def weighted(
+    loss: Tokens, response_mask: Mask, rollout_is_weights: Tokens | None, metrics: dict[str, Metric]
+) -> TokenLoss:
+    """Multiply by the importance weights of the rollout, if there are any, and put 0 outside the mask."""
+    loss = select(loss, response_mask)
+    if rollout_is_weights is not None:
+        loss = loss * select(rollout_is_weights, response_mask)
+    return TokenLoss(loss, metrics)

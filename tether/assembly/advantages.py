@@ -78,7 +78,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
 
 
 def build_reward_shaping(config: RunConfig) -> RewardShaping | None:
-    """What changes scores; None where nothing does."""
+    """The changes of scores; None where there are none."""
     penalty, how, scale = _length_penalty(config), config.algorithm.normalize_rewards, config.reward_model.reward_scale
     if penalty is None and how == "none" and scale == 1:
         return None

@@ -1,4 +1,4 @@
-"""What text and control runs have in common; loads no transformers, which control runs never need."""
+"""Parts that text and control runs share; loads no transformers, which control runs never need."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
 
 
 def build_best_test(trainer: TrainerConfig, persistence: Persistence) -> BestTest:
-    """What the best test of a run is for; checkpoints of the best tests of earlier runs are set aside."""
+    """Keeps the checkpoint of the best test of a run; checkpoints of the best tests of earlier runs are set aside."""
     if not trainer.keep_best:
         return BestTest(stop_at=trainer.stop_at_score)
     store = CheckpointStore(persistence.store.root / BEST, keep=1)

@@ -161,7 +161,7 @@ def _tests(config: RunConfig, *, resumes: bool) -> bool:
 
 
 def identity_of(config: RunConfig) -> dict[str, str]:
-    """What must not change between the runs of a checkpoint."""
+    """Fingerprints that must not change between the runs of a checkpoint."""
     return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
 
 

@@ -1,4 +1,4 @@
-"""What stands before the weights: model paths, tokenizer, prompts and rewards, all checked."""
+"""Everything before the weights: model paths, tokenizer, prompts and rewards, all checked."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
 
 
 def program_options(config: RunConfig) -> ProgramOptions:
-    """How programs in responses are run."""
+    """Settings of the runs of programs in responses."""
     sandbox, fusion = config.reward_model.sandbox, config.reward_model.sandbox_fusion
     server = None
     if fusion.url is not None:

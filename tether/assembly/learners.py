@@ -49,7 +49,7 @@ MakeEngine = Callable[..., Any]
 
 
 def sequence_ranks(config: RunConfig, role: ActorConfig | CriticConfig | RefConfig) -> int:
-    """How many ranks share each row of tokens."""
+    """Ranks that share each row of tokens."""
     return role.ulysses_sequence_parallel_size if config.trainer.devices > 1 else 1
 
 
@@ -141,7 +141,7 @@ def actor_engine(
     incidents: Path,
     make: MakeEngine = LocalEngine,
 ) -> Any:
-    """What runs and updates the policy."""
+    """The engine of the policy."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
     return make(
@@ -222,7 +222,7 @@ def asks_reference(config: RunConfig) -> bool:
 
 
 def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:
-    """What runs the reference."""
+    """The engine of the reference."""
     settings = config.actor_rollout_ref
     micro = micro_batching(
         dynamic=settings.ref.log_prob_use_dynamic_bsz,
@@ -251,7 +251,7 @@ def critic_engine(
     incidents: Path | None,
     make: MakeEngine = LocalEngine,
 ) -> Any:
-    """What runs and updates the critic at `path`."""
+    """The engine of the critic at `path`."""
     critic = config.critic
     packed = critic.model.use_remove_padding
     model = load_critic(

@@ -1,4 +1,4 @@
-"""What stands between sampling and update: refilling, rollout correction, PF-PPO, critic warm-up, sample files."""
+"""Parts between sampling and update: refilling, rollout correction, PF-PPO, critic warm-up, sample files."""
 
 from __future__ import annotations
 

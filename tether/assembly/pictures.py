@@ -1,4 +1,4 @@
-"""What a control policy sees of an environment's observations."""
+"""The view that a control policy has of an environment's observations."""
 
 from __future__ import annotations
 

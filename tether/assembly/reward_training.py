@@ -29,7 +29,7 @@ from tether.training.text import MicroBatching, PairForward, PairOutputs, Prefer
 
 @dataclass(frozen=True)
 class RewardTrainingOptions:
-    """How a reward model is trained."""
+    """Settings of the training of a reward model."""
 
     lr: float = 1e-5
     """Of AdamW; after a warm-up over the first 3% of the steps it falls to 0 as a cosine."""

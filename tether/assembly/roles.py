@@ -50,7 +50,7 @@ from tether.training.text import PolicyOutputs, ValueOutputs
 
 @dataclass(frozen=True)
 class Sources:
-    """What the models of a run are made of; it travels to where they are."""
+    """The sources of the models of a run; picklable, for they are built where they run."""
 
     model_path: Path | str
     critic_path: Path | str

@@ -222,7 +222,7 @@ def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    """How responses are drawn that are trained on."""
+    """Sampling of the responses that are trained on."""
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=rollout.response_length,
@@ -242,7 +242,7 @@ def _evaluation(config: RunConfig, inputs: Inputs) -> Evaluation | None:
 
 
 def validation_sampling(config: RunConfig) -> SamplingParams:
-    """How responses to held-out prompts are drawn."""
+    """Sampling of the responses to held-out prompts."""
     rollout = config.actor_rollout_ref.rollout
     val = rollout.val_kwargs
     return SamplingParams(

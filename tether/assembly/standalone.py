@@ -60,7 +60,7 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """What a reward is tried with."""
+    """The inputs of a trial of a reward."""
 
     prompts: list[Prompt]
     rewards: Rewards

@@ -122,7 +122,7 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
 
 
 def _beside(key: str, metrics: Mapping[str, float]) -> dict[str, str]:
-    """What stands beside a held-out score: how many questions differ, what the most frequent answer would score."""
+    """Context of a held-out score: how many questions differ, and the score of the most frequent answer."""
     source = key.removeprefix(VALIDATION).rsplit("/", 2)[0]
     found = {name: metrics.get(f"val-aux/{source}/{aux}") for name, (aux, _) in AUXILIARY.items()}
     return {name: "" if value is None else AUXILIARY[name][1].format(value) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""What a run is doing: its last logged step, and the ranks of a run on several devices."""
+"""State of a run: its last logged step, and the ranks of a run on several devices."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ class Problem:
     path: str
     """Dotted key, or the override or file where no key is to blame."""
     what: str
-    """What is wrong, with the value."""
+    """The fault, with the value."""
     fix: str
-    """What to do about it."""
+    """The fix."""
 
     def __str__(self) -> str:
         stop = "" if self.what.endswith(("?", ".")) else "."

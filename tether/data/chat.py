@@ -29,7 +29,7 @@ TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
     "right": lambda ids, length: ids[:length],
     "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
 }
-"""How to make `length` tokens of more; each is named by what is cut away. `middle` keeps half from each end."""
+"""Cuts to `length` tokens; each is named by what is cut away. `middle` keeps half from each end."""
 
 
 def render(

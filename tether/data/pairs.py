@@ -38,7 +38,7 @@ class Pair:
 
     @property
     def prompt(self) -> str:
-        """What both answer; of texts the chosen one stands for it."""
+        """The prompt of both answers; where they are texts, the chosen one stands for it."""
         return json.dumps(self.chosen[:-1] if isinstance(self.chosen, list) else self.chosen)
 
 

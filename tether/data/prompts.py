@@ -31,14 +31,14 @@ QUIET_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How rows become prompts."""
+    """Settings of the way from rows to prompts."""
 
     max_prompt_length: int
     """Tokens, the template's own included."""
     filter_overlong_prompts: bool = False
     """Drop longer prompts; the report counts them."""
     truncation: str = "error"
-    """What happens to longer prompts that are not dropped: `error`, or the side cut off: `left`, `right`, `middle`."""
+    """Treatment of longer prompts that are not dropped: `error`, or the side cut off: `left`, `right`, `middle`."""
     max_samples: int = -1
     """Use this many rows, before any is dropped as too long; -1 uses all."""
     shuffle: bool = False

@@ -40,7 +40,7 @@ class ContinuousActions:
 
 ActionSpec = DiscreteActions | ContinuousActions
 Saved: TypeAlias = Any
-"""What an environment knows how to take over again, and can be pickled."""
+"""State that an environment can take over again; picklable."""
 
 
 @dataclass(frozen=True)

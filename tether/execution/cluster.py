@@ -126,7 +126,7 @@ def room(nodes: int, per_node: int, device: str, seconds: float) -> PlacementGro
 
 
 def _missing(nodes: int, per_node: int, kind: str) -> str:
-    """What a run asks for, and what the nodes of the cluster have."""
+    """Resources that a run asks for, and those of the cluster's nodes."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     have = [(node["NodeManagerHostname"], int(node["Resources"].get(kind, 0))) for node in alive]
     best = sorted((min(count, per_node) for _, count in have), reverse=True)[:nodes]

@@ -1,4 +1,4 @@
-"""What stands for an engine that is on many ranks: it has the engine's methods, and sends each rank its rows only."""
+"""Stands for an engine on many ranks: it has the engine's methods, and sends each rank its rows only."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _from(key: NoiseKey, samples: int) -> NoiseKey:
 
 
 def _work(batch: TrainBatch) -> list[float]:
-    """What each row costs: its tokens in the layers, and their pairs in attention."""
+    """Cost of each row: its tokens in the layers, and their pairs in attention."""
     tokens = sequence_lengths(batch).double()
     work: list[float] = (tokens * (LINEAR + tokens)).tolist()
     return work

@@ -33,9 +33,9 @@ SILENT_LOOKS = 180
 """While it waits the driver looks each second for signs of life of each rank; after so many without one the rank counts
 as stopped. Looks are counted, not seconds: the driver may have been stopped with the ranks."""
 STACK_SECONDS = 1.0
-"""How long ranks have to write their stacks."""
+"""Seconds that ranks have to write their stacks."""
 SETTLE_SECONDS = 5.0
-"""How long it may take to hear of a rank's death after another rank failed because of it."""
+"""Seconds until the death of a rank is heard of after another rank failed because of it."""
 LINES = 5
 
 

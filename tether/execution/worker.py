@@ -29,7 +29,7 @@ from tether import __version__
 from tether.runtime.machine import set_threads
 
 COLLECTIVE_SECONDS = 600.0
-"""How long a rank waits for the others."""
+"""Seconds that a rank waits for the others."""
 BEAT_SECONDS = 0.5
 """Between two signs of life."""
 GETS_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR

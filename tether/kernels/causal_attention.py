@@ -1,4 +1,5 @@
-"""Causal attention on a CPU: PyTorch's flash kernels, and for short sequences a backward pass of our own.
+"""Attention in plain PyTorch: under any mask; and causal on a CPU, by PyTorch's flash kernels, with a backward pass of
+our own for short sequences.
 
 The flash backward kernel multiplies small blocks, and on the sequences of reinforcement learning takes far longer than
 its arithmetic. There the scores of several rows at a time are made again as whole matrices, which large products read.
@@ -8,12 +9,48 @@ Legend: R rows, W tokens, K key/value heads, H = K * G query heads, D head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from tether.kernels.attention_spec import AttentionSpec
+
+
+def visible_keys(query_position: Tensor, key_position: Tensor, spec: AttentionSpec) -> Tensor:
+    """Boolean [..., Q, L]: may the query at a position see the key at a position (causal, and in the window)."""
+    distance = query_position[..., :, None] - key_position[..., None, :]
+    visible = distance >= 0
+    if spec.sliding_window is not None:
+        visible &= distance < spec.sliding_window
+    return visible
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
+    """Grouped-query attention under a boolean mask `visible`, which broadcasts over [R, K, G, Q, L].
+
+    Query heads are grouped by the key head that they share, so keys and values are never repeated.
+    """
+    rows, heads, width, size = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.view(rows, kv_heads, heads // kv_heads, width, size)
+    key, value = key.unsqueeze(2), value.unsqueeze(2)
+    if spec.softcap is None:
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=visible, scale=spec.scale)
+    else:
+        scores = torch.matmul(grouped, key.transpose(-1, -2)) * spec.scale
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = scores.masked_fill(~visible, -math.inf)
+        out = torch.matmul(
+            scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype),
+            value,
+        )
+    return out.reshape(rows, heads, width, value.shape[-1])
+
 
 WeightsBackward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """See `weights_backward`."""

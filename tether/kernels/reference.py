@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.causal_attention import causal_attention, weights_backward
+from tether.kernels.causal_attention import causal_attention, masked_attention, visible_keys, weights_backward
 from tether.kernels.linear_layers import Epilogue, PackedLinears, apply_epilogue
-from tether.kernels.masked_attention import masked_attention, visible_keys
 from tether.kernels.padded_batches import padded_batches
 from tether.kernels.sampling import inverse_sample
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, grad_logits, log_sums

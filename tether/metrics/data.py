@@ -1,4 +1,5 @@
-"""Metrics of a batch: rewards, advantages, values, lengths, and how far sampler and trainer disagree.
+"""Metrics of a batch: rewards, advantages, values, lengths, what an estimator rests on, and how far sampler and trainer
+disagree.
 
 Legend: B = rows, T = response positions, N = positions where the policy sampled (``response_mask``). Every statistic
 first selects what counts and then reduces it in float64, so that nothing outside the mask can reach it. A statistic
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tether.batch import TrainBatch
+from tether.batch import TrainBatch, filled
 
 MAX_LOG_RATIO = 20.0
 """Bounds exp(log ratio), so that a single token cannot overflow the k3 estimate."""
@@ -60,7 +61,7 @@ def length_metrics(
 
 
 def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: Bool[Tensor, " B"]) -> dict[str, float]:
-    """How much the scores vary among the responses to one prompt; a group counts from two scored responses on.
+    """Spread of the scores among the responses to one prompt; a group counts from two scored responses on.
 
     Args:
         scores: [B] score of each response; not read where not `scored`.
@@ -94,7 +95,7 @@ def mismatch_metrics(
     old_log_probs: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
 ) -> dict[str, float]:
-    """How far the sampler's log-probabilities are from the trainer's, for the same weights and tokens.
+    """Distance of the sampler's log-probabilities from the trainer's, for the same weights and tokens.
 
     With x = log p_trainer - log p_sampler of a token that the sampler drew, KL(sampler || trainer) is estimated by
     k1 = -x and by k3 = exp(x) - 1 - x (Schulman, "Approximating KL Divergence", 2020).
@@ -141,3 +142,29 @@ def _correlation(left: Float[Tensor, " N"], right: Float[Tensor, " N"]) -> float
     if scale == 0:
         return float(torch.equal(left, right))
     return (left_centered @ right_centered / scale).item()
+
+
+def estimator_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Describe the advantages of a finished batch, and the fields that only some estimators need where they are set.
+
+    Args:
+        batch: with `advantages`.
+    """
+    mask, scored = batch.response_mask, batch.scored
+    metrics = _mean("critic/score/nonzero_fraction", _row_sums(batch.token_level_scores, mask)[scored] != 0)
+    if batch.advantages is not None:
+        metrics |= _mean("critic/advantages/nonzero_fraction", batch.advantages[mask] != 0)
+    _, sizes = batch.uid[scored].unique(return_counts=True)
+    metrics |= _mean("group/single_fraction", sizes == 1)
+    if batch.sum_pi_squared is not None:
+        metrics |= _mean("actor/sum_pi_squared", batch.sum_pi_squared[mask])
+    if batch.bootstrap_values is not None:
+        metrics |= _mean("critic/bootstrap_value_mean", batch.bootstrap_values[scored & batch.truncated])
+    if batch.reward_baselines is not None:
+        beaten = _row_sums(filled(batch.token_level_rewards), mask) > batch.reward_baselines
+        metrics |= _mean("baseline/beaten_fraction", beaten[scored])
+    return metrics
+
+
+def _mean(key: str, values: Tensor) -> dict[str, float]:
+    return {key: values.double().mean().item()} if len(values) else {}

@@ -40,7 +40,7 @@ def computes_in_bfloat16(device: torch.device) -> bool:
 
 
 def cuda_names(count: int) -> list[str]:
-    """What the first CUDA devices of this process are called by its ``CUDA_VISIBLE_DEVICES``."""
+    """Names that ``CUDA_VISIBLE_DEVICES`` gives the first CUDA devices of this process."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (named.split(",") if named else [str(number) for number in range(count)])[:count]
 

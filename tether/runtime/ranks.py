@@ -1,4 +1,4 @@
-"""What goes wrong with the processes of a run on several devices."""
+"""Errors of the processes of a run on several devices."""
 
 STATUS = "ranks/status.json"
 """In the folder of a run: what each rank does."""

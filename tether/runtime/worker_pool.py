@@ -32,7 +32,7 @@ class WorkersFailed(Exception):
 
 @dataclass(frozen=True)
 class Work(Generic[Answer]):
-    """What the workers of a pool do."""
+    """The work of a pool."""
 
     serve: str
     """``module:function``, for `SupervisedProcess.spawn`. It receives `begin` first, and answers with what is wrong, as
@@ -76,7 +76,7 @@ class WorkerPool(Generic[Answer]):
         self._failure: BaseException | None = None
         self._closed = False
         self.about: Any = None
-        """What a worker said when it had begun."""
+        """The first message of a worker."""
         self._workers = [self._start() for _ in range(num_workers)]
         try:
             for worker in self._workers:

@@ -19,7 +19,7 @@ _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class Reply:
-    """What was answered to a turn, or to one call in it."""
+    """The answer to a turn, or to one call in it."""
 
     messages: list[dict[str, str]] = field(default_factory=list)
     reward: float = 0.0
@@ -35,7 +35,7 @@ class CallRequest:
     name: str
     arguments: dict[str, object]
     kwargs: ExtraInfo
-    """What the row gives this tool beside."""
+    """Arguments that the row adds for this tool."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StepRequest:
     messages: Sequence[Message]
     """The prompt."""
     turns: Sequence[Sequence[Message]]
-    """What was said since: replies to the turn before, then the turn, as often as the policy had one."""
+    """Messages since: replies to the turn before, then the turn, as often as the policy had one."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def read_environments(path: str) -> dict[str, EnvironmentSpec]:
 
 
 def schema_problem(schema: object) -> str:
-    """What is wrong with the schema of a tool; empty if nothing."""
+    """The fault of a tool's schema; empty if there is none."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping):
         return "no mapping with `type: function` and `function: {name, description, parameters}`"

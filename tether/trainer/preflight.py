@@ -29,7 +29,7 @@ class Finding:
     cause: str
     """Short name, for example ``all_truncated``."""
     message: str
-    """What was seen, and the fix."""
+    """The fault, with numbers, and the fix."""
     refuses: bool = False
     """The run does not start with it."""
 
@@ -39,7 +39,7 @@ class Seen(Protocol):
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """What is wrong with it."""
+        """Its fault."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was looked at, and what was found."""
+    """The samples of a preflight, and its findings."""
 
     seen: Seen | None
     """None: there is no memory for a step, and so none was tried."""

@@ -1,4 +1,4 @@
-"""What the training loop knows of its parts: the methods that it calls, for text and control alike."""
+"""Protocols of the parts of the training loop: the methods that it calls, for text and control alike."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tether.types import StateDict
 Progress = Callable[[int, int], None]
 """Called with (done, of all)."""
 Dealt = TypeVar("Dealt", covariant=True)
-"""What a step begins with: prompts, or seeds of start states."""
+"""The tasks of a step: prompts, or seeds of start states."""
 Taken = TypeVar("Taken", contravariant=True)
 Batch = TypeVar("Batch")
 Details = TypeVar("Details")
-"""What else a collector knows of its batch; the loop only hands it back."""
+"""Anything else that a collector knows of its batch; the loop only hands it back."""
 
 
 @dataclass(frozen=True)
 class Experience(Generic[Batch, Details]):
-    """What the policy did in a step."""
+    """The rollout of a step."""
 
     batch: Batch
     details: Details
@@ -33,7 +33,7 @@ class Experience(Generic[Batch, Details]):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What a validation found."""
+    """Results of a validation."""
 
     metrics: dict[str, float]
     samples: list[Sample] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Source(Stateful, Protocol[Dealt]):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """How far the source is, before the next tasks."""
+        """Position of the source before the next tasks."""
         ...
 
 
@@ -126,7 +126,7 @@ class Rollouts(Stateful, Protocol[Taken, Batch, Details]):
         ...
 
     def freeze(self, *, in_step: bool) -> Frozen:
-        """What a checkpoint holds of the rollouts beside `state_dict`.
+        """The part of a checkpoint that the rollouts add to their `state_dict`.
 
         Args:
             in_step: a step was begun after `state_dict`, and failed.
@@ -144,7 +144,7 @@ class Rollouts(Stateful, Protocol[Taken, Batch, Details]):
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a checkpoint holds of the rollouts."""
+    """The part of a checkpoint that the rollouts write."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
     """Replaces entries of `Rollouts.state_dict`."""

@@ -4,10 +4,9 @@
 passes and losses of the two kinds of policy.
 """
 
-from tether.training.learner import Learner
 from tether.training.out_of_memory import LOWER, named_out_of_memory, out_of_memory_message
 from tether.training.own_functions import advantage_estimator, policy_loss
-from tether.training.protocol import Engine, Forward, LossSpec, Outputs, Updated, UpdatePlan
+from tether.training.protocol import Engine, Forward, Learner, LossSpec, Outputs, Updated, UpdatePlan
 
 __all__ = [
     "LOWER",

@@ -93,7 +93,7 @@ def balance_metrics(
     tokens: Sequence[int],
     costs: Sequence[float],
 ) -> dict[str, float]:
-    """How evenly rows were dealt: tokens of a rank in a pass over the batch, and what they cost.
+    """Balance of the ranks: tokens of a rank in a pass over the batch, and what they cost.
 
     Args:
         minis: of the whole batch.

@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory_message(error: BaseException, where: str | None = None, advice: str = LOWER) -> str | None:
-    """What to tell the user of an allocation that failed; None: `error` is another one.
+    """The message to the user about a failed allocation; None: `error` is another one.
 
     Args:
         error: with its traceback.

@@ -1,4 +1,4 @@
-"""What the trainer asks of a training engine, and what an engine asks of a loss.
+"""The protocols of training engines and losses, and of a learner: a model in its role.
 
 An engine owns a model, its optimizer and its shards. What it is asked for (a forward, a loss, a plan) are plain,
 picklable specs; tensors come back. So the same calls reach an engine in this process and one on many ranks.
@@ -10,7 +10,7 @@ cannot change the gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from tether.types import StateDict
 
 
 class Rows(Protocol):
-    """What an engine learns from, row by row: `tether.batch.TrainBatch`, or the decisions of a control policy."""
+    """The data of an update, row by row: `tether.batch.TrainBatch`, or the decisions of a control policy."""
 
     response_mask: Tensor
     """[B, T] where the policy decided something that it learns from."""
@@ -40,7 +40,7 @@ class Rows(Protocol):
 
 Batch = TypeVar("Batch", bound=Rows)
 Outputs = TypeVar("Outputs")
-"""What a forward gives for the rows of a batch; a tensordict of that many rows."""
+"""Outputs of a forward for the rows of a batch; a tensordict of that many rows."""
 
 Forward = Callable[[Any, Batch, Any], Outputs]
 """(model, micro-batch, the engine's reference model or None) -> the model's outputs. Ranks that share their rows are a
@@ -84,7 +84,7 @@ class LossSpec(Generic[Batch, Outputs]):
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How often and in which pieces a rollout is learned from."""
+    """Epochs over a rollout, and the pieces that it is learned from."""
 
     mini_batch_rows: int
     epochs: int = 1
@@ -164,3 +164,31 @@ class Engine(Protocol[Batch, Outputs]):
     def load_state_dict(self, state: StateDict) -> None:
         """Take over the state of `state_dict`; the weights came with the model."""
         ...
+
+
+@dataclass(frozen=True)
+class Learner(Generic[Batch, Outputs]):
+    """A policy or a critic that is trained."""
+
+    engine: Engine[Batch, Outputs]
+    forward: Forward[Batch, Outputs]
+    """Inferred from a rollout before the update."""
+    loss: LossSpec[Batch, Outputs]
+    plan: UpdatePlan
+    critic_loss: LossSpec[Batch, Outputs] | None = None
+    """The critic's alone, where it is part of the policy's model; None: it is a model of its own, or there is none."""
+    loss_at: Callable[[int], tuple[LossSpec[Batch, Outputs], dict[str, float]]] | None = None
+    """Training step, from 0 -> what `loss` is in it, and its settings that change over the run; None: none does."""
+
+    def infer(self, batch: Batch) -> Outputs:
+        """Outputs for all rows, without gradients."""
+        return self.engine.infer(batch, self.forward)
+
+    def update(self, batch: Batch, step: int, *, critic_only: bool = False) -> Updated[Outputs]:
+        """Learn from the batch; see `Engine.update`. `critic_only`: by `critic_loss`, which must be there."""
+        loss, settings = self.loss_at(step) if self.loss_at else (self.loss, {})
+        if critic_only:
+            assert self.critic_loss
+            loss, settings = self.critic_loss, {}
+        updated = self.engine.update(batch, loss, self.plan, step)
+        return replace(updated, metrics=updated.metrics | settings)

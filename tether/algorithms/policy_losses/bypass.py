@@ -3,8 +3,6 @@
 from tether.algorithms.checks import AboveOne, NonNegative, Positive
 from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.clipped import vanilla
-from tether.algorithms.policy_losses.common import ratio_metrics, weighted
-from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.rollout_correction import (
     RejectionBounds,
     importance_statistics,
@@ -13,7 +11,7 @@ from tether.algorithms.rollout_correction import (
     veto_mask,
 )
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, Metric, TokenLoss
+from tether.algorithms.token_loss import Mean, Metric, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def bypass_mode(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tether.algorithms.checks import Fraction, NonNegative
 from tether.algorithms.masking import masked_mean, select
-from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
+from tether.algorithms.token_loss import bounded_log_ratio
 
 
 @torch.no_grad()

@@ -4,10 +4,8 @@ import torch
 
 from tether.algorithms.checks import NonNegative
 from tether.algorithms.masking import masked_mean, select, spread
-from tether.algorithms.policy_losses.common import ratio_metrics, weighted
-from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, TokenLoss
+from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def gspo(

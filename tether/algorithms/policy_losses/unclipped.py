@@ -6,10 +6,8 @@ from torch import Tensor
 
 from tether.algorithms.checks import NonNegative, Positive
 from tether.algorithms.masking import select
-from tether.algorithms.policy_losses.common import ratio_metrics, weighted
-from tether.algorithms.ratio import bounded_log_ratio
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, TokenLoss
+from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def gpg(

@@ -37,7 +37,7 @@ class LoadedConfig:
     notes: tuple[str, ...]
     """Notes: which of two names of one quantity was taken, and which keys have no effect here."""
     undecided: Given | None = field(default=None, repr=False, compare=False)
-    """What the user gave, where only the environment can tell which defaults fit it; None: they fit."""
+    """The user's values, where only the environment can tell which defaults fit; None: they fit."""
 
     def tree(self) -> dict[str, object]:
         """The resolved config as plain nested data; as a YAML file it loads to an equal config."""

@@ -40,7 +40,7 @@ def gdpo_has_components(cfg: RunConfig) -> Problem | None:
 
 
 def gdpo_reads_components_only(cfg: RunConfig) -> Problem | None:
-    """What changes the score of a row would be ignored."""
+    """Settings that change the score of a row, and would be ignored."""
     changes = {
         "algorithm.use_kl_in_reward": cfg.algorithm.use_kl_in_reward,
         "algorithm.normalize_rewards": cfg.algorithm.normalize_rewards != "none",

@@ -92,7 +92,7 @@ class ActorConfig(Section):
     clip_ratio_schedule: Annotated[Falls, CLIPPED, EMBODIED_TOO] = "constant"
     """linear: both sides of the clip range fall to 0 over the training steps. (tether's own key.)"""
     loss_agg_mode: Annotated[LossAggMode | None, EMBODIED_TOO] = None
-    """How losses of tokens become one number; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
+    """Aggregation of the losses per token; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
     loss_scale_factor: Annotated[
         PositiveFloat | None,
         ActsIf(".loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")),

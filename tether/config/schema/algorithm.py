@@ -73,7 +73,7 @@ class PfPpoConfig(Section):
     """`algorithm.pf_ppo`: PF-PPO, which draws the batch again by reward."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """How a row's weight follows from its score."""
+    """The weight of a row as a function of its score."""
     weight_pow: PositiveFloat = 2.0
     """pow: the exponent."""
 
@@ -107,7 +107,7 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Drop groups without two different scores and sample further prompts in their place (DAPO)."""
     metric: str = "score"
-    """What must differ: score (also called seq_reward), or a key that the reward returns beside it, such as acc."""
+    """The number that must differ: score (also called seq_reward), or a key that the reward returns, such as acc."""
     max_num_gen_batches: Count = 10
     """Batches of prompts sampled for one step at most; then the step takes what it has. (verl: 0, without end.)"""
 

@@ -62,7 +62,7 @@ class CriticConfig(Section):
     loss_coef: Annotated[PositiveFloat, EMBODIED] = 1.0
     """Embodied runs: weight of the value loss, half the squared error (twice the vf_coef of Stable-Baselines3)."""
     loss_agg_mode: Annotated[LossAggMode | None, Inherits("actor_rollout_ref.actor.loss_agg_mode")]
-    """How the losses of tokens become one number; null: token-mean."""
+    """Aggregation of the losses per token; null: token-mean."""
     optim: CriticOptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""

@@ -35,7 +35,7 @@ class OptimConfig(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's term in the denominator."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    """What the rate does after the warm-up."""
+    """The learning rate after the warm-up."""
     min_lr_ratio: Annotated[Fraction, ActsIf(".lr_scheduler_type", on=("cosine", "linear"))] = 0.0
     """Cosine and linear: the rate never falls below this share of lr."""
     num_cycles: Annotated[PositiveFloat, ActsIf(".lr_scheduler_type", on=("cosine",))] = 0.5

@@ -43,7 +43,7 @@ class OverlongBufferConfig(Section):
     len: Count = 0
     """Tokens before that limit in which the punishment grows."""
     penalty_factor: NonNegative = 1.0
-    """What a response of the full length loses; less within the buffer, in proportion."""
+    """Penalty of a response of the full length; within the buffer less, in proportion."""
 
 
 class SandboxConfig(Section):

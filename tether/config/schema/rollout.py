@@ -59,7 +59,7 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Let rows be answered in turns, as their `agent_name` or agent.default_agent_loop says."""
     format: Literal["hermes", "llama3_json"] = "hermes"
-    """How the model writes calls of tools: <tool_call>{...}</tool_call>, or a turn that is one JSON object."""
+    """The format in which the model calls tools: <tool_call>{...}</tool_call>, or a turn that is one JSON object."""
     tool_config_path: str | None = None
     """YAML file of the tools, in verl's layout."""
     interaction_config_path: str | None = None
@@ -160,5 +160,5 @@ class RolloutConfig(Section):
     enable_prefix_caching: Annotated[bool, OUR_VLLM] = True
     """Compute what prompts share once; the cache is emptied at each update."""
     load_format: Annotated[Name, OUR_VLLM] = "dummy"
-    """What a server starts with; dummy: random weights, as it is given the policy's before it samples."""
+    """The weights that a server starts with; dummy: random weights, as it is given the policy's before it samples."""
     engine_kwargs: EngineKwargsConfig

@@ -84,7 +84,7 @@ EMBODIED_TOO = EmbodiedToo()
 
 @dataclass(frozen=True)
 class Says:
-    """How an error message and `tether config explain` word a type."""
+    """The words for a type in error messages and `tether config explain`."""
 
     text: str
 

@@ -97,7 +97,7 @@ class TrainerConfig(Section):
     nnodes: Positive = 1
     """Machines of a Ray cluster that share the work."""
     max_restarts: Annotated[Count, ON_RANKS] = 3
-    """How often a run goes on by itself from its last checkpoint when a rank was lost. (tether's own key.)"""
+    """Automatic resumes from the last checkpoint after a rank was lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None

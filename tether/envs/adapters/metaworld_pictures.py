@@ -15,7 +15,7 @@ from tether.observations import Array
 HAND = 4
 """Entries at the beginning of MetaWorld's observation that are of the hand: its place, and how far it is open."""
 SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
-"""What is not drawn: in software it takes ten times as long as everything else."""
+"""Not drawn: in software it takes ten times as long as everything else."""
 LETTERS = string.ascii_lowercase + " "
 
 

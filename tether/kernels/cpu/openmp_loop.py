@@ -1,4 +1,4 @@
-"""How compiled kernels are made and called, and what their bodies are written with: numbers in memory, and functions.
+"""Compiled kernels: their making, their calls, and the numbers in memory and functions that bodies are written with.
 
 numba compiles them, and brings its compiler with it; PyTorch's own threads run them. Each thread takes an even share
 of what there is to do, and each number is made by one thread, so that no result depends on how many threads there are.
@@ -71,7 +71,7 @@ class Kernel:
         return int(compiled.address)
 
     def _entry(self, body: Callable[..., None]) -> Callable[..., None]:
-        """What the threads call: unpacks the array of arguments for the body.
+        """Entry point of the threads: unpacks the array of arguments for the body.
 
         numba caches it beside the body's file. The fingerprint, a variable of its closure, which numba looks at, keeps
         it from finding code that was compiled from another version of the files here.

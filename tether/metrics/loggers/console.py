@@ -112,7 +112,7 @@ class _Display(Protocol):
 
 
 class _Pace:
-    """How far the run is, and when it will be done: the mean time of the last steps times the steps to go."""
+    """Progress and remaining time: the mean time of the last steps times the steps to go."""
 
     def __init__(self, run: RunInfo) -> None:
         self.total = run.total_steps

@@ -51,7 +51,7 @@ class OwnLogger:
 
 
 def own_logger(name: str) -> Callable[[RunInfo], Logger]:
-    """What makes the logger, with its signatures checked; it is called once, when the run begins.
+    """The factory of the logger, with its signatures checked; it is called once, when the run begins.
 
     Raises:
         ValueError: no such file or class, it takes other arguments, or a method does.

@@ -1,4 +1,4 @@
-"""How a policy acts.
+"""Acting with a policy.
 
 `Actor` computes what a `ControlPolicy` computes in NumPy, up to rounding. `NetworkActor` asks a `NetworkPolicy`, whose
 own arithmetic takes longer than a tensor's bookkeeping. Log-probabilities and values are not needed for acting, and

@@ -21,7 +21,7 @@ from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
 
 CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
-"""How the class names end that a critic is saved as."""
+"""Endings of the class names that a critic is saved as."""
 _ALIGNMENT = 64  # bytes, as PyTorch allocates
 
 

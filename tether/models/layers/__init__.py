@@ -4,7 +4,7 @@ They call `tether.kernels` and compute what the module that they replace compute
 """
 
 from tether.models.layers.attention import Packed, Padded, use_tether_attention
-from tether.models.layers.rms_norm import RMSNorm
+from tether.models.layers.fused_modules import RMSNorm
 from tether.models.layers.rotary_attention import rotated, spec_of
 from tether.models.layers.ulysses import SequenceRanks, Shared, copies_of_keys
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
-from tether.models.layers.gated_mlp import replace_gated_mlps
-from tether.models.layers.rms_norm import replace_norms
+from tether.models.layers.fused_modules import replace_gated_mlps, replace_norms
 from tether.models.layers.rotary_attention import replace_attentions
 
 ATTENTION_NAME = "tether"

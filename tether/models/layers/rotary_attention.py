@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
-from tether.models.layers.module_swap import replace_modules
+from tether.models.layers.fused_modules import replace_modules
 
 REPLACED = (
     "LlamaAttention",

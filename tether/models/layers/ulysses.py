@@ -31,7 +31,7 @@ class SequenceRanks:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
         return dist.get_world_size(self.group)
 
     def span(self, tokens: int) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class Shared:
 
 
 def copies_of_keys(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is repeated, so that every rank gets those that its query heads look at.
+    """Repeats of each key head, so that every rank gets those that its query heads look at.
 
     Raises:
         ValueError: the query heads cannot be split among the ranks.

@@ -31,8 +31,7 @@ from tether.models.layers import use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.generation import Forward, Generation
 from tether.rollout.native.recorded_decoder import ReplayedDecoder
-from tether.rollout.prompts import check_prompts
-from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
 
 _log = logging.getLogger(__name__)
 

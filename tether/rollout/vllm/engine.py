@@ -25,8 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
 from tether.models.output import KeptRecorder
-from tether.rollout.prompts import check_prompts
-from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
+from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
 from tether.rollout.vllm.http import ServerGone, ServerRefuses
 from tether.rollout.vllm.server import SERVED, Launch, Server, answer_of
 from tether.runtime.interrupt import give_up_if_interrupted

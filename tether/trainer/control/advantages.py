@@ -33,7 +33,7 @@ CRITIC = "gae"
 
 @dataclass(frozen=True)
 class _Steps:
-    """What is estimated from, [M, R] each."""
+    """Inputs of the estimators, [M, R] each."""
 
     rewards: Tensor
     terminated: Tensor

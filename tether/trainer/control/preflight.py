@@ -1,4 +1,4 @@
-"""What the preflight of a control policy looks at: some steps in its environments, and what they show and reward."""
+"""The preflight of a control policy: some steps in its environments, their observations and rewards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SeenSteps:
     about: str
     """Which."""
     ranges: Sequence[tuple[str, float, float]]
-    """What was measured, its least and its greatest value."""
+    """Name of a measurement, its least and its greatest value."""
     episodes: int
     """That ended."""
     findings: Sequence[Finding]

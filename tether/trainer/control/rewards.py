@@ -1,4 +1,4 @@
-"""What is done to the rewards of a simulator before anything learns from them."""
+"""Changes to the rewards of a simulator before anything learns from them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 @dataclass(frozen=True)
 class ControlEvaluation:
-    """How a policy is tested."""
+    """Settings of the tests of a policy."""
 
     env: VectorEnv
     num_episodes: int

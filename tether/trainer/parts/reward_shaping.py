@@ -1,4 +1,4 @@
-"""Changes to the score of a row before advantages are estimated: scale, length penalty, normalisation."""
+"""From scores to the rewards that advantages are estimated from: scale, length penalty, normalisation, KL penalty."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tether.algorithms import RunningRewardNormalizer, masked_sum, normalize_rewards_per_batch
-from tether.batch import TrainBatch, on_last_token
+from tether.algorithms import (
+    AdaptiveKLController,
+    FixedKLController,
+    RunningRewardNormalizer,
+    apply_kl_penalty,
+    masked_sum,
+    normalize_rewards_per_batch,
+)
+from tether.batch import TrainBatch, filled, on_last_token
 from tether.types import StateDict
 
 LengthPenalty = Callable[[Tensor], Tensor]
@@ -62,3 +69,33 @@ def penalty_metrics(penalty: Tensor) -> dict[str, float]:
         "reward/overlong_penalty_mean": float(penalty.double().mean()),
         "reward/overlong_fraction": float((penalty < 0).double().mean()),
     }
+
+
+@dataclass(frozen=True)
+class KLReward:
+    """Takes ``coefficient * kl`` off the reward of each token; the controller adapts after each step."""
+
+    controller: FixedKLController | AdaptiveKLController
+    kind: str
+
+    def apply(self, batch: TrainBatch) -> dict[str, float]:
+        """Lower `token_level_rewards` by the KL of `old_log_probs` to `ref_log_probs`; returns metrics."""
+        coefficient = self.controller.value
+        batch.token_level_rewards, kl = apply_kl_penalty(
+            filled(batch.token_level_rewards),
+            filled(batch.old_log_probs),
+            filled(batch.ref_log_probs),
+            batch.response_mask,
+            kl_coef=coefficient,
+            kind=self.kind,
+        )
+        self.controller.update(float(kl), int(batch.scored.sum()))
+        return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
+
+    def state_dict(self) -> StateDict:
+        """The controller's state."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Take over the controller's state."""
+        self.controller.load_state_dict(state)

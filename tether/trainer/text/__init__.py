@@ -5,8 +5,7 @@ from tether.trainer.text.evaluation import Evaluation
 from tether.trainer.text.pretraining import Pretraining
 from tether.trainer.text.reward_training import ACCURACY, preference_accuracy, preference_batch, split_pairs
 from tether.trainer.text.rollout_files import RolloutFiles, read_rollouts
-from tether.trainer.text.rollouts import PromptSource, TextRollouts
-from tether.trainer.text.step_metrics import value_metrics
+from tether.trainer.text.rollouts import PromptSource, TextRollouts, value_metrics
 
 __all__ = [
     "ACCURACY",

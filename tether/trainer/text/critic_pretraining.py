@@ -70,5 +70,5 @@ def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch
 
 
 def explained(outputs: ValueOutputs, batch: TrainBatch) -> dict[str, float]:
-    """How much of the returns' variance the values explain."""
+    """The share of the returns' variance that the values explain."""
     return {EXPLAINED: float(explained_variance(outputs.values, filled(batch.returns), batch.response_mask))}

@@ -1,4 +1,4 @@
-"""What the preflight of a language model looks at: two prompts and sixteen responses, with their rewards."""
+"""The preflight of a language model: two prompts and sixteen responses, with their rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward model learns from: pairs of token ids, and how many held-out pairs it ranks as their rows do."""
+"""Training data of a reward model, pairs of token ids; and the share of held-out pairs that it ranks right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses to prompts: sampled, scored, and validated on held-out prompts."""
+"""Responses to prompts: sampled, scored, validated on held-out prompts; and the metrics of a step over them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.algorithms import Mean, explained_variance, masked_sum
 from tether.batch import Prompt, TrainBatch, WeightUpdate
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
-from tether.metrics.timing import Timer
+from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
+from tether.metrics.perf import memory_metrics, throughput_metrics
+from tether.metrics.timing import Timer, timing_per_token_ms
+from tether.rewards import RewardReport
 from tether.rollout import NoiseKey, SamplingParams
 from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
@@ -20,9 +24,45 @@ from tether.trainer.parts.reward_components import RewardComponents
 from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progress
 from tether.trainer.text.evaluation import Evaluation
 from tether.trainer.text.rollout_files import RolloutFiles
-from tether.trainer.text.step_metrics import step_metrics
-from tether.training.text import PolicyOutputs
+from tether.training.text import PolicyOutputs, sequence_lengths
 from tether.types import StateDict
+
+
+def value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Explained variance of the critic; nothing without a critic, or without a token to learn from."""
+    if batch.values is None or batch.returns is None or not batch.response_mask.any():
+        return {}
+    return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
+
+
+def step_metrics(
+    batch: TrainBatch, policy: PolicyOutputs | None, report: RewardReport, time: Timer, max_prompt_length: int
+) -> dict[str, float]:
+    """The metrics of a finished step, without the losses.
+
+    Args:
+        batch: with advantages.
+        policy: log-probabilities and entropy at the start of the update; None where they were not computed.
+        report: of the rewards.
+        time: of the phases, with "step" the whole.
+        max_prompt_length: the limit that prompts were held to.
+    """
+    tokens = int(sequence_lengths(batch).sum())
+    entropy = {}
+    if policy is not None and policy.entropy is not None:
+        entropy["actor/entropy"] = float(Mean.of(policy.entropy, batch.response_mask))
+    return {
+        **data_metrics(batch, max_prompt_length=max_prompt_length),
+        **estimator_metrics(batch),
+        **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
+        **report.metrics,
+        **entropy,
+        **throughput_metrics(tokens, time.seconds["step"]),
+        **memory_metrics(),
+        **time.metrics(),
+        **timing_per_token_ms(time.seconds, num_response_tokens=int(batch.response_length.sum()), num_tokens=tokens),
+    }
+
 
 TextExperience = Experience[TrainBatch, ScoredResponses]
 

@@ -27,7 +27,7 @@ class Clonable(Protocol):
     """A policy that says how likely given actions are."""
 
     def inputs(self, obs: TensorDict) -> Any:
-        """What the networks read of observations."""
+        """Observations as the networks read them."""
         ...
 
     def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class CloningData:
 
 @dataclass(frozen=True)
 class CloningOptions:
-    """How long, and in which steps, is learned."""
+    """Epochs, batch size and optimizer."""
 
     lr: float
     batch_size: int
@@ -109,7 +109,7 @@ class Cloning:
 
     policy: Clonable
     parameters: Sequence[nn.Parameter]
-    """What is trained."""
+    """The policy that is trained."""
     learned: CloningData
     held_out: CloningData
     options: CloningOptions

@@ -64,7 +64,7 @@ class DecisionOutputs:
 
 
 def decision_outputs(policy: Policy, samples: Samples) -> DecisionOutputs:
-    """What a policy says of the decisions of `samples`; of sequences, of those that are kept."""
+    """Outputs for the decisions of `samples`; of sequences, for those that are kept."""
     outputs, values = policy.decide(samples.obs, samples.memory, samples.actions)
     done = policy.head.evaluate(outputs, samples.decisions().actions)
     return DecisionOutputs(outputs, done.log_probs, done.entropy, values)

@@ -48,7 +48,7 @@ class ControlLoss:
     selection: Mapping[str, float] = field(default_factory=dict)
     """Keywords of the choice of the elements that some losses treat apart."""
     aggregation: str = "token-mean"
-    """How the policy's losses become one number; the critic's are weighed alike under ``masked_mean_ratio``."""
+    """Aggregation of the policy's losses; the critic's are weighed alike under ``masked_mean_ratio``."""
     max_length: float | None = None
     """Divisor of ``seq-mean-token-sum-norm``; None: the elements of a row."""
     entropy_coeff: float = 0.0

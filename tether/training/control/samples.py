@@ -1,4 +1,4 @@
-"""What a control policy learns from: decisions, each on the actions of a chunk, and how their losses are weighed.
+"""The samples of a control policy: decisions, each on the actions of a chunk, and the weights of their losses.
 
 S decisions are rows. For a policy with a memory they stand in M sequences of C, one for each column of the rollout, and
 what is said below to be [S, ...] is [M, C, ...]; the memory says which of them are learned from.
@@ -71,7 +71,7 @@ class Samples:
             yield self.each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
 
     def decisions(self) -> Samples:
-        """What is learned from, one decision a row, whatever the memory; the observations stay as they are."""
+        """The decisions that are learned from, one per row, whatever the memory; the observations stay as they are."""
         if self.memory is None:
             return self
         kept = self.memory.kept
@@ -95,7 +95,7 @@ def loss_weights(
     max_length: float | None,
     whole: tuple[int, int] | None = None,
 ) -> Tensor | float:
-    """What each element of a loss [B, L] counts in its mean over a mini-batch; the rows are its sequences.
+    """Weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
 
     That is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, by its loss.
 

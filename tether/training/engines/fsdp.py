@@ -42,7 +42,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ranks share a model, and where its shards lie: a matter of memory and speed, never of the result."""
+    """The ranks that share a model, and where its shards lie: a matter of memory and speed, never of the result."""
 
     shards: int = -1
     """Ranks among which the weights are cut; fewer than there are: so many copies of the model; -1: all (HSDP)."""
@@ -139,7 +139,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
         return WeightUpdate(self.version, self._gathered())
 
     def whole_weights(self) -> list[tuple[str, Tensor]]:
-        """What `export` exports, on rank 0 and in the memory of the host; the other ranks give none."""
+        """The exported weights, on rank 0 and in the memory of the host; the other ranks give none."""
         first = dist.get_rank() == 0
         return [(name, value.cpu()) for name, value in self._gathered() if first]
 

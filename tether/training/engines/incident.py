@@ -1,4 +1,4 @@
-"""What is kept of an update whose gradient was not finite: enough to replay it elsewhere."""
+"""A record of an update whose gradient was not finite: enough to replay it elsewhere."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(self._hand_over(master))
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer updates."""
+        """The parameters that the optimizer updates."""
         return [master for _, master in self._pairs if master.requires_grad]
 
     def begin_gradients(self) -> None:

@@ -25,7 +25,7 @@ from tether.training.text.forward import PolicyOutputs, ValueOutputs
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How token losses become one number."""
+    """From losses per token to one number."""
 
     mode: str = "token-mean"
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""

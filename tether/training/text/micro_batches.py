@@ -1,4 +1,4 @@
-"""How a mini-batch is cut into micro-batches: a matter of memory alone, never of the result."""
+"""The cut of a mini-batch into micro-batches: a matter of memory alone, never of the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class RowSize(NamedTuple):
-    """What a row costs."""
+    """The cost of a row."""
 
     prompt: int
     """Its `uid`."""

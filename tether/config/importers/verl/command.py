@@ -130,7 +130,7 @@ def _settings(overrides: Sequence[Override]) -> dict[str, object]:
 
 
 def _obstacles(launch: _Launch, overrides: Sequence[Override]) -> list[str]:
-    """What keeps the file from being run as it is."""
+    """Reasons why the file cannot be run as it is."""
     try:
         load_config(Path(f"{launch.config_name}.yaml") if launch.config_name else None, overrides)
     except ConfigError as error:

@@ -29,17 +29,17 @@ class Command:
     line: int
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    """What the command alone gets: NAME=value before it."""
+    """Environment of the command alone: NAME=value before it."""
 
 
 @dataclass
 class Script:
-    """What a script would run."""
+    """A command that a script would run."""
 
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What its author may not have meant, and what is not evaluated; each names its line."""
+    """Likely mistakes of the author, and parts that are not evaluated; each names its line."""
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> Script:
