@@ -10,6 +10,7 @@ step is the plain one, the third ends with a validation and a checkpoint.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import sys
@@ -116,6 +117,28 @@ def files_of(functions: Functions) -> set[Path]:
     return {file for file, _ in functions}
 
 
+def lines_of_functions(functions: Functions) -> int:
+    """Lines of these functions alone; those of a function inside another one count once."""
+    return sum(len(_lines_of(file, {name for at, name in functions if at == file})) for file in files_of(functions))
+
+
+def _lines_of(file: Path, names: set[str]) -> set[int]:
+    found: set[int] = set()
+
+    def visit(node: ast.AST, inside: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = inside
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = inside + child.name
+                if name in names and not isinstance(child, ast.ClassDef):
+                    found.update(range(child.lineno, (child.end_lineno or child.lineno) + 1))
+                name += "." if isinstance(child, ast.ClassDef) else ".<locals>."
+            visit(child, name)
+
+    visit(ast.parse(file.read_text(encoding="utf-8")), "")
+    return found
+
+
 def table(text: Steps, control: Steps) -> list[str]:
     """Files, lines and functions of a step, and what both kinds of runs share."""
     rows = []
@@ -123,13 +146,15 @@ def table(text: Steps, control: Steps) -> list[str]:
     for name, ours, theirs in (
         ("a step", text.plain, control.plain),
         (whole, text.whole, control.whole),
-        (f"{whole}: its loop, engine, loss, checkpoint, evaluation", core(text.whole), core(control.whole)),
+        ("of it: loop, engine, loss, checkpoint, evaluation", core(text.whole), core(control.whole)),
     ):
         for kind, functions in (("text", ours), ("control", theirs), ("shared", ours & theirs)):
-            share = f"{len(ours & theirs) / len(functions):.0%}"
+            share = f"{len(ours & theirs) / max(1, len(functions)):.0%}"
             files = files_of(functions)
-            rows.append([name, kind, str(len(files)), f"{lines_of(files):,}", str(len(functions)), share])
-    return grid(("", "", "files", "lines of these files", "functions", "of them shared"), rows)
+            lines = [f"{lines_of(files):,}", f"{lines_of_functions(functions):,}"]
+            rows.append([name, kind, str(len(files)), *lines, str(len(functions)), share])
+    header = ("", "", "files", "lines of these files", "lines of these functions", "functions", "of them shared")
+    return grid(header, rows)
 
 
 def rooms(text: Steps, control: Steps) -> list[str]:
@@ -144,7 +169,7 @@ def rooms(text: Steps, control: Steps) -> list[str]:
 
 def core(functions: Functions) -> Functions:
     """The functions in `CORE`."""
-    return frozenset(function for function in functions if room_of(function[0]) in CORE)
+    return frozenset((file, name) for file, name in functions if file.is_relative_to(PACKAGE) and room_of(file) in CORE)
 
 
 def room_of(file: Path) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tracing import BEGIN, END, Steps, Tracer, lines_of, table, written
+from benchmarks.tracing import BEGIN, END, PACKAGE, Steps, Tracer, core, lines_of, lines_of_functions, table, written
 
 
 def test_functions_of_the_folder_are_counted_once(tmp_path: Path) -> None:
@@ -35,10 +35,26 @@ def test_the_table_counts_what_both_share(tmp_path: Path) -> None:
     text.plain = text.whole = frozenset({(one, "f"), (one, "g"), (two, "h")})
     control.plain = control.whole = frozenset({(one, "f"), (two, "i")})
     assert table(text, control)[2:5] == [
-        "| a step | text | 2 | 8 | 3 | 33% |",
-        "| a step | control | 2 | 8 | 2 | 50% |",
-        "| a step | shared | 1 | 3 | 1 | 100% |",
+        "| a step | text | 2 | 8 | 0 | 3 | 33% |",
+        "| a step | control | 2 | 8 | 0 | 2 | 50% |",
+        "| a step | shared | 1 | 3 | 0 | 1 | 100% |",
     ]
+
+
+def test_lines_of_functions_are_counted_once(tmp_path: Path) -> None:
+    file = tmp_path / "one.py"
+    file.write_text(
+        "class A:\n    def f(self):\n        def g():\n            pass\n        g()\n\n\ndef h():\n    pass\n"
+    )
+    assert lines_of_functions(frozenset({(file, "A.f"), (file, "A.f.<locals>.g")})) == 4
+    assert lines_of_functions(frozenset({(file, "A.f.<locals>.g"), (file, "h")})) == 2 + 2
+
+
+def test_the_core_leaves_out_models_and_what_samples() -> None:
+    loop = (PACKAGE / "trainer" / "loop.py", "Trainer.step")
+    assert core(frozenset({loop, (PACKAGE / "models" / "any.py", "f"), (PACKAGE / "rollout" / "any.py", "f")})) == {
+        loop
+    }
 
 
 def test_a_page_keeps_what_is_around_the_table() -> None:
