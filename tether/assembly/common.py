@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, step_of
@@ -16,10 +15,10 @@ from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
 from tether.trainer.parts import BestTest, CriticWarmup, StepProfiler
 from tether.trainer.preflight import Preflight
-from tether.training import LossSpec
+from tether.training import AnyLoss
 from tether.training.engines.optimizer import OptimizerOptions
 
-LossByStep = Callable[[int], tuple[LossSpec[Any, Any], dict[str, float]]]
+LossByStep = Callable[[int], tuple[AnyLoss, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,7 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
     }
 
 
-def loss_by_step(
-    actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], LossSpec[Any, Any]]
-) -> LossByStep | None:
+def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], AnyLoss]) -> LossByStep | None:
     """`Learner.loss_at`: the losses of a run whose clip range or entropy bonus falls; None: neither does.
 
     Args:
@@ -154,7 +151,7 @@ def loss_by_step(
         "entropy_coeff": actor.entropy_coeff_schedule == "linear",
     }
 
-    def at(step: int) -> tuple[LossSpec[Any, Any], dict[str, float]]:
+    def at(step: int) -> tuple[AnyLoss, dict[str, float]]:
         left = max(0.0, 1 - step / total_steps)
         now = {name: getattr(actor, name) * left for name, does in falls.items() if does}
         return make(actor.model_copy(update=now)), now

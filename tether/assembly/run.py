@@ -64,7 +64,7 @@ from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_to
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import look_at_responses
-from tether.training import Learner
+from tether.training import AnyLearner
 
 
 def build_run(loaded: LoadedConfig) -> Run:
@@ -159,7 +159,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
         if (ranks := config.trainer.devices) > 1:
             about.append(f"{ranks} devices; up to {config.trainer.max_restarts} restarts when one is lost")
-        learners: list[Learner[Any, Any]] = [roles.actor, *([roles.critic] if roles.critic else [])]
+        learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
         if formats:
             about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
@@ -167,7 +167,7 @@ def build_run(loaded: LoadedConfig) -> Run:
 
 
 def _sampling_ahead(
-    config: RunConfig, source: PromptSource, rollouts: TextRollouts, actor: Learner[Any, Any], schedule: Schedule
+    config: RunConfig, source: PromptSource, rollouts: TextRollouts, actor: AnyLearner, schedule: Schedule
 ) -> SamplingAhead[Any, Any] | None:
     """Rollouts that sample while the policy learns; None where both take turns."""
     mode = config.trainer.async_mode

@@ -6,7 +6,6 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -22,7 +21,7 @@ from tether.rollout.parity import ParityProbe
 from tether.rollout.vllm import Launch, Server, Traffic, VllmEngine, launch_of
 from tether.runtime.machine import cuda_names
 from tether.trainer.parts import mismatch_tolerance
-from tether.training import Learner
+from tether.training import AnyLearner
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PolicyCard:
 
 def build_servers(
     config: RunConfig,
-    actor: Learner[Any, Any],
+    actor: AnyLearner,
     policy: PolicyCard,
     device: torch.device,
     sampling: SamplingParams,

@@ -26,7 +26,7 @@ from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
-from tether.training import Learner
+from tether.training import AnyLearner
 from tether.types import StateDict
 
 OldLogProbs = Literal["recomputed", "sampler", "update"]
@@ -70,8 +70,8 @@ class Trainer:
 
     source: Source[Any]
     rollouts: Rollouts[Any, Any, Any]
-    actor: Learner[Any, Any]
-    critic: Learner[Any, Any] | None
+    actor: AnyLearner
+    critic: AnyLearner | None
     """None where there is none, or where it is part of the actor's model."""
     reference: Callable[[Any], Any] | None
     """Outputs of the reference policy for a batch."""
@@ -288,7 +288,7 @@ class Trainer:
         self.rollouts.restore(checkpoint)
         self.load_state(restore(checkpoint, engines))
 
-    def _learners(self) -> dict[str, Learner[Any, Any]]:
+    def _learners(self) -> dict[str, AnyLearner]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def _show(self, phase: str) -> Callable[[int, int], None]:

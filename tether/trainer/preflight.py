@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from rich.console import Console, Group, RenderableType
@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from tether.runtime.machine import available_memory
-from tether.training import LOWER, Learner
+from tether.training import LOWER, AnyLearner
 
 TRAINING_BYTES = 12
 """Of each number that trains: its gradient and AdamW's two moments, in float32."""
@@ -86,7 +86,7 @@ class Preflight:
         console.print(Panel(Group(*parts), title="preflight", title_align="left"))
 
 
-def preflight(look: Callable[[], Seen], learners: Sequence[Learner[Any, Any]], needs: Iterable[Need] = ()) -> Preflight:
+def preflight(look: Callable[[], Seen], learners: Sequence[AnyLearner], needs: Iterable[Need] = ()) -> Preflight:
     """Judge a run that has not begun.
 
     Args:
@@ -117,7 +117,7 @@ def memory_findings(needs: Sequence[Need]) -> list[Finding]:
     return found
 
 
-def _needs_of(learner: Learner[Any, Any]) -> list[Need]:
+def _needs_of(learner: AnyLearner) -> list[Need]:
     trained = {id(weight): weight for _, weight in learner.engine.export().tensors if weight.requires_grad}
     counts: dict[torch.device, int] = {}
     for weight in trained.values():

@@ -6,10 +6,22 @@ passes and losses of the two kinds of policy.
 
 from tether.training.out_of_memory import LOWER, named_out_of_memory, out_of_memory_message
 from tether.training.own_functions import advantage_estimator, policy_loss
-from tether.training.protocol import Engine, Forward, Learner, LossSpec, Outputs, Updated, UpdatePlan
+from tether.training.protocol import (
+    AnyLearner,
+    AnyLoss,
+    Engine,
+    Forward,
+    Learner,
+    LossSpec,
+    Outputs,
+    Updated,
+    UpdatePlan,
+)
 
 __all__ = [
     "LOWER",
+    "AnyLearner",
+    "AnyLoss",
     "Engine",
     "Forward",
     "Learner",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -192,3 +192,8 @@ class Learner(Generic[Batch, Outputs]):
             loss, settings = self.critic_loss, {}
         updated = self.engine.update(batch, loss, self.plan, step)
         return replace(updated, metrics=updated.metrics | settings)
+
+
+AnyLearner: TypeAlias = Learner[Any, Any]
+"""Of any kind of batch, for code that only hands batches on."""
+AnyLoss: TypeAlias = LossSpec[Any, Any]

@@ -28,7 +28,7 @@ from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
 from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, learning_rate
 from tether.training.out_of_memory import within_memory
-from tether.training.protocol import Forward, LossSpec, Updated, UpdatePlan
+from tether.training.protocol import AnyLoss, Forward, Updated, UpdatePlan
 from tether.types import StateDict
 
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ class FlatEngine:
         return within_policy_memory(self.policy, lambda: forward(self.policy, batch, None), rows)
 
     @torch.no_grad()
-    def update(self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
+    def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
         """See `Engine.update`; the metrics are those of the last pass. Nothing is learned from an empty batch."""
         self.version += 1
         function = loss.function
