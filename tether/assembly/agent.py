@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tether.assembly.control import env_options, view_of
 from tether.assembly.policies import bounds_of
@@ -16,8 +16,12 @@ from tether.models.control import load_policy
 from tether.runtime.machine import set_threads
 from tether.trainer.control import POLICY
 
+if TYPE_CHECKING:
+    from tether.envs.gymnasium_types import Env
+    from tether.rollout.env.agent import Agent
 
-def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Any, Callable[[], Any]]:
+
+def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Agent, Callable[[], Env]]:
     """The `tether.rollout.env.agent.Agent` of a checkpoint, and what makes an environment of ``env.eval``.
 
     Args:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tether.assembly.generator import Encode
+    from tether.envs.gymnasium_types import Env
+    from tether.rollout.env.agent import Agent
     from tether.rollout.native import NativeEngine
 
 
@@ -50,7 +52,7 @@ class Policy:
     def __init__(
         self,
         text: tuple[NativeEngine, PreTrainedTokenizerBase, Encode] | None,
-        control: tuple[object, Callable[[], object]] | None = None,
+        control: tuple[Agent, Callable[[], Env]] | None = None,
     ) -> None:
         self._text, self._control = text, control
 
@@ -125,11 +127,11 @@ class Policy:
         """Begin new episodes everywhere: a control policy with a memory forgets what it saw."""
         self._of_control("reset")[0].reset()
 
-    def make_env(self) -> Any:
+    def make_env(self) -> Env:
         """A `gymnasium.Env` as the policy was tested in it, with its wrappers."""
         return self._of_control("make_env")[1]()
 
-    def _of_control(self, method: str) -> tuple[Any, Callable[[], Any]]:
+    def _of_control(self, method: str) -> tuple[Agent, Callable[[], Env]]:
         if self._control is None:
             raise ValueError(f"{method}: this is a language model; ask it with generate(prompts)")
         return self._control
@@ -166,7 +168,7 @@ def load(
     with holding(objects):
         agent, make_env = build_agent(config, checkpoint, seed)
 
-    def make_env_again() -> object:
+    def make_env_again() -> Env:
         with holding(objects):
             return make_env()
 
