@@ -21,7 +21,7 @@ def _group() -> None:
 @rm_app.command()
 def train(
     pairs: Annotated[list[str], typer.Argument(help="Files of pairs, .jsonl, .json or .parquet: chosen, rejected.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A causal LM, or a reward model to go on from.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="A causal LM, or a reward model to continue from.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the reward model goes; must not be there yet.")],
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate of AdamW; a cosine after a warm-up.")] = 1e-5,
     weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,

@@ -223,7 +223,7 @@ class Trainer:
             self.stopped_by = "trainer.on_collapse"
             self.loggers.warn(
                 "trainer.on_collapse=stop: the run is saved and stops. Resume from an earlier checkpoint "
-                "(trainer.resume_mode=resume_path) with other settings; the same command goes on as it is"
+                "(trainer.resume_mode=resume_path) with other settings; the same command continues as it is"
             )
             return True
         return False
