@@ -13,3 +13,5 @@ ExtraInfo: TypeAlias = dict[str, Any]
 """Further fields of a row of a dataset, or of the result of a reward function."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON that another program wrote: its keys are checked where they are read."""
+AutogradContext: TypeAlias = Any
+"""The first argument of a `torch.autograd.Function`: its forward puts attributes of its own on it for its backward."""

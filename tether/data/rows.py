@@ -69,7 +69,7 @@ class Row:
 
     messages: tuple[JsonObject, ...]
     data_source: str
-    ground_truth: Any
+    ground_truth: object
     file: str
     number: int
     extra_info: ExtraInfo = field(default_factory=dict)
@@ -242,7 +242,7 @@ def _source_of(record: Mapping[str, object], columns: Columns) -> Any:
     return columns.default_source if named is None else named
 
 
-def _truth(record: JsonObject, columns: Columns) -> Any:
+def _truth(record: JsonObject, columns: Columns) -> object:
     if columns.answer is None:
         return record["reward_model"].get("ground_truth")
     answer = record[columns.answer]

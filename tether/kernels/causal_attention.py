@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.kernels.attention_spec import AttentionSpec
+from tether.types import AutogradContext
 
 
 def visible_keys(query_position: Tensor, key_position: Tensor, spec: AttentionSpec) -> Tensor:
@@ -82,7 +83,7 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, weights_backward: WeightsBackward
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, scale: float, weights_backward: WeightsBackward
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         out, log_sum = _forward(query, *_repeated(groups, key, value), 0.0, True, attn_mask=None, scale=scale)
@@ -92,7 +93,7 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         if query.shape[2] < _SHORT:
             found = _short_backward(grad, query, key, value, out, log_sum, ctx.scale, ctx.weights_backward)

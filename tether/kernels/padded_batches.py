@@ -19,13 +19,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from tether.types import AutogradContext
 
 Ints: TypeAlias = NDArray[np.int64]
 LIKE_LENGTH = 0.75
@@ -131,13 +133,13 @@ def _occurrences(token: Ints, is_real: NDArray[np.bool_]) -> list[tuple[Ints, In
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, per_token: Tensor, batches: PaddedBatches) -> Tensor:
+    def forward(ctx: AutogradContext, per_token: Tensor, batches: PaddedBatches) -> Tensor:
         ctx.batches = batches
         return per_token.index_select(0, batches.token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         batches: PaddedBatches = ctx.batches
         total = grad.index_select(0, batches.first)
         if not batches.repeats:
@@ -150,13 +152,13 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, per_slot: Tensor, batches: PaddedBatches) -> Tensor:
+    def forward(ctx: AutogradContext, per_slot: Tensor, batches: PaddedBatches) -> Tensor:
         ctx.batches = batches
         return per_slot.index_select(0, batches.first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         batches: PaddedBatches = ctx.batches
         spread = grad.index_select(0, batches.token)
         return spread.masked_fill_(batches.unread.view(-1, *[1] * (grad.ndim - 1)), 0.0), None
@@ -170,14 +172,14 @@ def select_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 class _SelectRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.count = len(rows)
         return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32))
         return exact.new_zeros(ctx.count, grad.shape[1]).index_add_(0, index, exact).to(grad.dtype), None

@@ -11,7 +11,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from tether.kernels.linear_layers import Epilogue, PackedLinears, apply_epilogue
 from tether.kernels.padded_batches import padded_batches
 from tether.kernels.sampling import inverse_sample
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, grad_logits, log_sums
+from tether.types import AutogradContext
 
 Result = TypeVar("Result")
 _CACHED = 1 << 17  # numbers of a few rows
@@ -267,7 +268,7 @@ class Reference:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, maker: Reference) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float, offset: float, maker: Reference) -> Tensor:
         x = x.contiguous()
         out, scale = maker.rms_norm_forward(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, scale)
@@ -276,7 +277,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
         found = ctx.maker.rms_norm_backward(x, weight, scale, grad.contiguous(), ctx.offset, needs_weight)

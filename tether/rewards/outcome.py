@@ -42,7 +42,7 @@ class RewardRequest:
     data_source: str
     solution_str: str
     """The response as text."""
-    ground_truth: Any
+    ground_truth: object
     extra_info: ExtraInfo = field(default_factory=dict)
     dialogue: Dialogue | None = field(default=None, compare=False, repr=False)
     """For reward models; functions do not see it."""
@@ -128,7 +128,7 @@ def dump_answer(outcome: RewardOutcome, seconds: float) -> bytes:
     """An outcome and the seconds of its call as JSON; an error in its place where it is too long."""
     match outcome:
         case Score(value, extra):
-            fields: list[Any] = ["score", value, extra]
+            fields: list[object] = ["score", value, extra]
         case RewardError(message, traceback):
             fields = ["error", message, traceback]
         case Abstention():

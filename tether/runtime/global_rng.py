@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from tether.types import StateDict
 
 
 def seed_rng(seed: int) -> None:
@@ -18,10 +19,10 @@ def seed_rng(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> StateDict:
     """State of the global generators, as tensors and plain values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, Any] = {
+    state: StateDict = {
         "python": random.getstate(),
         "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
     }
@@ -32,7 +33,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: StateDict) -> None:
     """Take over what `rng_state` gave."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))

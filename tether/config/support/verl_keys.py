@@ -25,7 +25,7 @@ class Unread:
     why: str
     refused: bool
     """Whether a value outside of `fine` is refused: verl would act on it."""
-    fine: tuple[Any, ...] = ()
+    fine: tuple[object, ...] = ()
     """Values that ask for nothing; of a key that is not refused, verl's default as it is shown."""
 
 
@@ -74,7 +74,7 @@ def composed_files() -> frozenset[str]:
     return frozenset(_file()["files"])
 
 
-def unread_problems(given: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
+def unread_problems(given: Mapping[str, Any], values: Mapping[str, object]) -> list[Problem]:
     """A problem for each key whose value verl would act on.
 
     Args:
@@ -88,7 +88,7 @@ def unread_problems(given: Mapping[str, Any], values: Mapping[str, Any]) -> list
         row = unread(path)
         if row is None or not row.refused:
             continue
-        fine = [known.get(item[2:-1]) if str(item).startswith("${") else item for item in row.fine]
+        fine = [known.get(str(item)[2:-1]) if str(item).startswith("${") else item for item in row.fine]
         if value not in (None, *fine):
             what = f"{_shown(path, value)} is refused: {row.why}"
             problems.append(Problem(path, what, f"leave it out, or set {_either(fine)}"))
@@ -123,7 +123,7 @@ def _some(values: Mapping[str, object], paths: list[str], named: Collection[str]
     )
 
 
-def _shown(path: str, value: Any) -> str:
+def _shown(path: str, value: object) -> str:
     """The value as `show` words it, hidden where the key is named like a secret."""
     name = path.rpartition(".")[2]
     return show(masked({name: value})[name])

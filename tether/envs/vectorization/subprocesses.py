@@ -24,6 +24,7 @@ from tether.runtime.channel import Channel
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
 from tether.runtime.user_files import raised_by_tether
+from tether.types import StateDict
 
 MakeVector = Callable[[int], SyncVectorEnv]
 """Number of environments -> a loop over so many."""
@@ -335,7 +336,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
             raise
 
 
-def _take_over(env: SyncVectorEnv, rng: Mapping[str, object], data: Saved) -> ValueError | None:
+def _take_over(env: SyncVectorEnv, rng: StateDict, data: Saved) -> ValueError | None:
     """Set the state of a process; returns why it does not fit."""
     try:
         env.set_state(data)

@@ -28,6 +28,7 @@ from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
 from tether.kernels.reference import Recording, Reference
 from tether.kernels.sampling import BLOCK, first_above
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, locate
+from tether.types import AutogradContext
 
 Result = TypeVar("Result")
 _ONEDNN_ROWS = 64  # what oneDNN chooses the shape of its blocks for
@@ -302,13 +303,13 @@ class _SiluMul(torch.autograd.Function):
     """silu(gate) * up; only `gate` and `up` are saved."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return silu_mul(gate, up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return _silu_mul_backward(gate, up, grad)
 
@@ -317,13 +318,13 @@ class _SiluMulLinear(torch.autograd.Function):
     """The backward pass of (silu(gate) * up) @ weight.T; the caller fills in the output."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         return gate.new_empty(*gate.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         *needs_input, needs_weight = ctx.needs_input_grad
         grad_weight = grad.flatten(0, -2).T @ silu_mul(gate, up).flatten(0, -2) if needs_weight else None
@@ -335,13 +336,13 @@ class _Rotation(torch.autograd.Function):
     """Its gradient is rotated by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         return _rotated(heads, cosine, sine, 1.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
         return _rotated(grad, cosine, sine, -1.0), None, None
 

@@ -106,7 +106,7 @@ def _fingerprint() -> int:
     return int.from_bytes(sha256(b"".join(file.read_bytes() for file in files)).digest()[:7], "little")
 
 
-def _pointer_to(typing: Any, address: Any, like: Any) -> Any:
+def _pointer_to(typing: object, address: Any, like: Any) -> Any:
     """`address` as a pointer to numbers of the type of `like`."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -145,7 +145,7 @@ def array_uint32(address: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
 _ARRAYS = {f.__name__: f for f in (array_bfloat16, array_float32, array_int64)}
 
 
-def _keep_alive(typing: Any, arrays: Any) -> Any:
+def _keep_alive(typing: object, arrays: Any) -> Any:
     """Stands where arrays were last needed: numba frees what is not named any more, whoever has its address."""
     return types.void(arrays), lambda context, builder, signature, values: context.get_dummy_value()
 
@@ -154,7 +154,7 @@ keep_alive: Any = intrinsic(_keep_alive)
 
 
 @inline
-def address_of(array: NDArray[Any]) -> int:
+def address_of(array: NDArray[np.generic]) -> int:
     """Of its first number; see `keep_alive`."""
     return np.int64(array.ctypes.data)  # type: ignore[return-value]
 

@@ -19,7 +19,7 @@ Legend: N tokens, B blocks, K key/value heads, H = K * G query heads, D and E = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ from tether.kernels.cpu.openmp_loop import (
     rounded,
     share,
 )
+from tether.types import AutogradContext
 
 _BLOCK = COLUMNS
 _MASKED = np.float32(-1e30)
@@ -421,7 +422,9 @@ def attention(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, spec: AttentionSpec) -> Tensor:
+    def forward(
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, spec: AttentionSpec
+    ) -> Tensor:
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         out = query.new_empty(*query.shape[:2], value.shape[2])
         log_sum = query.new_empty(query.shape[1], len(blocks.table), _BLOCK, dtype=torch.float32)
@@ -441,7 +444,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, log_sum = ctx.saved_tensors
         blocks, grad = ctx.blocks, grad.contiguous()
         grad_query, grad_key, grad_value = (

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.kernels import AttentionLayout, AttentionSpec
+from tether.types import AutogradContext
 
 HEADS, TOKENS = 1, 2  # dimensions of [1, H, N, D]
 
@@ -86,13 +87,13 @@ def _exchanged(x: Tensor, scattered: int, gathered: int, ranks: SequenceRanks) -
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scattered: int, gathered: int, ranks: SequenceRanks) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, scattered: int, gathered: int, ranks: SequenceRanks) -> Tensor:
         ctx.back = gathered, scattered, ranks
         return _exchange(x, scattered, gathered, ranks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, *ctx.back), None, None, None
 
 
@@ -105,12 +106,12 @@ def _exchange(x: Tensor, scattered: int, gathered: int, ranks: SequenceRanks) ->
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(ctx: AutogradContext, part: Tensor, group: Any) -> Tensor:
         total = part.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None  # every rank has the whole gradient of the sum, and its part of the sum alone

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tether.kernels import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
 from tether.models.output.log_probs import LmHead
+from tether.types import AutogradContext
 
 
 def full_kl_of_hidden(
@@ -65,7 +66,7 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -101,7 +102,7 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, from_kl: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, from_kl: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, normalizer, ref_normalizer, kl = ctx.saved_tensors
         transform, ref_transform = ctx.transforms
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

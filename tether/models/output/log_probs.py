@@ -32,6 +32,7 @@ from tether.kernels import (
     matmul_dtype,
 )
 from tether.models.output.truncation_record import KeptSets
+from tether.types import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -192,7 +193,9 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, from_log_probs: Tensor | None, from_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
+    def backward(
+        ctx: AutogradContext, from_log_probs: Tensor | None, from_entropy: Tensor | None, _: None
+    ) -> tuple[Any, ...]:
         hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         chunks = VocabularyChunks(hidden, weight, bias, ctx.transform, ctx.chunk_size)

@@ -28,7 +28,7 @@ from typing import *
 _KINDS = (("tuple", tuple), ("set", (set, frozenset)))
 
 
-def encode(value: Any, depth: int = 0) -> Any:
+def encode(value: object, depth: int = 0) -> object:
     """Plain data as JSON, with the kinds that it cannot hold; of any other object only its class, by name."""
     if value is None or isinstance(value, bool):
         return value
@@ -49,7 +49,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     return {"other": type(value).__name__}
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """Read what `encode` made; an object of another class is equal to nothing."""
     if isinstance(value, list):
         return [decode(item) for item in value]
@@ -90,7 +90,7 @@ def serve() -> None:
     for line in sys.stdin:
         function, arguments, keywords = json.loads(line)
         try:
-            answer: Any = [encode(find(names, function)(*decode(arguments), **decode(keywords)))]
+            answer: object = [encode(find(names, function)(*decode(arguments), **decode(keywords)))]
         except Exception as error:  # noqa: BLE001 - the tests may expect it
             answer = type(error).__name__
         print(json.dumps(answer), file=output, flush=True)
@@ -108,7 +108,7 @@ class Answers:
         )
         self._send(code)
 
-    def call(self, function: str, *arguments: Any, **keywords: Any) -> Any:
+    def call(self, function: str, *arguments: object, **keywords: object) -> Any:
         """What the function returns; what it raises is raised by its name."""
         self._send([function, encode(arguments), encode(keywords)])
         assert self._other.stdout
@@ -119,7 +119,7 @@ class Answers:
             raise known(answer) if is_exception else RuntimeError(answer)
         return decode(answer[0])
 
-    def _send(self, request: Any) -> None:
+    def _send(self, request: object) -> None:
         assert self._other.stdin
         self._other.stdin.write(json.dumps(request) + "\n")
         self._other.stdin.flush()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tether.config.loading.overrides import Override
+from tether.types import JsonObject
 
 OF_ID = ("id", "gym_id", "init_params")
 """Keys of a section that name a task, or are for it alone."""
@@ -15,7 +16,7 @@ SHARED_ARGUMENTS = ("maniskill",)
 """Simulators whose constructors take the same arguments for all tasks."""
 
 
-def without_old_simulator(tree: dict[str, Any], overrides: Sequence[Override]) -> list[str]:
+def without_old_simulator(tree: JsonObject, overrides: Sequence[Override]) -> list[str]:
     """Take out of a file what describes another simulator, or another task, than the overrides name.
 
     A new ``env.train.env_type`` takes along all that the file's simulator was set up with; a new ``env.train.id`` the
@@ -56,13 +57,13 @@ def names_task(override: Override) -> bool:
     return override.path in (*_names_of("train"), *_names_of("eval"))
 
 
-def _section(tree: dict[str, Any], path: str) -> dict[str, Any]:
+def _section(tree: JsonObject, path: str) -> JsonObject:
     for name in path.split("."):
         tree = tree.get(name) or {}
     return tree
 
 
-def _task(section: dict[str, Any]) -> Any:
+def _task(section: JsonObject) -> Any:
     named = (section.get("id"), section.get("gym_id"), (section.get("init_params") or {}).get("id"))
     return next((name for name in named if name is not None), None)
 
