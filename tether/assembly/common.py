@@ -105,7 +105,7 @@ def build_best_test(trainer: TrainerConfig, persistence: Persistence) -> BestTes
 
 
 def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler | None:
-    """What records some of the steps; None: no step is recorded.
+    """Records some of the steps; None: no step is recorded.
 
     Raises:
         ValueError: the run has no such step.

@@ -26,7 +26,7 @@ from tether.training import AnyLearner
 
 @dataclass(frozen=True)
 class PolicyCard:
-    """What servers have to know of a policy that may lie in shards elsewhere."""
+    """Facts for servers about a policy that may lie in shards elsewhere."""
 
     config: PreTrainedConfig
     generation_config: GenerationConfig | None

@@ -26,7 +26,7 @@ from tether.spelling import did_you_mean
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0
-"""How often a wait looks again, and after how long it says for what it waits."""
+"""Seconds between two looks of a wait, and until it says what it waits for."""
 REACH_SECONDS = 10.0
 STARTS = 3
 """A machine under load may start Ray too slowly for Ray's own patience."""

@@ -27,8 +27,8 @@ from tether.runtime.ranks import STATUS, RankFailed, RankLost
 __all__ = ["RayGroup", "is_local"]
 
 START_SECONDS, CALL_SECONDS = 300.0, 4 * 3600.0
-"""How long the driver waits for room and for processes to start, and for the answer of one call: a model that loads, an
-update."""
+"""Seconds that the driver waits for room and for processes to start, and for the answer of one call: a model that
+loads, an update."""
 SILENT_LOOKS = 180
 """While it waits the driver looks each second for signs of life of each rank; after so many without one the rank counts
 as stopped. Looks are counted, not seconds: the driver may have been stopped with the ranks."""

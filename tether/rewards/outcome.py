@@ -26,7 +26,7 @@ class RewardFailure(Exception):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """What a reward model reads of a response beside its text."""
+    """Inputs of a reward model besides the text of a response."""
 
     messages: Sequence[Message]
     """Before the response."""

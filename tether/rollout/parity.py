@@ -23,7 +23,7 @@ class Proven(RolloutEngine, Protocol):
     """An engine that runs elsewhere, and what may cure it."""
 
     def remedies(self) -> Mapping[str, Callable[[], None]]:
-        """What may be wrong where log-probs differ, likeliest first, each with what would put it right."""
+        """Possible causes of different log-probs, the likeliest first, each with its remedy."""
         ...
 
 
@@ -108,7 +108,7 @@ class ParityProbe:
         return float((log_ratio.expm1() - log_ratio).mean()) if mask.any() else 0.0
 
     def _complaint(self, found: float, prompts: Sequence[Sequence[int] | TokenIds], key: NoiseKey) -> str:
-        """What is wrong, found by trying each remedy on the same rows."""
+        """The cause, found by trying each remedy on the same rows."""
         lines = [
             f"sampler and trainer disagree about the same tokens, in step {key.step}: {found:.2g} nats per token (k3); "
             f"rounding explains at most {self._tolerance:g}. The samples are not those of the policy that is trained."

@@ -11,7 +11,7 @@ from tether.batch import RolloutBatch, TokenIds, WeightUpdate
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn."""
+    """Settings of sampling."""
 
     max_new_tokens: int
     n: int = 1

@@ -40,7 +40,7 @@ class Blocks:
 
 @lru_cache(maxsize=8)  # every layer asks for the same, forward and backward
 def blocks_of(lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None) -> Blocks:
-    """The blocks of the segments that `tether.kernels.packed_layout.Packed` describes."""
+    """The blocks of the segments that `tether.models.layers.Packed` describes."""
     counts = [-(-length // COLUMNS) for length in lengths]
     start = [sum(counts[:segment]) for segment in range(len(counts))]
     prefixes = prefixes or (None,) * len(lengths)

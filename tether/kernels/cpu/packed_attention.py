@@ -408,7 +408,7 @@ def attention(
         query: [N, H, D] bfloat16, of any strides but the last.
         key: [N, K, D].
         value: [N, K, E].
-        lengths: see `tether.kernels.packed_layout.Packed`.
+        lengths: see `tether.models.layers.Packed`.
         prefixes: likewise.
         spec: of the layer.
 

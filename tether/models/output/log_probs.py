@@ -55,7 +55,7 @@ class VocabularyShard:
     """Of torch.distributed; None is the default group."""
 
     def whole(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `tether.kernels.vocabulary_chunks.log_sums` says of the whole vocabulary, from what it says of parts."""
+        """`tether.kernels.vocabulary_chunks.log_sums` of the whole vocabulary, from those of its parts."""
         target_z, top, mass, moment, square = sums
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)

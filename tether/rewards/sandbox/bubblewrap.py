@@ -80,7 +80,7 @@ def why_not() -> str | None:
 
 
 def missing_package(*needed: tuple[str, str]) -> str | None:
-    """What is wrong where one of these commands, given with its package, is not where programs look for it."""
+    """The message where one of these commands, given with its package, is not installed; None where all are."""
     for name, package in needed:
         if shutil.which(name, path=PATH) is None:
             return f"{name} is not installed in {PATH} (apt-get install {package})"

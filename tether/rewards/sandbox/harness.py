@@ -109,7 +109,7 @@ class Answers:
         self._send(code)
 
     def call(self, function: str, *arguments: object, **keywords: object) -> Any:
-        """What the function returns; what it raises is raised by its name."""
+        """The result of the function; an exception is raised under its name."""
         self._send([function, encode(arguments), encode(keywords)])
         assert self._other.stdout
         answer = json.loads(self._other.stdout.readline())

@@ -12,7 +12,7 @@ BINARY = f"{FOLDER}/program"
 
 @dataclass(frozen=True)
 class Language:
-    """How programs of a language are run."""
+    """The commands that run programs of a language."""
 
     remote: str
     """Its name for SandboxFusion."""

@@ -1,4 +1,4 @@
-"""What a program may use, and what became of it."""
+"""Limits of a program, and its end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """What is to be run, with the files beside it."""
+    """A command, with the files that it needs."""
 
     argv: tuple[str, ...]
     files: dict[str, bytes] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended."""
+    """The end of a program."""
 
     reason: Literal["exit", "time", "memory", "output", "files"]
     """It exited by itself, or the limit that ended it."""

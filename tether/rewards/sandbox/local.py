@@ -33,7 +33,7 @@ def run_locally(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
 
 
 def _program(job: Job, options: ProgramOptions) -> Program | Finished:
-    """What is to be run for a job; how its compiler failed, where it did."""
+    """The command of a job; or the failure of its compiler."""
     language = LANGUAGES[job.language]
     source = Program(language.run, {language.file: job.source.encode(errors="replace")})
     if not language.compile:

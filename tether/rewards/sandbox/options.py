@@ -1,4 +1,4 @@
-"""What a run says about programs: `reward_model.sandbox` and `reward_model.sandbox_fusion`."""
+"""Settings of a run for programs: `reward_model.sandbox` and `reward_model.sandbox_fusion`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Server:
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """How programs are run."""
+    """Where and with which limits programs run."""
 
     languages: tuple[str, ...] = ("python",)
     max_tests: int = 10

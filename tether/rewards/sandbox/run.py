@@ -65,7 +65,7 @@ class _Started:
     """The first process of the sandbox, with which all others in it end."""
 
     def read_status(self) -> bytes:
-        """What bwrap has reported so far."""
+        """The reports of bwrap so far."""
         assert self.status is not None
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.status, _CHUNK):

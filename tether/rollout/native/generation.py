@@ -227,7 +227,7 @@ class Generation:
         )
 
     def progress(self) -> RolloutProgress:
-        """How far the call is."""
+        """Progress of the call."""
         return RolloutProgress(self._num_finished, self._num_rows, self._num_tokens)
 
     def result(self) -> RolloutBatch:

@@ -74,7 +74,7 @@ def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """What the conversations of a run have in common."""
+    """Parts that the conversations of a run share."""
 
     pool: ToolPool
     tokenizer: PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ class _Row:
     ends: list[int] = field(default_factory=list)
     """Where each ended: number of its last token in the response."""
     replies: list[list[Message]] = field(default_factory=list)
-    """What was said after each turn, as far as the policy read it."""
+    """Messages after each turn, as far as the policy read them."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Of the replies' tokens in the response."""
     rewards: dict[int, float] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class Talk:
         return ids
 
     def solution(self, row: int, token_ids: Sequence[int]) -> str:
-        """What the policy itself said in a finished response, its turns one a line."""
+        """The policy's own words in a finished response, one turn per line."""
         talk, parts, begin = self._rows[row], list[str](), 0
         for start, stop in [*talk.spans, (len(token_ids), len(token_ids))]:
             parts.append(decode(self._common.tokenizer, token_ids[begin:start], skip_special_tokens=True))
@@ -252,7 +252,7 @@ class Talk:
         return "\n".join(parts)
 
     def extra_info(self, row: int) -> dict[str, Any]:
-        """What a reward function is told of a conversation, beside the row's own."""
+        """The conversation's entries in `extra_info`, besides the row's own."""
         talk = self._rows[row]
         messages = [dict(message) for turn in talk.conversation() for message in turn]
         return {**talk.prompt.extra_info, "num_turns": len(talk.spoken), "conversation": messages}

@@ -1,4 +1,4 @@
-"""What stands between two turns of the policy, in token ids, exactly as the chat template writes it.
+"""The tokens between two turns of the policy, exactly as the chat template writes it.
 
 Sampled ids stay as they are: only the text of others is tokenized. A context is thus put together from parts::
 
@@ -102,7 +102,7 @@ class TurnTemplate:
             yield _THOUGHT + "Let me see."
 
     def _difference(self, role: str, said: str, *, loosely: bool) -> str:
-        """What the template does otherwise in two turns of the policy that `role` answers; empty if nothing."""
+        """Deviations of the template in two turns of the policy that `role` answers; empty if there are none."""
         prompt: list[Message] = [_user("What is 5 + 7?")]
         conversation, turns = [*prompt], list[list[Message]]()
         context = self._ids(prompt)

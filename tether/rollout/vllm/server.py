@@ -24,7 +24,7 @@ from tether.types import JsonObject
 INSIDE = Path(__file__).parent / "inside"
 """Folder of the module that a server's workers import."""
 SERVED = "policy"
-"""What the model is called in requests."""
+"""Name of the model in requests."""
 KNOWN = ("0.32.",)
 """Versions of vLLM that this was run with."""
 _HOW = "docs/vllm.md shows how to start one"
@@ -32,7 +32,7 @@ _HOW = "docs/vllm.md shows how to start one"
 
 @dataclass(frozen=True)
 class Launch:
-    """How a server of our own is started."""
+    """Settings of a server of our own."""
 
     python: Path
     """Interpreter of vLLM's environment."""
@@ -73,7 +73,7 @@ class Server:
     """One server, and which weights it has."""
 
     where: Launch | str
-    """How it is started, or the address of one that somebody else started."""
+    """Its settings, or the address of one that somebody else started."""
     timeout: float
     """Seconds in which it must have started, and must have taken weights."""
     patience: float = math.inf

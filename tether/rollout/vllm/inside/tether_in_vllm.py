@@ -80,7 +80,7 @@ def pack_tied_head(model: torch.nn.Module) -> None:
 
 
 class Extension:
-    """What ``/collective_rpc`` finds in a worker beside its own methods."""
+    """Methods that ``/collective_rpc`` finds in a worker besides its own."""
 
     def pack_head(self) -> None:
         """See `pack_tied_head`."""
