@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tether.keyed_random import _mix, generator, permutation, seed_of, uniform
+from tether.keyed_random import _mix, generator, held_out_rows, permutation, seed_of, uniform
 
 WORD = 1 << 64
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -105,6 +105,13 @@ def test_each_purpose_has_an_order_of_its_own() -> None:
     assert sorted(one) == sorted(other) == list(range(4096))
     assert abs(np.corrcoef(one, other)[0, 1]) < 0.06
     assert permutation(0, 1, 2, "order").tolist() == []
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.0, 1), (0.25, 2), (0.5, 5), (1.0, 9)])
+def test_some_rows_are_held_out_and_not_all(share: float, size: int) -> None:
+    rows = held_out_rows(10, share, 3)
+    assert len(set(rows)) == size
+    assert rows == permutation(10, 3, 0, "held out")[:size].tolist()
 
 
 def test_seeds_need_no_torch() -> None:

@@ -74,6 +74,12 @@ def permutation(size: int, seed: int, step: int, purpose: str, *index: int) -> N
     return np.argsort(words, kind="stable")
 
 
+def held_out_rows(count: int, share: float, seed: int) -> list[int]:
+    """Numbers of the rows of `count`, 2 or more, that are held out: a share of them, at least one and not all."""
+    size = min(max(round(share * count), 1), count - 1)
+    return permutation(count, seed, 0, "held out")[:size].tolist()
+
+
 def _addressed(seed: int, step: int, purpose: str, *index: int) -> NDArray[np.int64]:
     """[1] the hash of an address that has a purpose, whose 64 bits are no number of a sample."""
     word = np.zeros(1, dtype=np.int64)

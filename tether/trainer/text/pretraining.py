@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tether.batch import TrainBatch
-from tether.keyed_random import permutation
+from tether.keyed_random import held_out_rows
 from tether.training import Learner, UpdatePlan
 
 Prompt = TypeVar("Prompt", bound=Hashable)
@@ -24,8 +24,7 @@ def held_out_prompts(prompts: Iterable[Prompt], share: float, seed: int) -> set[
     distinct = list(dict.fromkeys(prompts))
     if len(distinct) < 2:
         raise ValueError("all rows are of one prompt, so none can be held out; give rows of more prompts")
-    count = min(max(round(share * len(distinct)), 1), len(distinct) - 1)
-    return {distinct[number] for number in permutation(len(distinct), seed, 0, "held out")[:count]}
+    return {distinct[number] for number in held_out_rows(len(distinct), share, seed)}
 
 
 @dataclass(frozen=True)

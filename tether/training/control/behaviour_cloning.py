@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.keyed_random import permutation
+from tether.keyed_random import held_out_rows, permutation
 from tether.observations import Observation
 from tether.training.control.chunk_levels import per_column
 
@@ -98,9 +98,8 @@ def split_episodes(count: int, held_out: float, seed: int) -> tuple[list[int], l
     """
     if count < 2:
         raise ValueError(f"{count} episode: none can be held out; give at least 2")
-    order = permutation(count, seed, 0, "held out").tolist()
-    apart = min(max(round(held_out * count), 1), count - 1)
-    return sorted(order[apart:]), sorted(order[:apart])
+    apart = held_out_rows(count, held_out, seed)
+    return sorted({*range(count)} - {*apart}), sorted(apart)
 
 
 @dataclass
@@ -109,7 +108,7 @@ class Cloning:
 
     policy: Clonable
     parameters: Sequence[nn.Parameter]
-    """The policy that is trained."""
+    """Those that are trained."""
     learned: CloningData
     held_out: CloningData
     options: CloningOptions
