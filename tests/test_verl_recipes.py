@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.scripts import SCRIPTS
+from tests.rollout.bench import REAL, VLLM
 from tests.rollout.stand_in import environment
-from tests.rollout.test_vllm import KINDS, REAL
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
 from tether.config import ConfigError, LoadedConfig, load_config
@@ -55,9 +55,9 @@ def refused(settings: list[str]) -> set[str]:
 
 
 def left_out(name: str) -> list[str]:
-    """Of a script's settings those that tether refuses, or does otherwise."""
-    keys = {*refused(SCRIPTS[name]), ENGINE}
-    return [setting for setting in SCRIPTS[name] if key_of(setting) in keys]
+    """Of a script's settings those that tether refuses, or does otherwise: native samples where it says vllm."""
+    keys = refused(SCRIPTS[name])
+    return [setting for setting in SCRIPTS[name] if key_of(setting) in keys or setting == f"{ENGINE}=vllm"]
 
 
 def values(loaded: LoadedConfig) -> dict[str, object]:
@@ -92,8 +92,9 @@ def test_a_recipe_is_its_script(name: str) -> None:
 
 @each_script
 def test_a_header_names_what_is_not_there(name: str) -> None:
-    (line,) = re.findall(r"^# Not here \(README.md\): (.*)$", recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
-    patterns, missing = line.split(", "), [setting.lstrip("+") for setting in left_out(name)]
+    lines = re.findall(r"^# Not here \(README.md\): (.*)$", recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
+    patterns = [pattern for line in lines for pattern in line.split(", ")]
+    missing = [setting.lstrip("+") for setting in left_out(name)]
     assert [setting for setting in missing if not any(fnmatch(setting, pattern) for pattern in patterns)] == []
     assert [pattern for pattern in patterns if not any(fnmatch(setting, pattern) for setting in missing)] == []
 
@@ -162,12 +163,13 @@ def check_run(name: str, small: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])
-def test_a_recipe_runs_made_small(name: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_made_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETHER_SGLANG", str(environment(tmp_path / "env", kind="sglang")))
     check_run(name, made_small(name, tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VLLM)
 def test_a_recipe_is_sampled_by_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its script says, with heads that vLLM takes on a CPU."""
     name, vllm = "run_qwen2-7b_seq_balance", REAL.parent.parent if kind == "vllm" and REAL else environment(tmp_path)

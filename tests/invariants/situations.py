@@ -25,6 +25,7 @@ SERVED = (  # by vLLM
     *("tensor_model_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager"),
     *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "engine_kwargs.vllm"),
 )
+BY_SGLANG = ("weight_transfer", "engine_kwargs.sglang")
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
     letters = sum(c.isalpha() for c in solution_str)
@@ -148,6 +149,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
         **dict.fromkeys(LEARNED, learned),
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=vllm"] for name in SERVED},
+        **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=sglang"] for name in BY_SGLANG},
         **dict.fromkeys((key for key in keys() if key.startswith((f"{TURNS}.", f"{ROLLOUT}.agent."))), turns),
         f"{TURNS}.enable": turns[2:],
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
@@ -169,6 +171,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.server_urls": ["[http://127.0.0.1:9]"],
         f"{ROLLOUT}.load_format": ["auto"],
         f"{ROLLOUT}.engine_kwargs.vllm": ["{swap_space: 3}"],
+        f"{ROLLOUT}.engine_kwargs.sglang": ["{attention_backend: triton}"],
         "data.val_files": [f"{folder / 'train.jsonl'}"],
         "data.chat_template": ['"{{ messages[0].content }}"'],
         "data.apply_chat_template_kwargs": ["{flag: 7}"],

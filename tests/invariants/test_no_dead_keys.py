@@ -229,7 +229,8 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("TETHER_VLLM", str(environment(folder / "vllm")))
+    for kind in ("vllm", "sglang"):
+        monkeypatch.setenv(f"TETHER_{kind.upper()}", str(environment(folder / kind, kind=kind)))
 
 
 def is_dead(path: str, situation: Situation, bench: Bench) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tether.config import Problem, RunConfig
+from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.models.language.model_path import resolve_model_path
@@ -59,8 +60,8 @@ def _of_text(config: RunConfig) -> Named:
         yield "custom_reward_function.path", named, _definition
         yield "custom_reward_function.name", named, partial(_reward, reward_kwargs=custom.reward_kwargs)
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and not rollout.server_urls:
-        yield "actor_rollout_ref.rollout.name", rollout.name, vllm_python
+    if rollout.name in SERVERS and not rollout.server_urls:
+        yield "actor_rollout_ref.rollout.name", rollout.name, server_python
     turns, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     if turns.tool_config_path:
         yield f"{TURNS}.tool_config_path", turns.tool_config_path, read_tools
@@ -97,17 +98,17 @@ def _model(path: str) -> object:
     return resolve_model_path(path, cache_dir())
 
 
-def vllm_python(name: str = "vllm") -> Path:
-    """The interpreter of vLLM's environment.
+def server_python(name: str) -> Path:
+    """The interpreter of the environment that a kind of server has.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        return environment_of(name, "TETHER_VLLM")
+        return environment_of(name, f"TETHER_{name.upper()}")
     except ValueError as error:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name={error}. Run scripts/vllm.sh, which makes one; name servers that "
+            f"actor_rollout_ref.rollout.name={error}. Run scripts/{name}.sh, which makes one; name servers that "
             "run in actor_rollout_ref.rollout.server_urls; or set actor_rollout_ref.rollout.name=native"
         ) from None
 

@@ -34,7 +34,7 @@ from tether.assembly.number_formats import DTYPES
 from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
+from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
 from tether.execution import Group, ShardedEngine, ShardedSampler
 from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
@@ -134,7 +134,7 @@ def build_roles(
     assign = balanced if config.trainer.balance_batch else in_order
     engines = {name: ShardedEngine[Any](group, name, sequence, assign) for name, sequence in parts.items()}
     first_rank = [(), *[None] * (ranks - 1)]
-    if config.actor_rollout_ref.rollout.name == "vllm":
+    if config.actor_rollout_ref.rollout.name in SERVERS:
         card = group.call("card", "read", first_rank)[0]
         sampler = _served(config, engines["actor"], card, sources, sampling, logs, resources)
     else:
@@ -153,7 +153,7 @@ def _served(
 ) -> RolloutEngine:
     """The sampler that servers are behind."""
     learner = build_actor(config, actor, sources.total_steps)
-    return build_servers(config, learner, card, sources.device, sampling, logs / "vllm", resources)
+    return build_servers(config, learner, card, sources.device, sampling, logs, resources)
 
 
 def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _engines(
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
     rollout = config.actor_rollout_ref.rollout
-    served = rollout.name == "vllm"
+    served = rollout.name in SERVERS
     apart = sharded or config.trainer.async_mode != "off"  # the sampler's weights are not those that training changes
     sampling = _copy_to_sample(config, policy) if apart and not served else policy
     card = PolicyCard.of(policy) if served else None  # while it is whole

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from tether.assembly.named_inputs import vllm_python
+from tether.assembly.named_inputs import server_python
 from tether.assembly.number_formats import DTYPES
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
@@ -18,7 +18,11 @@ from tether.config.schema import RolloutConfig
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
-from tether.rollout.vllm import Launch, Server, Traffic, VllmEngine, launch_of
+from tether.rollout.servers import Dialect, Launch, ServedEngine, Server, Traffic
+from tether.rollout.sglang import SGLang
+from tether.rollout.sglang import launch_of as launch_sglang
+from tether.rollout.vllm import Vllm
+from tether.rollout.vllm import launch_of as launch_vllm
 from tether.runtime.machine import cuda_names
 from tether.trainer.parts import mismatch_tolerance
 from tether.training import AnyLearner
@@ -66,7 +70,7 @@ def build_servers(
     logs: Path,
     resources: ExitStack,
 ) -> ParityProbe:
-    """An engine that samples by vLLM servers; they start when the first responses are asked for.
+    """An engine that samples by servers; they start when the first responses are asked for.
 
     Args:
         config: of the run.
@@ -78,11 +82,12 @@ def build_servers(
         resources: ends the servers.
 
     Raises:
-        ValueError: vLLM is not installed.
+        ValueError: the servers' program is not installed.
     """
     rollout, in_turns = config.actor_rollout_ref.rollout, config.trainer.async_mode == "off"
-    where = rollout.server_urls or _launches(config, policy, device, logs)
-    servers = [Server(one, rollout.server_timeout) for one in where]
+    where = rollout.server_urls or _launches(config, policy, device, logs / rollout.name)
+    dialect = _dialect(rollout, policy)
+    servers = [Server(dialect, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES.get(rollout.dtype, policy.dtype),
         bucket=rollout.update_weights_bucket_megabytes << 20,
@@ -91,7 +96,7 @@ def build_servers(
         sleeps=rollout.free_cache_engine and in_turns,
         holds_weights=not in_turns,
     )
-    engine = VllmEngine(
+    engine = ServedEngine(
         servers,
         actor.engine.export,
         eos_token_ids=policy.eos_token_ids,
@@ -111,45 +116,56 @@ def build_servers(
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
+def _dialect(rollout: RolloutConfig, policy: PolicyCard) -> Dialect:
+    if rollout.name == "vllm":
+        return Vllm()
+    return SGLang(policy.config.get_text_config().model_type, rollout.weight_transfer)
+
+
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:
     """One server on a CPU; on GPUs as many as the devices of the run have room for.
 
     Raises:
-        ValueError: vLLM is not installed, or there are too few devices.
+        ValueError: the servers' program is not installed, or there are too few devices.
     """
     rollout, described = config.actor_rollout_ref.rollout, logs / "model"
-    python, parts, ranks = vllm_python(), rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    name, parts, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    python, launch_of = server_python(name), launch_vllm if name == "vllm" else launch_sglang
     policy.config.save_pretrained(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    options = {
-        "model": str(described.absolute()),
-        "dtype": rollout.dtype,
-        "max_model_len": min(longest, policy.context or longest),
-        "max_logprobs": max(rollout.top_k, 1),
-        "max_num_seqs": rollout.max_num_seqs,
-        "seed": 0,  # every request has its own
-        **_options(rollout),
-        **({"enable_sleep_mode": True} if rollout.free_cache_engine and device.type == "cuda" else {}),
-        **{name: _word(value) for name, value in rollout.engine_kwargs.vllm.items()},
-    }
-    if device.type != "cuda":
-        return [launch_of(python, logs / "vllm.log", options, _on_cores(parts))]
+    longest, folder = min(longest, policy.context or longest), str(described.absolute())
+    on_gpu = device.type == "cuda"
+    if name == "vllm":
+        options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu)
+        own, on_cores = rollout.engine_kwargs.vllm, _on_cores(parts)
+    else:
+        options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
+        own, on_cores = rollout.engine_kwargs.sglang, {"SGLANG_USE_CPU_ENGINE": "1"}
+    options |= {option: _word(value) for option, value in own.items()}
+    if not on_gpu:
+        return [launch_of(python, logs / f"{name}.log", options, on_cores)]
     if ranks % parts:
         key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
         raise ValueError(f"{key}: does not divide the devices of the run (trainer.n_gpus_per_node={ranks})")
     names = cuda_names(ranks)
     return [
-        launch_of(python, logs / f"vllm-{first}.log", options, {"CUDA_VISIBLE_DEVICES": ",".join(part)})
+        launch_of(python, logs / f"{name}-{first}.log", options, {"CUDA_VISIBLE_DEVICES": ",".join(part)})
         for first in range(0, ranks, parts)
         if (part := names[first : first + parts])
     ]
 
 
-def _options(rollout: RolloutConfig) -> dict[str, object]:
-    """The keys that are options of vLLM by the same name, or nearly."""
+def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
+    """What vLLM's command line makes of the keys."""
     return {
+        "model": folder,
+        "dtype": rollout.dtype,
+        "max_model_len": longest,
+        "max_logprobs": max(rollout.top_k, 1),
+        "max_num_seqs": rollout.max_num_seqs,
+        "seed": 0,  # every request has its own
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -157,6 +173,30 @@ def _options(rollout: RolloutConfig) -> dict[str, object]:
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "load_format": rollout.load_format,
+        **({"enable_sleep_mode": True} if rollout.free_cache_engine and on_gpu else {}),
+    }
+
+
+def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
+    """What SGLang's command line makes of them."""
+    chunks = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1
+    sleeps = rollout.free_cache_engine and on_gpu
+    return {
+        "model_path": folder,
+        "dtype": rollout.dtype,
+        "device": "cuda" if on_gpu else "cpu",
+        "context_length": longest,
+        "max_running_requests": rollout.max_num_seqs,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "max_prefill_tokens": rollout.max_num_batched_tokens,
+        "chunked_prefill_size": chunks,
+        "disable_cuda_graph": rollout.enforce_eager,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "load_format": rollout.load_format,
+        "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # ties at the cut come on top
+        "enable_memory_saver": sleeps,
+        "enable_weights_cpu_backup": sleeps,
     }
 
 
@@ -166,7 +206,7 @@ def _word(value: object) -> object:
 
 
 def _on_cores(parts: int) -> dict[str, str]:
-    """Threads of a server on a CPU: as many as the trainer's, which wait meanwhile; a core for each parallel part."""
+    """Threads of a vLLM server on a CPU: as many as the trainer's, which waits meanwhile; a core a parallel part."""
     bind = "nobind" if parts == 1 else "|".join(map(str, range(parts)))
     return {"OMP_NUM_THREADS": str(max(torch.get_num_threads() // parts, 1)), "VLLM_CPU_OMP_THREADS_BIND": bind,
             "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # fmt: skip

@@ -1,8 +1,8 @@
 """Rollouts: sampling from language models and playing in environments.
 
-`protocol` has the interface of an engine. `native` samples in the trainer's process, `vllm` by
-servers, which `parity` compares with the trainer; `turns` are conversations with tools and environments; `env` plays
-episodes.
+`protocol` has the interface of an engine. `native` samples in the trainer's process, `servers` by servers
+that speak the language of `vllm` or `sglang`, which `parity` compares with the trainer; `turns` are conversations with
+tools and environments; `env` plays episodes.
 """
 
 from tether.rollout.concat import join_rollouts
@@ -18,6 +18,8 @@ __all__ = [
     "join_rollouts",
     "native",
     "parity",
+    "servers",
+    "sglang",
     "turns",
     "vllm",
 ]

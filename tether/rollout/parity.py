@@ -22,6 +22,9 @@ ROWS = 4
 class Proven(RolloutEngine, Protocol):
     """An engine that runs elsewhere, and what may cure it."""
 
+    options: str
+    """Those of its servers that decide about log-probs."""
+
     def remedies(self) -> Mapping[str, Callable[[], None]]:
         """Possible causes of different log-probs, the likeliest first, each with its remedy."""
         ...
@@ -122,6 +125,6 @@ class ParityProbe:
                 return "\n".join(lines)
         lines.append(
             "- other sampling parameters, or another model: what is left. Compare temperature, top_k and top_p with "
-            "the server's options (--logprobs-mode processed_logprobs, --generation-config vllm)"
+            f"the server's options ({self._engine.options})"
         )
         return "\n".join(lines)

@@ -15,6 +15,7 @@ from tether.config.rules.control import RULES as TASK_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
+from tether.config.schema.rollout import SERVERS
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -105,19 +106,19 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
 
 def servers_take_whole_models(cfg: RunConfig) -> Problem | None:
     """Adapters are not sent to servers yet."""
-    rank = cfg.actor_rollout_ref.model.lora_rank
-    if cfg.actor_rollout_ref.rollout.name != "vllm" or not rank:
+    name, rank = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.lora_rank
+    if name not in SERVERS or not rank:
         return None
-    what = f"vllm gets the weights of whole models, and no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
+    what = f"{name} gets the weights of whole models, and no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
     return Problem(f"{ROLLOUT}.name", what, "set it to native, or leave actor_rollout_ref.model.lora_rank out")
 
 
 def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
-    """vLLM lists the tokens that it could have drawn only up to a number, and training replays the cut."""
+    """Servers list the tokens that they could have drawn only up to a number, and training replays the cut."""
     rollout = cfg.actor_rollout_ref.rollout
-    if rollout.name != "vllm" or rollout.top_p == 1 or rollout.top_k > 0:
+    if rollout.name not in SERVERS or rollout.top_p == 1 or rollout.top_k > 0:
         return None
-    what = f"{rollout.top_p} alone: vllm tells which tokens it kept only together with {ROLLOUT}.top_k"
+    what = f"{rollout.top_p} alone: {rollout.name} tells which tokens it kept only together with {ROLLOUT}.top_k"
     return Problem(f"{ROLLOUT}.top_p", what, f"set {ROLLOUT}.top_k too, such as 50")
 
 

@@ -10,10 +10,11 @@ from tether.config.schema.engine import TrainedFsdpConfig
 from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
-from tether.config.schema.rollout import RolloutConfig
+from tether.config.schema.rollout import SERVERS, RolloutConfig
 from tether.config.schema.trainer import TrainerConfig
 
 __all__ = [
+    "SERVERS",
     "VLA_TYPES",
     "ActorConfig",
     "AlgorithmConfig",

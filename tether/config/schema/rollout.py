@@ -23,11 +23,12 @@ from tether.config.schema.section import (
     Strings,
 )
 
-_NO_CLIENT = "tether has no client for it: set native, or vllm"
-VLLM = ActsIf(".name", on=("vllm",))
-OUR_VLLM = ActsIf(".server_urls", on=((),))
+_NO_CLIENT = "tether has no client for it: set native, vllm or sglang"
+SERVERS = ("vllm", "sglang")
+"""Engines that sample in servers."""
+SERVED = ActsIf(".name", on=SERVERS)
+OURS = ActsIf(".server_urls", on=((),))
 """Keys that are options of servers which tether starts."""
-OUR_VLLM_OPTIONS = ActsIf("actor_rollout_ref.rollout.server_urls", on=((),))
 EngineName = Literal["native", "vllm", "sglang", "trtllm", "hf"]
 
 
@@ -46,11 +47,18 @@ class ValKwargsConfig(Section):
     """Responses a held-out prompt."""
 
 
+def _our_options(name: str) -> ActsIf:
+    ours = ActsIf("actor_rollout_ref.rollout.server_urls", on=((),))
+    return ActsIf("actor_rollout_ref.rollout.name", on=(name,), also=ours)
+
+
 class EngineKwargsConfig(Section):
     """`rollout.engine_kwargs`: options of an engine that have no key of their own."""
 
-    vllm: Annotated[Options, OUR_VLLM_OPTIONS]
+    vllm: Annotated[Options, _our_options("vllm")]
     """Options of vLLM's command line, with underscores; they win over what tether sets."""
+    sglang: Annotated[Options, _our_options("sglang")]
+    """Options of SGLang's command line, likewise."""
 
 
 class MultiTurnConfig(Section):
@@ -94,8 +102,8 @@ class AgentConfig(Section):
 class RolloutConfig(Section):
     """Sampling: engine, temperature, number of responses, and the forward pass for old log-probs."""
 
-    name: Annotated[EngineName, Refuses(("sglang", "trtllm"), _NO_CLIENT)] = "native"
-    """Engine that samples; native runs in this process, vllm in servers."""
+    name: Annotated[EngineName, Refuses(("trtllm",), _NO_CLIENT)] = "native"
+    """Engine that samples; native runs in this process, vllm and sglang in servers."""
     n: Positive = 1
     """Responses a prompt; they form the group of grpo and rloo."""
     temperature: PositiveFloat = 1.0
@@ -137,28 +145,30 @@ class RolloutConfig(Section):
     """Longest prompt and response together: a response that reaches it is cut; null: no such limit."""
     max_staleness: Annotated[Positive, ActsIf("trainer.async_mode", on=("fully_async",))] = 1
     """Most updates between the policy that samples a response and the one that learns from it. (tether's own key.)"""
-    server_urls: Annotated[Strings, VLLM] = ()
-    """Addresses of vLLM servers that somebody else started; empty: tether starts its own."""
-    server_timeout: Annotated[PositiveFloat, VLLM] = 600.0
+    server_urls: Annotated[Strings, SERVED] = ()
+    """Addresses of servers that somebody else started; empty: tether starts its own."""
+    server_timeout: Annotated[PositiveFloat, SERVED] = 600.0
     """Seconds in which a server must have started, have taken weights, or have sampled a token."""
-    parity_freq: Annotated[OffOrEvery, VLLM] = 10
+    parity_freq: Annotated[OffOrEvery, SERVED] = 10
     """Steps between two comparisons of its log-probs with the trainer's; the first weights are always compared."""
-    update_weights_bucket_megabytes: Annotated[Positive, VLLM] = 512
+    update_weights_bucket_megabytes: Annotated[Positive, SERVED] = 512
     """Weights that travel to a server at a time, MiB."""
-    free_cache_engine: Annotated[bool, OUR_VLLM] = True
-    """Servers give back their memory while nothing is sampled; on a CPU vLLM cannot, and goes on."""
-    tensor_model_parallel_size: Annotated[Positive, OUR_VLLM] = 1
+    weight_transfer: Annotated[Literal["disk", "tensor", "distributed"], ActsIf(".name", on=("sglang",))] = "disk"
+    """How weights reach SGLang: files in memory, shared memory, or broadcasts to other machines. (tether's own key.)"""
+    free_cache_engine: Annotated[bool, OURS] = True
+    """Servers give back their memory while nothing is sampled; on a CPU they cannot, and go on."""
+    tensor_model_parallel_size: Annotated[Positive, OURS] = 1
     """Devices that share the model of a server."""
-    gpu_memory_utilization: Annotated[PositiveFraction, OUR_VLLM] = 0.5
+    gpu_memory_utilization: Annotated[PositiveFraction, OURS] = 0.5
     """Share of a device's memory that a server may take; on a CPU, of the machine's."""
-    max_num_batched_tokens: Annotated[Positive, OUR_VLLM] = 8192
+    max_num_batched_tokens: Annotated[Positive, OURS] = 8192
     """Tokens in one forward pass of a server."""
-    enforce_eager: Annotated[bool, OUR_VLLM] = False
+    enforce_eager: Annotated[bool, OURS] = False
     """Neither compile the model nor record CUDA graphs."""
-    enable_chunked_prefill: Annotated[bool, OUR_VLLM] = True
+    enable_chunked_prefill: Annotated[bool, OURS] = True
     """Mix parts of long prompts with decoding."""
-    enable_prefix_caching: Annotated[bool, OUR_VLLM] = True
+    enable_prefix_caching: Annotated[bool, OURS] = True
     """Compute what prompts share once; the cache is emptied at each update."""
-    load_format: Annotated[Name, OUR_VLLM] = "dummy"
+    load_format: Annotated[Name, OURS] = "dummy"
     """The weights that a server starts with; dummy: random weights, as it is given the policy's before it samples."""
     engine_kwargs: EngineKwargsConfig

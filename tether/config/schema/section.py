@@ -60,6 +60,8 @@ class ActsIf:
     """Only these values switch off."""
     other: ActsIf | None = None
     """A second switch, which is enough by itself."""
+    also: ActsIf | None = None
+    """A second switch, without which this one is not enough."""
     own_function: bool = True
     """Whether a function of the user's switches on, too: it names what it reads in its signature."""
 

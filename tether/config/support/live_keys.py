@@ -30,6 +30,8 @@ def is_own_function(value: object) -> bool:
 
 def is_off(switch: ActsIf, values: Mapping[str, object]) -> bool:
     """Whether the switched keys do nothing, given the value of every key."""
+    if switch.also is not None and is_off(switch.also, values):
+        return True
     value = values[switch.key]
     if is_own_function(value) and switch.own_function:
         return False
@@ -41,11 +43,14 @@ def condition(switch: ActsIf) -> str:
     """When the switched keys act, in words."""
     verb, values = ("is", switch.on) if switch.on is not None else ("is not", switch.off or ())
     own = f"{switch.key} {verb} {' or '.join(map(show, values))}"
+    own = own if switch.also is None else f"{own}, and {condition(switch.also)}"
     return own if switch.other is None else f"{own} or {condition(switch.other)}"
 
 
 def _state(switch: ActsIf, values: Mapping[str, object]) -> str:
     """The values that switch off, in words."""
+    if switch.also is not None and is_off(switch.also, values):
+        return _state(switch.also, values)
     own = f"{switch.key} is {show(values[switch.key])}"
     return own if switch.other is None else f"{own} and {_state(switch.other, values)}"
 

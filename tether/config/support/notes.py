@@ -10,6 +10,7 @@ from tether.config import control_defaults
 from tether.config.keys import Key, keys, show
 from tether.config.loading.given import Given
 from tether.config.rules.advantages import WITHOUT_PEERS
+from tether.config.schema.rollout import SERVERS
 from tether.config.support.live_keys import why_idle
 
 ACTOR = "actor_rollout_ref.actor"
@@ -76,7 +77,7 @@ def _stale(values: Mapping[str, Any]) -> str | None:
 
 def _parity(given: Given, values: Mapping[str, object]) -> str | None:
     key, mode = "actor_rollout_ref.rollout.parity_freq", values["trainer.async_mode"]
-    if key not in given or mode == "off" or values["actor_rollout_ref.rollout.name"] != "vllm":
+    if key not in given or mode == "off" or values["actor_rollout_ref.rollout.name"] not in SERVERS:
         return None
     return f"no effect: {key}={values[key]} (trainer.async_mode={mode}: only the first weights are compared)"
 

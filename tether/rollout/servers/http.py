@@ -29,7 +29,7 @@ class Connections:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         assert parts.hostname, url
-        self.url, self._host, self._port = url, parts.hostname, parts.port or 80
+        self.url, self.host, self.port = url, parts.hostname, parts.port or 80
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
@@ -56,7 +56,7 @@ class Connections:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, path: str, body: bytes | None, within: float) -> Any:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=within)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=within)
         with self._lock:
             self._open.add(connection)
         try:

@@ -1,15 +1,15 @@
-"""Whole runs that sample by vLLM: by a server that speaks its language everywhere, and by vLLM where it is there."""
+"""Whole runs that sample by servers: by stand-ins of vLLM and SGLang everywhere, and by vLLM where it is there."""
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.rollout.stand_in import environment, serve
-from tests.rollout.test_vllm import REAL, needs_vllm
+from tests.rollout.bench import REAL, STAND_INS, needs_vllm
+from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, set_eos, train, weights, write_inputs
 from tether.assembly.build import build
@@ -18,20 +18,16 @@ from tether.assembly.run import build_run
 from tether.config import ConfigError, load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
-VLLM = [
-    *GRPO,
-    f"{ROLLOUT}.name=vllm",
-    f"{ROLLOUT}.parity_freq=2",
-    f"{ROLLOUT}.gpu_memory_utilization=0.05",
-    f"{ROLLOUT}.enforce_eager=True",
-    f"{ROLLOUT}.server_timeout=300",
-]
+SIZES = ("parity_freq=2", "gpu_memory_utilization=0.05", "enforce_eager=True", "server_timeout=300")
+SETTINGS = [*GRPO, *(f"{ROLLOUT}.{size}" for size in SIZES)]
+VLLM, SGLANG = ([*SETTINGS, f"{ROLLOUT}.name={kind}"] for kind in ("vllm", "sglang"))
 
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Inputs of a run, whose model vLLM takes, too: its heads are 32 wide."""
-    monkeypatch.setenv("TETHER_VLLM", str(environment(tmp_path / "env")))
+    for kind in STAND_INS:
+        monkeypatch.setenv(f"TETHER_{kind.upper()}", str(environment(tmp_path / kind, kind=kind)))
     write_inputs(tmp_path)
     set_eos(save_tiny(tmp_path / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])
     return tmp_path
@@ -49,22 +45,23 @@ def check_steps(directory: Path, *steps: int) -> None:
 
 
 @contextmanager
-def another_server(model: Path) -> Iterator[str]:
+def another_server(model: Path, kind: str = "vllm") -> Iterator[str]:
     """The override that names it."""
-    server = serve(str(model), 0, set())
+    server = STAND_INS[kind].serve(str(model), 0, set())
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"{ROLLOUT}.server_urls=[http://127.0.0.1:{server.server_port}]"
     server.shutdown()
     server.server_close()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path, kind: str) -> None:
     """Its server is another, and has other weights at first."""
     whole, halves = inputs / "whole", inputs / "halves"
     for folder, steps in ((whole, 2), (halves, 1), (halves, 2)):
         options = ["trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
-        with another_server(inputs / "model") as url:
-            train([*base_overrides(inputs, folder), *VLLM, *options, url])
+        with another_server(inputs / "model", kind) as url:
+            train([*base_overrides(inputs, folder), *SETTINGS, *options, f"{ROLLOUT}.name={kind}", url])
     check_steps(whole, 1, 2)
     check_steps(halves, 1, 2)
     assert same(weights(whole / "global_step_2"), weights(halves / "global_step_2"))
@@ -98,6 +95,12 @@ def test_vllm_samples_while_the_policy_learns(inputs: Path, monkeypatch: pytest.
     assert metrics[4]["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("way", ["disk", *(pytest.param(w, marks=pytest.mark.slow) for w in ("tensor", "distributed"))])
+def test_a_run_by_a_server_of_sglang_that_tether_starts(inputs: Path, way: str) -> None:
+    options = ["trainer.test_freq=1", "trainer.total_training_steps=3", f"{ROLLOUT}.weight_transfer={way}"]
+    check_steps(train([*base_overrides(inputs, inputs / "run"), *SGLANG, *options]), 1, 2, 3)
+
+
 @needs_vllm
 @pytest.mark.slow
 def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +117,11 @@ def test_shards_are_put_together_for_the_server(inputs: Path) -> None:
         check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, url, "trainer.n_gpus_per_node=2"]), 1, 2, 3)
 
 
-def test_without_vllm_its_command_is_named(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TETHER_VLLM", str(inputs / "nowhere"))
-    overrides = [*base_overrides(inputs, inputs / "run"), *VLLM]
-    words = r"none is at TETHER_VLLM=.*nowhere. Run scripts/vllm.sh.*server_urls.*rollout.name=native"
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_without_a_server_its_command_is_named(inputs: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv(f"TETHER_{kind.upper()}", str(inputs / "nowhere"))
+    overrides = [*base_overrides(inputs, inputs / "run"), *SETTINGS, f"{ROLLOUT}.name={kind}"]
+    words = rf"none is at TETHER_{kind.upper()}=.*nowhere. Run scripts/{kind}.sh.*server_urls.*rollout.name=native"
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides, missing_inputs)
     with pytest.raises(ValueError, match=words):
@@ -125,21 +129,46 @@ def test_without_vllm_its_command_is_named(inputs: Path, monkeypatch: pytest.Mon
     assert not missing_inputs(load_config(None, [*overrides, f"{ROLLOUT}.server_urls=[http://localhost:1]"]).config)
 
 
-def test_keys_of_verl_reach_the_command_line(inputs: Path) -> None:
-    run = build_run(load_config(None, [
-        *base_overrides(inputs, inputs / "run"), *VLLM, f"{ROLLOUT}.max_num_seqs=7",
-        f"{ROLLOUT}.max_num_batched_tokens=99",
+def command_of(inputs: Path, *settings: str) -> tuple[set[str], Mapping[str, str]]:
+    """The words of the server's command line, and its environment."""
+    run = build_run(load_config(None, [*base_overrides(inputs, inputs / "run"), *settings]))
+    (server,) = run.trainer.rollouts.collector.engine._engine.servers
+    run.close()
+    return set(server.where.command(1234)), server.where.environment
+
+
+def test_keys_of_verl_reach_the_command_line_of_vllm(inputs: Path) -> None:
+    words, environment = command_of(
+        inputs, *VLLM, f"{ROLLOUT}.max_num_seqs=7", f"{ROLLOUT}.max_num_batched_tokens=99",
         f"{ROLLOUT}.enable_chunked_prefill=False", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.top_k=5",
         f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 3, seed: 4, compilation_config: {{mode: 0}}}}",
-    ]))  # fmt: skip
-    (server,) = run.trainer.rollouts.collector.engine._engine.servers
-    words = set(server.where.command(1234))
-    run.close()
+    )  # fmt: skip
     assert {"--port=1234", "--max-num-seqs=7", "--max-num-batched-tokens=99", "--no-enable-chunked-prefill"} <= words
     assert {"--tensor-parallel-size=2", "--gpu-memory-utilization=0.05", "--enforce-eager", "--dtype=float32"} <= words
     assert {"--load-format=dummy", "--max-model-len=72", "--max-logprobs=5", "--swap-space=3", "--seed=4"} <= words
     assert '--compilation-config={"mode": 0}' in words
-    assert server.where.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_keys_of_verl_reach_the_command_line_of_sglang(inputs: Path) -> None:
+    settings = (f"{ROLLOUT}.max_num_seqs=7", f"{ROLLOUT}.max_num_batched_tokens=99", f"{ROLLOUT}.top_k=3000",
+                f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.enable_prefix_caching=False")  # fmt: skip
+    words, _ = command_of(inputs, *SGLANG, *settings, f"{ROLLOUT}.engine_kwargs.sglang={{attention_backend: triton}}")
+    assert {"--port=1234", "--tp-size=2", "--max-running-requests=7", "--max-prefill-tokens=99"} <= words
+    assert {"--chunked-prefill-size=99", "--disable-radix-cache", "--disable-cuda-graph", "--dtype=float32"} <= words
+    assert {"--mem-fraction-static=0.05", "--context-length=72", "--load-format=dummy", "--device=cpu"} <= words
+    assert {"--skip-tokenizer-init", "--enable-deterministic-inference", "--attention-backend=triton"} <= words
+    assert "--sampling-mask-max-tokens=6000" in words
+    assert not any("memory-saver" in word or "cpu-backup" in word or word.startswith("--no-") for word in words)
+    words, _ = command_of(inputs, *SGLANG, f"{ROLLOUT}.enable_chunked_prefill=False", f"{ROLLOUT}.enforce_eager=False")
+    assert "--chunked-prefill-size=-1" in words
+    assert not {"--disable-cuda-graph", "--disable-radix-cache"} & words
+
+
+def test_options_of_the_other_kind_have_no_effect(inputs: Path) -> None:
+    other = f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 3}}"
+    notes = load_config(None, [*base_overrides(inputs, inputs / "run"), *SGLANG, other]).notes
+    assert any("engine_kwargs.vllm" in note and f"{ROLLOUT}.name is sglang" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +176,8 @@ def test_keys_of_verl_reach_the_command_line(inputs: Path) -> None:
     [
         (["actor_rollout_ref.model.lora_rank=4"], r"no adapters so far \(actor_rollout_ref.model.lora_rank=4"),
         ([f"{ROLLOUT}.top_p=0.9"], r"0.9 alone: vllm tells which tokens it kept only together with"),
-        ([f"{ROLLOUT}.name=sglang"], r"tether has no client for it: set native, or vllm"),
+        ([f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], r"0.9 alone: sglang tells which tokens it kept only"),
+        ([f"{ROLLOUT}.name=trtllm"], r"tether has no client for it: set native, vllm or sglang"),
     ],
 )
 def test_what_servers_cannot_do_is_refused_at_once(inputs: Path, settings: list[str], message: str) -> None:

@@ -1,7 +1,7 @@
-"""The `vllm` engine: rows are sampled by servers, which get the policy's weights after each update.
+"""The engine of `vllm` and `sglang`: rows are sampled by servers, which get the policy's weights after each update.
 
 A row is one request, with a seed that is a function of (seed, step, sample): who samples it, beside what and how often
-does not matter, as far as vLLM keeps to its seeds. A server that dies or hangs is started again with the present
+does not matter, as far as the server keeps to its seeds. A server that dies or hangs is started again with the present
 weights, and the rows that it did not finish are asked for again with the same seeds::
 
     rows ──► server 0 ──► answers, each checked: whole, and drawn with the present weights
@@ -17,24 +17,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
+from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
 from tether.models.output import KeptRecorder
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
-from tether.rollout.vllm.http import ServerGone, ServerRefuses
-from tether.rollout.vllm.server import SERVED, Launch, Server, answer_of
+from tether.rollout.servers.dialect import Draw, Sampled
+from tether.rollout.servers.http import Connections, ServerGone
+from tether.rollout.servers.server import Server
 from tether.runtime.interrupt import give_up_if_interrupted
-from tether.types import JsonObject
 
 _log = logging.getLogger(__name__)
 _TRIES = 4  # of a row, before the run ends
 _LOOKS = 2.0  # seconds between two looks at a server that finishes no row
-_CUT_OFF = -9000.0  # vLLM writes -9999 for the log-prob of a token that could not be drawn
 _POSITIONS = 64  # of a row, whose kept tokens are spread over the vocabulary at once
 
 
@@ -57,8 +56,8 @@ class Traffic:
     training may be changing."""
 
 
-class VllmEngine:
-    """Samples with vLLM servers; see `RolloutEngine`.
+class ServedEngine:
+    """Samples with servers of one kind; see `RolloutEngine`.
 
     Args:
         servers: at least one; rows are dealt to them in turn.
@@ -80,6 +79,8 @@ class VllmEngine:
         traffic: Traffic,
     ) -> None:
         self.servers, self._export, self._traffic = servers, export, traffic
+        self.speaks = servers[0].speaks
+        self.options = self.speaks.options
         self.eos_token_ids = eos_token_ids
         self._vocabulary, self._context = vocabulary, context
         self._run = ""  # named when weights are: those of another run are not taken for ours
@@ -106,22 +107,12 @@ class VllmEngine:
 
     def remedies(self) -> dict[str, Callable[[], None]]:
         """See `tether.rollout.parity.Proven`: what may be stale in a server, and what renews it."""
+        cures = {cause: partial(self._cure, cure) for cause, cure in self.speaks.cures().items()}
+        return {**cures, "older weights": lambda: self.load_weights(self._export())}
 
-        return {
-            "a prefix cache of older weights": self._forget,
-            "an output head that keeps its first weights": self._pack_heads,
-            "older weights": lambda: self.load_weights(self._export()),
-        }
-
-    def _forget(self) -> None:
+    def _cure(self, cure: Callable[[Connections, float], None]) -> None:
         for server in self.servers:
-            server.http.post("/reset_prefix_cache", within=server.timeout)
-
-    def _pack_heads(self) -> None:
-        for server in self.servers:
-            with suppress(ServerGone, ServerRefuses):  # a server of somebody else may not know how
-                server.http.post("/collective_rpc", {"method": "pack_head"}, server.timeout)
-        self._forget()
+            cure(server.http, server.timeout)
 
     def close(self) -> None:
         """End the servers that are ours."""
@@ -147,17 +138,17 @@ class VllmEngine:
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
         check_prompts(arrays, sampling, self._context)
         self._synchronise()
-        waiting = {row: self._request(arrays[row // sampling.n], sampling, key, row)
+        waiting = {row: self._draw(arrays[row // sampling.n], sampling, key, row)
                    for row in range(len(arrays) * sampling.n)}  # fmt: skip
         total, tokens = len(waiting), 0
-        answers: dict[int, JsonObject] = {}
+        answers: dict[int, Sampled] = {}
 
-        def finish(row: int, answer: JsonObject) -> None:
+        def finish(row: int, answer: Sampled) -> None:
             nonlocal tokens
             answers[row] = answer
-            tokens += len(answer["token_ids"])
+            tokens += len(answer.token_ids)
             if on_finished is not None:
-                on_finished(FinishedResponse(row, list(answer["token_ids"])))
+                on_finished(FinishedResponse(row, list(answer.token_ids)))
             if on_progress is not None:
                 on_progress(RolloutProgress(len(answers), total, tokens))
 
@@ -166,48 +157,43 @@ class VllmEngine:
             if not failures:
                 break
             if attempt == _TRIES - 1:
-                raise RuntimeError(
-                    f"vLLM failed {_TRIES} times on the same rows, at last: {next(iter(failures.values()))}"
-                )
+                last = next(iter(failures.values()))
+                raise RuntimeError(f"{self.speaks.title} failed {_TRIES} times on the same rows, at last: {last}")
             for server, error in failures.items():
                 self._revive(server, error)
         if self._traffic.sleeps:
             self._sleep()
         return self._assemble(arrays, sampling, [answers[row] for row in range(total)])
 
-    def _request(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> JsonObject:
-        params = {
-            "max_tokens": sampling.room(len(prompt)),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": max(sampling.top_k, 0),
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "seed": seed_of(key.seed, key.step, "vllm", key.first_sample + row),
-            "logprobs": sampling.top_k if self._records(sampling) else 0,
-            "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": [] if sampling.ignore_eos else sorted(self.eos_token_ids),
-            "detokenize": False,
-        }
-        return {"model": SERVED, "token_ids": prompt.tolist(), "sampling_params": params}
+    def _draw(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> Draw:
+        return Draw(
+            prompt=prompt.tolist(),
+            sampling=sampling,
+            most=sampling.room(len(prompt)),
+            seed=seed_of(key.seed, key.step, self.speaks.name, key.first_sample + row),
+            ends=self._ends(sampling),
+            records=self._records(sampling),
+        )
+
+    def _ends(self, sampling: SamplingParams) -> list[int]:
+        return [] if sampling.ignore_eos else sorted(self.eos_token_ids)
 
     def _records(self, sampling: SamplingParams) -> bool:
         if not (sampling.record_kept and sampling.cuts(self._vocabulary)):
             return False
         if not 0 < sampling.top_k < self._vocabulary:
-            raise ValueError("top_p: vLLM tells which tokens it kept only together with top_k. Set top_k too")
+            what = f"{self.speaks.title} tells which tokens it kept only together with top_k"
+            raise ValueError(f"top_p: {what}. Set top_k too")
         return True
 
-    def _ask(
-        self, requests: dict[int, JsonObject], finish: Callable[[int, JsonObject], None]
-    ) -> dict[Server, Exception]:
+    def _ask(self, requests: dict[int, Draw], finish: Callable[[int, Sampled], None]) -> dict[Server, Exception]:
         """Ask for all rows; returns the servers that failed, each with what it did last."""
         failures: dict[Server, Exception] = {}
         owner = {row: self.servers[row % len(self.servers)] for row in requests}
         most = min(len(requests), self._traffic.max_num_seqs * len(self.servers))
-        with ThreadPoolExecutor(most, thread_name_prefix="vllm") as pool:
-            running: dict[Future[JsonObject], int] = {
-                pool.submit(self._sampled, owner[row], request): row for row, request in requests.items()
+        with ThreadPoolExecutor(most, thread_name_prefix="request") as pool:
+            running: dict[Future[Sampled], int] = {
+                pool.submit(owner[row].sample, request): row for row, request in requests.items()
             }
             watch = _Watch(self.servers)
             try:
@@ -239,16 +225,6 @@ class VllmEngine:
                 raise
         return failures
 
-    def _sampled(self, server: Server, request: JsonObject) -> JsonObject:
-        # A whole row may take long: what hangs is noticed by `_Watch`, which cuts the connection.
-        answer = answer_of(server, request, within=86400.0)
-        drawn_with = {span["version"] for span in answer.get("weight_versions") or ()}
-        if drawn_with != {server.weights}:
-            raise ServerGone(
-                f"{server.url}: sampled with weights {', '.join(map(str, drawn_with))}, not the present ones"
-            )
-        return answer
-
     def _synchronise(self) -> None:
         """Have every server ready, with the present weights."""
         for server in self.servers:
@@ -273,7 +249,8 @@ class VllmEngine:
                 return
             except ServerGone as again:
                 if attempt == _TRIES - 1:
-                    raise RuntimeError(f"vLLM failed {_TRIES} times to take weights, at last: {again}") from None
+                    what = f"{self.speaks.title} failed {_TRIES} times to take weights"
+                    raise RuntimeError(f"{what}, at last: {again}") from None
                 error, restart = again, True
 
     def _give(self, server: Server, weights: WeightUpdate) -> None:
@@ -282,33 +259,29 @@ class VllmEngine:
         server.take(self._name, kept, self._traffic.dtype, self._traffic.bucket)
 
     def _sleep(self) -> None:
-        for server in self._ours():
+        for server in self.servers:
             with suppress(ServerGone):  # the next step finds out
-                server.http.post("/sleep?level=1", within=server.timeout)
+                server.sleep()
         self._asleep = True
 
     def _awake(self) -> None:
         if self._asleep:
             self._asleep = False
-            for server in self._ours():
-                with suppress(ServerGone):  # one that hangs is found in seconds, by a question that costs it nothing
-                    if server.answers():
-                        server.http.post("/wake_up", within=server.timeout)
-
-    def _ours(self) -> list[Server]:
-        return [server for server in self.servers if isinstance(server.where, Launch)]
+            for server in self.servers:
+                with suppress(ServerGone):  # so does what comes next
+                    server.wake()
 
     def _assemble(
-        self, prompts: Sequence[TokenIds], sampling: SamplingParams, answers: Sequence[JsonObject]
+        self, prompts: Sequence[TokenIds], sampling: SamplingParams, answers: Sequence[Sampled]
     ) -> RolloutBatch:
         n, count = sampling.n, len(answers)
-        length = torch.tensor([len(answer["token_ids"]) for answer in answers])
+        length = torch.tensor([len(answer.token_ids) for answer in answers])
         width = int(length.max())
-        ids = [torch.tensor(answer["token_ids"], dtype=torch.int64) for answer in answers]
-        probs = [torch.tensor([token["logprob"] for token in answer["logprobs"]["content"]]) for answer in answers]
+        ids = [torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]
+        probs = [torch.tensor(answer.log_probs) for answer in answers]
         response_ids, rows = pad_sequence(ids, batch_first=True), torch.arange(count)
         prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in prompts], batch_first=True)
-        ends = torch.tensor(sorted(self.eos_token_ids), dtype=torch.int64)
+        ends = torch.tensor(self._ends(sampling), dtype=torch.int64)
         return RolloutBatch(
             uid=rows // n,
             prompt_ids=prompt_ids.long().repeat_interleave(n, dim=0),
@@ -323,15 +296,14 @@ class VllmEngine:
             batch_size=[count],
         )
 
-    def _kept(self, answers: Sequence[JsonObject], width: int) -> Any:
+    def _kept(self, answers: Sequence[Sampled], width: int) -> KeptTokens:
         recorder = KeptRecorder(len(answers), width, self._vocabulary, torch.device("cpu"))
         for row, answer in enumerate(answers):
-            content = answer["logprobs"]["content"]
-            for first in range(0, len(content), _POSITIONS):
-                part = content[first : first + _POSITIONS]
+            assert answer.kept is not None, "asked for"
+            for first in range(0, len(answer.kept), _POSITIONS):
+                part = answer.kept[first : first + _POSITIONS]
                 kept = torch.zeros(len(part), self._vocabulary, dtype=torch.bool)
-                for place, token in enumerate(part):
-                    drawable = [t["token_id"] for t in token["top_logprobs"] if t["logprob"] > _CUT_OFF]
+                for place, drawable in enumerate(part):
                     kept[place, drawable] = True
                 recorder.add(torch.full((len(part),), row), torch.arange(first, first + len(part)), kept)
         return recorder.result(width)
@@ -359,7 +331,7 @@ class _Watch:
             silent = time.monotonic() - self._alive[server]
             if silent < min(_LOOKS, server.patience / 2):
                 continue
-            tokens = server.tokens_sampled()
+            tokens = server.sign_of_life()
             if tokens is not None and tokens != self._tokens[server]:
                 self._tokens[server] = tokens
                 self._alive[server] = time.monotonic()

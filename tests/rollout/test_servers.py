@@ -1,0 +1,282 @@
+"""Servers of both kinds: the parity probe, deaths, bad input; against stand-ins that speak their languages."""
+
+import copy
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.rollout.bench import (
+    DIALECTS,
+    KEY,
+    LONG,
+    PROMPTS,
+    SAMPLING,
+    TOLERANCE,
+    Bench,
+    complaint,
+    processes_of,
+    rows_of,
+    tiny_policy,
+)
+from tests.rollout.stand_in import environment
+from tether.batch import RolloutBatch
+from tether.rollout import NoiseKey
+from tether.rollout.parity import ParityProbe
+from tether.rollout.servers import Server
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def made(kind: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes benches."""
+    benches: list[Bench] = []
+
+    def make(faults: str = "", **options: Any) -> Bench:
+        benches.append(Bench(tmp_path, kind, faults=faults, **options))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+
+
+@pytest.fixture
+def started(made: Callable[..., Bench], kind: str, tmp_path: Path) -> Callable[..., Bench]:
+    """Makes benches whose server is a process that tether starts."""
+    return lambda faults="", **options: made(python=environment(tmp_path, faults, kind) / "bin/python", **options)
+
+
+# --- the parity probe, and what it is there for -------------------------------------------------------------------
+
+
+def test_a_lost_update_is_found(made: Callable[..., Bench]) -> None:
+    bench = made("lost_update")
+    probe = bench.probe()
+    probe.generate(LONG, SAMPLING, KEY)
+    bench.learn()
+    probe.load_weights(bench.export())
+    found = complaint(probe)
+    assert "a prefix cache of older weights: no" in found
+    assert "older weights: yes, this is it" in found
+
+
+def test_other_sampling_parameters_are_what_is_left(made: Callable[..., Bench]) -> None:
+    found = complaint(made("deaf_to_temperature").probe())
+    assert "yes, this is it" not in found
+    assert "other sampling parameters" in found.splitlines()[-1]
+
+
+def test_the_probe_looks_first_and_every_so_often(made: Callable[..., Bench]) -> None:
+    looked: list[int] = []
+
+    def count(rollout: RolloutBatch) -> torch.Tensor:
+        looked.append(len(rollout))
+        return rollout.rollout_log_probs
+
+    probe = ParityProbe(made().engine, count, every=3, tolerance=TOLERANCE, sampling=SAMPLING)
+    for step in range(1, 8):
+        probe.generate(PROMPTS, SAMPLING, NoiseKey(5, step))
+        probe.generate(PROMPTS, replace(SAMPLING, temperature=0.0), NoiseKey(5, step))
+    assert looked == [4, 4, 4]  # at 1, 3 and 6; no more than four rows
+
+
+# --- servers die --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [
+        pytest.param(signal.SIGKILL, "while", id="killed-while"),
+        pytest.param(signal.SIGKILL, "between", id="killed-between", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "while", id="hangs-while", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "between", id="hangs-between", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_dies_is_replaced(started: Callable[..., Bench], number: int, when: str, monkeypatch) -> None:
+    """Its rows are sampled again, with the same seeds; each is handed on once."""
+    monkeypatch.setenv("STAND_IN_SECONDS", "0.2")
+    bench = started()
+    bench.server.patience = 5.0
+    expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
+    rows: list[int] = []
+    victim = processes_of(bench.server)[0]
+
+    def finished(response: Any) -> None:
+        rows.append(response.row)
+        if len(rows) == 2 and when == "while":
+            victim.send_signal(number)
+
+    if when == "between":
+        victim.send_signal(number)
+    again = bench.engine.generate(PROMPTS, SAMPLING, KEY, finished)
+    assert rows_of(again) == expected
+    assert sorted(rows) == list(range(6))
+    assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_change_nothing(started: Callable[..., Bench], monkeypatch) -> None:
+    """Five steps with an update each, and a kill after 0.0, 0.7, ... 2.8 seconds of the step."""
+    monkeypatch.setenv("STAND_IN_SECONDS", "0.3")
+    bench, found = started(), []
+
+    def kill_after(seconds: float) -> None:
+        time.sleep(seconds)
+        for victim in processes_of(bench.server)[:1]:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+
+    for kills in (False, True):
+        bench.model.load_state_dict(tiny_policy().state_dict())
+        bench.version = 0
+        for step in range(5):
+            killer = threading.Thread(target=kill_after, args=(0.7 * step,)) if kills else threading.Thread()
+            killer.start()
+            bench.learn()
+            bench.engine.load_weights(bench.export())
+            found.append(rows_of(bench.engine.generate(PROMPTS, SAMPLING, NoiseKey(5, step))))
+            killer.join()
+    assert found[:5] == found[5:]
+    assert len({str(rows) for rows in found}) == 5
+
+
+def test_a_server_that_was_started_again_elsewhere_gets_the_weights(made: Callable[..., Bench]) -> None:
+    bench = made()
+    expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
+    engine = bench.engine_of(Server(bench.dialect, bench.server.url, 60))
+    assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY)) == expected  # which gave it weights of another name
+    assert rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == expected
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+@pytest.mark.parametrize("holds", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns(
+    started: Callable[..., Bench], *, holds: bool
+) -> None:
+    """Without holding them its rows would come from the weights of the moment, under the old version's number."""
+    bench = started()
+    engine = bench.engine_of(bench.server, holds_weights=holds)
+    engine.load_weights(bench.export().copied())
+    expected = rows_of(engine.generate(PROMPTS, SAMPLING, KEY))
+    bench.learn()
+    processes_of(bench.server)[0].kill()
+    again = engine.generate(PROMPTS, SAMPLING, KEY)
+    assert (rows_of(again) == expected) == holds
+    if holds:
+        assert set(again.policy_version.tolist()) == {0}
+
+
+@pytest.mark.slow
+def test_one_that_always_dies_ends_the_run(started: Callable[..., Bench]) -> None:
+    with pytest.raises(RuntimeError, match="failed 4 times on the same rows"):
+        started("dies").engine.generate(PROMPTS * 4, SAMPLING, KEY)
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_nothing_is_left_of_a_server_whose_owner_is_killed(started: Callable[..., Bench]) -> None:
+    bench = started()
+    copied = copy.copy(bench.server)  # one that the child starts
+    owner = os.fork()
+    if not owner:
+        try:
+            copied.ready()
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    child = psutil.Process(owner)
+    servers = wait_for(lambda: [p for p in child.children(recursive=True) if "stand_in" in " ".join(p.cmdline())])
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in servers))
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    until = time.monotonic() + 60
+    while not (found := what()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return found
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_one_that_dies_while_it_starts_shows_its_last_words(started: Callable[..., Bench]) -> None:
+    bench = started(no_such_option="yes")
+    with pytest.raises(
+        ValueError, match=r"(?s)ended with exit code 2 while it started.*server.log ends with:.*no-such-opt"
+    ):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        (
+            "old",
+            r"runs vLLM 0.9.1; tether knows 0.32.x. scripts/vllm.sh|runs SGLang 0.4.9; .* 0.5.23. scripts/sglang.sh",
+        ),
+        ("no_routes", r"HTTP 404.*takes no weights: it has no such route; docs/servers.md"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(faults).engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_the_other_kind_of_server_is_named(made: Callable[..., Bench], kind: str) -> None:
+    other = next(name for name in DIALECTS if name != kind)
+    with pytest.raises(ValueError, match=r"This is no (vLLM|SGLang) server that tether can use; docs/servers.md"):
+        made(dialect=DIALECTS[other]).engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_failures_of_its_own_end_the_run(made: Callable[..., Bench]) -> None:
+    bench = made()
+    bench.there.RequestHandlerClass.model.faults.add("fails")
+    with pytest.raises(RuntimeError, match=r"failed 4 times.*HTTP 500: Internal Server Error"):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr("tether.rollout.servers.server._free_port", lambda: taken.getsockname()[1])
+        bench = started()
+        bench.server.timeout = bench.server.patience = 60
+        with pytest.raises(ValueError, match=r"(?s)exit code 1 while it started.*server.log ends with:.*in use"):
+            bench.engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_half_answers_end_the_run(made: Callable[..., Bench]) -> None:
+    with pytest.raises(RuntimeError, match=r"failed 4 times.*IncompleteRead"):
+        made("half_answers").engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_no_server_at_an_address(made: Callable[..., Bench], kind: str) -> None:
+    engine = made().engine_of(Server(DIALECTS[kind], "http://127.0.0.1:9", 0.5))
+    with pytest.raises(ValueError, match=r"127.0.0.1:9: no (vLLM|SGLang) server answers within .*server_timeout=0.5"):
+        engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_the_tolerance_is_far_from_rounding_and_from_faults() -> None:
+    """k3 of a difference d is d^2 / 2: 1e-5, as seen, is 5e-11; 0.01 is 5e-5."""
+    assert math.expm1(1e-5) - 1e-5 < TOLERANCE < math.expm1(0.01) - 0.01

@@ -1,0 +1,25 @@
+"""Sampling by inference servers over HTTP: token ids in, token ids and log-probs out, new weights after each update.
+
+`engine` samples with servers, `server` starts one and keeps it going, `dialect` is what differs from one kind of server
+to another: `tether.rollout.vllm` and `tether.rollout.sglang` each have one.
+"""
+
+from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled
+from tether.rollout.servers.engine import ServedEngine, Traffic
+from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
+from tether.rollout.servers.server import Server
+from tether.rollout.servers.transfer import shared_file
+
+__all__ = [
+    "Connections",
+    "Dialect",
+    "Draw",
+    "Launch",
+    "Sampled",
+    "ServedEngine",
+    "Server",
+    "ServerGone",
+    "ServerRefuses",
+    "Traffic",
+    "shared_file",
+]

@@ -1,0 +1,132 @@
+"""What differs from one kind of inference server to another: its command line, its routes and their payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from tether.rollout.protocol import SamplingParams
+from tether.rollout.servers.http import Connections
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server of our own is started."""
+
+    python: Path
+    """Interpreter of an environment that has it."""
+    module: str
+    """That is run, as by ``python -m``."""
+    options: Mapping[str, object]
+    """Of the server: name without dashes -> value; True is a flag, None leaves it out."""
+    environment: Mapping[str, str]
+    log: Path
+    says_no: bool
+    """False is a flag, ``--no-NAME``; else it leaves the option out."""
+
+    def command(self, port: int) -> list[str]:
+        """The command line."""
+        words = [str(self.python), "-m", self.module, "--host=127.0.0.1", f"--port={port}"]
+        for name, value in self.options.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words += [f"--{flag}"] if value else [f"--no-{flag}"] if self.says_no else []
+            elif value is not None:
+                words.append(f"--{flag}={value}")
+        return words
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row that is asked for."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    """How it is drawn; `n` is the engine's business."""
+    most: int
+    """Tokens at most."""
+    seed: int
+    """Below 2**31."""
+    ends: list[int]
+    """Tokens that end it."""
+    records: bool
+    """Whether to tell which tokens could have been drawn at each position."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A row as a server drew it."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """Under the distribution that each token was drawn from."""
+    kept: list[list[int]] | None
+    """Tokens that could have been drawn at each position, where that was asked for."""
+    weights: frozenset[str]
+    """Names of the weights that drew it."""
+
+
+class Dialect(Protocol):
+    """One kind of server. Every method raises `ServerGone` and `ServerRefuses` as `Connections` does."""
+
+    name: str
+    """As `actor_rollout_ref.rollout.name` has it."""
+    title: str
+    """As its makers write it."""
+    how: str
+    """Where to find how one is started; the end of a sentence."""
+    options: str
+    """Its options that decide about log-probs."""
+    health_asleep: str
+    """A route that costs nothing, while it sleeps."""
+
+    def look(self, http: Connections, within: float) -> None:
+        """See that it is a server that can be used, and make it ready to be.
+
+        Raises:
+            ValueError: it is of another kind or version, or runs another model.
+        """
+        ...
+
+    def sample(self, http: Connections, draw: Draw, within: float) -> Sampled:
+        """Draw a row. Half an answer is none: `ServerGone`."""
+        ...
+
+    def weights(self, http: Connections, within: float) -> str | None:
+        """Name of the weights that it has."""
+        ...
+
+    def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
+        """Give it new weights of this name.
+
+        Args:
+            http: the server.
+            name: of the weights.
+            parts: tensors on the host, by their names in transformers.
+            within: seconds for each request.
+        """
+        ...
+
+    def forget(self, http: Connections, within: float) -> None:
+        """Empty its prefix cache."""
+        ...
+
+    def sign_of_life(self, http: Connections, within: float) -> float | None:
+        """A number that goes on changing while it samples; None where there is none."""
+        ...
+
+    def sleep(self, http: Connections, within: float) -> None:
+        """Give memory back."""
+        ...
+
+    def wake(self, http: Connections, within: float) -> None:
+        """Be ready to sample and to take weights again."""
+        ...
+
+    def cures(self) -> Mapping[str, Callable[[Connections, float], None]]:
+        """What may be stale in a server, likeliest first, each with the request that renews it."""
+        ...

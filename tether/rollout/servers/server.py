@@ -1,0 +1,202 @@
+"""One inference server: started here, or by somebody else; what is asked of it beside samples."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled
+from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
+from tether.rollout.servers.transfer import buckets
+from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.program import start_program
+from tether.runtime.supervised import SupervisedProcess
+
+_A_WHILE = 86400.0  # seconds: a whole row may take long, and what hangs is noticed by its signs of life
+
+
+@dataclass(eq=False)
+class Server:
+    """One server, and which weights it has."""
+
+    speaks: Dialect
+    where: Launch | str
+    """How it is started, or the address of one that somebody else started."""
+    timeout: float
+    """Seconds in which it must have started, and must have taken weights."""
+    patience: float = math.inf
+    """Seconds in which it must sample at least one token; at most the timeout."""
+    weights: str | None = None
+    """Name of the weights that it has; None: not ours."""
+    http: Connections = field(init=False)
+    _process: SupervisedProcess | None = field(default=None, init=False)
+    _was_up: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.patience = min(self.patience, self.timeout)
+        self.http = Connections(self.where if isinstance(self.where, str) else "http://127.0.0.1:0")
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.http.url
+
+    def begin(self) -> None:
+        """Start it where it is ours and does not run; it is not ready yet."""
+        if isinstance(self.where, Launch) and self._process is None:
+            port = _free_port()
+            self.http, self.weights, self._was_up = Connections(f"http://127.0.0.1:{port}"), None, False
+            self._process = start_program(self.where.command(port), self.where.log, self.where.environment)
+
+    def ready(self) -> None:
+        """Wait until it answers, and see that it is a server that can be used.
+
+        Raises:
+            ServerGone: it was up, and is not any more; or a signal ended it while it started.
+            ValueError: it does not come up, or is of another kind or version.
+        """
+        self.begin()
+        begun, title = time.monotonic(), self.speaks.title
+        while not self.answers():
+            if self._was_up:
+                raise ServerGone(f"{self.url}: the server does not answer any more")
+            if self._process is not None and self._process.has_ended():
+                how = self._process.close()
+                self._process = None
+                kind = ServerGone if how.startswith("was killed") else ValueError  # what kills may leave the next alone
+                raise kind(f"the {title} server {how} while it started. {self._last_words()}")
+            if time.monotonic() - begun > self.timeout:
+                self.stop()
+                key = f"actor_rollout_ref.rollout.server_timeout={self.timeout:g}"
+                raise ValueError(f"{self.url}: no {title} server answers within {key} seconds. {self._last_words()}")
+            give_up_if_interrupted(begun, f"the {title} server did not start")
+            time.sleep(0.1)
+        if not self._was_up:
+            try:
+                self.speaks.look(self.http, self.timeout)
+            except (ServerGone, ServerRefuses) as error:
+                what = f"This is no {title} server that tether can use; {self.speaks.how}"
+                raise ValueError(f"{error}. {what}") from None
+        self._was_up = True
+
+    def answers(self) -> bool:
+        """Whether it says that it is well."""
+        return self._answers("/health")
+
+    def _answers(self, route: str) -> bool:
+        try:
+            self.http.get(route, within=min(30.0, self.timeout))
+        except (ServerGone, ServerRefuses):
+            return False
+        return True
+
+    def sample(self, draw: Draw) -> Sampled:
+        """A row, drawn with the present weights.
+
+        Raises:
+            ServerGone: no answer, half of one, or one by other weights.
+            ServerRefuses: the request is refused.
+        """
+        sampled = self.speaks.sample(self.http, draw, _A_WHILE)
+        if sampled.weights != {self.weights}:
+            others = ", ".join(sorted(sampled.weights))
+            raise ServerGone(f"{self.url}: sampled with weights {others}, not the present ones")
+        return sampled
+
+    def has(self, weights: str) -> bool:
+        """Whether it still has these weights: a server that was started again has not."""
+        if self.weights != weights:
+            return False
+        try:
+            return self.speaks.weights(self.http, min(30.0, self.timeout)) == weights
+        except (ServerGone, ServerRefuses):
+            return False
+
+    def take(self, weights: str, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket: int) -> None:
+        """Give it new weights, and let it forget what it computed with the old ones.
+
+        Args:
+            weights: name of the weights.
+            tensors: as `WeightUpdate.tensors`.
+            dtype: that it computes in.
+            bucket: bytes that travel at a time.
+
+        Raises:
+            ServerGone: it died meanwhile.
+            ValueError: it does not take them.
+        """
+        self.weights = None
+        must = f"It must run the model of actor_rollout_ref.model.path and see this machine's memory; {self.speaks.how}"
+        try:
+            self.speaks.give(self.http, weights, buckets(tensors, dtype, bucket), self.timeout)
+            self.forget()
+        except ServerRefuses as error:
+            lacks = error.status in (404, 405)
+            why = f"takes no weights: it has no such route; {self.speaks.how}" if lacks else f"refuses them. {must}"
+            raise ValueError(f"{error}. The server {why}") from None
+        except ServerGone as error:
+            if not self.answers() or "HTTP 5" not in str(error):
+                raise
+            raise ValueError(f"{error}. The server did not take the weights. {must}") from None
+        self.weights = weights
+
+    def forget(self) -> None:
+        """Empty its prefix cache.
+
+        Raises:
+            ServerGone: it does not, as requests still run.
+        """
+        self.speaks.forget(self.http, self.timeout)
+
+    def sign_of_life(self) -> float | None:
+        """See `Dialect.sign_of_life`; None too where it does not answer."""
+        try:
+            return self.speaks.sign_of_life(self.http, min(30.0, self.timeout))
+        except (ServerGone, ServerRefuses):
+            return None
+
+    def sleep(self) -> None:
+        """Have one of ours give its memory back."""
+        if isinstance(self.where, Launch):
+            self.speaks.sleep(self.http, self.timeout)
+
+    def wake(self) -> None:
+        """The opposite of `sleep`; one that hangs is found in seconds, by a question that costs it nothing."""
+        if isinstance(self.where, Launch) and self._answers(self.speaks.health_asleep):
+            self.speaks.wake(self.http, self.timeout)
+
+    def restart(self) -> None:
+        """End it and start it again, where it is ours; else only break off what waits for it."""
+        self.stop()
+        self.begin()
+
+    def stop(self) -> None:
+        """End it where it is ours, and break off what waits for it."""
+        self.http.cut()
+        self.weights, self._was_up = None, False
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _last_words(self) -> str:
+        if isinstance(self.where, str):
+            return "Start it, or take its address out of actor_rollout_ref.rollout.server_urls"
+        try:
+            lines = self.where.log.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        telling = [line[:300] for line in lines if line.strip()][-12:]
+        return "\n".join([f"{self.where.log} ends with:", *telling])
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,140 @@
+"""vLLM's servers: version 0.32, with the routes for training and the scale-out route for token ids."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses, shared_file
+
+INSIDE = Path(__file__).parent / "inside"
+"""Folder of the module that a server's workers import."""
+SERVED = "policy"
+"""What the model is called in requests."""
+KNOWN = ("0.32.",)
+"""Versions of vLLM that this was run with."""
+_CUT_OFF = -9000.0  # vLLM writes -9999 for the log-prob of a token that could not be drawn
+
+
+def launch_of(python: Path, log: Path, options: Mapping[str, object], environment: Mapping[str, str]) -> Launch:
+    """A launch with what tether needs of every server: its routes, its log-probs and the weights' way in."""
+    needed = {
+        "served_model_name": SERVED,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_scale_out": True,
+        "worker_extension_cls": "tether_in_vllm.Extension",
+        "weight_transfer_config": '{"backend":"tether"}',
+    }
+    ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(INSIDE)}
+    module = "vllm.entrypoints.openai.api_server"
+    return Launch(python, module, {**needed, **options}, {**ours, **environment}, log, says_no=True)
+
+
+class Vllm:
+    """See `Dialect`."""
+
+    name, title = "vllm", "vLLM"
+    how = "docs/servers.md shows how to start one"
+    options = "--logprobs-mode processed_logprobs, --generation-config vllm"
+    health_asleep = "/health"
+
+    def look(self, http: Connections, within: float) -> None:
+        """See `Dialect.look`."""
+        found = http.get("/version", within)
+        version = str(found.get("version") if isinstance(found, dict) else found)
+        models = http.get("/v1/models", within)
+        if not version.startswith(KNOWN):
+            known = " and ".join(f"{v}x" for v in KNOWN)
+            raise ValueError(f"{http.url}: runs vLLM {version}; tether knows {known}. scripts/vllm.sh installs one")
+        served = [model["id"] for model in models["data"]]
+        if SERVED not in served:
+            what = f"serves {', '.join(served)}, not {SERVED} (--served-model-name)"
+            raise ValueError(f"{http.url}: {what}; {self.how}")
+        with contextlib.suppress(ServerRefuses):  # one without the route is named when it gets weights
+            if http.get("/is_sleeping", within)["is_sleeping"]:  # as a run that was killed left it
+                http.post("/wake_up", within=within)
+
+    def sample(self, http: Connections, draw: Draw, within: float) -> Sampled:
+        """See `Dialect.sample`."""
+        sampling = draw.sampling
+        params = {
+            "max_tokens": draw.most,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": draw.seed,
+            "logprobs": sampling.top_k if draw.records else 0,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": draw.ends,
+            "detokenize": False,
+        }
+        asked = {"model": SERVED, "token_ids": draw.prompt, "sampling_params": params}
+        found = http.post("/inference/v1/generate", asked, within)
+        try:
+            return _read(found["choices"][0], records=draw.records)
+        except (TypeError, KeyError, IndexError, ValueError):
+            raise ServerGone(f"{http.url}: half an answer: {str(found)[:200]}") from None
+
+    def weights(self, http: Connections, within: float) -> str | None:
+        """See `Dialect.weights`."""
+        found = http.get("/weight_info", within)
+        return found.get("weight_version") if isinstance(found, dict) else None
+
+    def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
+        """See `Dialect.give`."""
+        http.post("/start_weight_update", within=within)
+        for part in parts:
+            with shared_file(part) as path:
+                http.post("/update_weights", {"update_info": {"path": path}}, within)
+        http.post("/finish_weight_update", {"weight_version": name}, within)
+
+    def forget(self, http: Connections, within: float) -> None:
+        """See `Dialect.forget`; an update leaves the cache as it is."""
+        done = http.post("/reset_prefix_cache", within=within)
+        if isinstance(done, dict) and done.get("success") is False:
+            raise ServerGone(f"{http.url}/reset_prefix_cache: requests still run on it")
+
+    def sign_of_life(self, http: Connections, within: float) -> float | None:
+        """See `Dialect.sign_of_life`: the tokens that it has sampled so far."""
+        lines = str(http.get("/metrics", within)).splitlines()
+        counts = [line.rpartition(" ")[2] for line in lines if line.startswith("vllm:generation_tokens_total")]
+        return sum(map(float, counts)) if counts else None
+
+    def sleep(self, http: Connections, within: float) -> None:
+        """See `Dialect.sleep`."""
+        http.post("/sleep?level=1", within=within)
+
+    def wake(self, http: Connections, within: float) -> None:
+        """See `Dialect.wake`."""
+        http.post("/wake_up", within=within)
+
+    def cures(self) -> Mapping[str, Callable[[Connections, float], None]]:
+        """See `Dialect.cures`."""
+        return {
+            "a prefix cache of older weights": self.forget,
+            "an output head that keeps its first weights": self._pack_head,
+        }
+
+    def _pack_head(self, http: Connections, within: float) -> None:
+        with contextlib.suppress(ServerGone, ServerRefuses):  # a server of somebody else may not know how
+            http.post("/collective_rpc", {"method": "pack_head"}, within)
+        self.forget(http, within)
+
+
+def _read(choice: dict[str, Any], *, records: bool) -> Sampled:
+    tokens, content = choice["token_ids"], choice["logprobs"]["content"]
+    if not len(content) == len(tokens) > 0:
+        raise ValueError("tokens and log-probs are not as many")
+    kept = None
+    if records:
+        kept = [[t["token_id"] for t in token["top_logprobs"] if t["logprob"] > _CUT_OFF] for token in content]
+    weights = frozenset(span["version"] for span in choice.get("weight_versions") or ())
+    return Sampled(tokens, [token["logprob"] for token in content], kept, weights)
