@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses
 from tether.rollout.sglang.weights import WAYS
+from tether.types import JsonObject
 
 KNOWN = ("0.5.23",)
 """Versions of SGLang whose source was read."""
@@ -133,7 +133,7 @@ class SGLang:
         return {"a prefix cache of older weights": self.forget}
 
 
-def _read(tokens: list[int], meta: dict[str, Any], *, records: bool) -> Sampled:
+def _read(tokens: list[int], meta: JsonObject, *, records: bool) -> Sampled:
     if meta["finish_reason"]["type"] == "abort":
         raise ValueError(f"broken off: {meta['finish_reason'].get('message')}")
     told = meta["output_token_logprobs"]

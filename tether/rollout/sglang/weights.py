@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ def _pickled(tensors: list[tuple[str, Tensor]]) -> bytes:
     return written.getvalue()
 
 
-def _by_name(storage: torch.UntypedStorage) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _by_name(storage: torch.UntypedStorage) -> tuple[Callable[..., object], tuple[object, ...]]:
     named = storage._share_filename_cpu_()
     storage._shared_incref()  # which the reader gives back
     return rebuild_storage_filename, (type(storage), *named)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses, shared_file
+from tether.types import JsonObject
 
 INSIDE = Path(__file__).parent / "inside"
 """Folder of the module that a server's workers import."""
@@ -129,7 +129,7 @@ class Vllm:
         self.forget(http, within)
 
 
-def _read(choice: dict[str, Any], *, records: bool) -> Sampled:
+def _read(choice: JsonObject, *, records: bool) -> Sampled:
     tokens, content = choice["token_ids"], choice["logprobs"]["content"]
     if not len(content) == len(tokens) > 0:
         raise ValueError("tokens and log-probs are not as many")
