@@ -1,4 +1,4 @@
-"""What the stand-ins of inference servers share: a tiny model that truly samples, faults on demand, and the process.
+"""The common part of the stand-ins of inference servers: a tiny model that truly samples, faults on demand, and the process.
 
 `vllm_stand_in` and `sglang_stand_in` speak the languages. Each is a process of its own where `environment` made it the
 "python" of an environment, and takes the real server's command line; or a thread of the tests.
@@ -100,7 +100,7 @@ class Model:
 
 
 def cut(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """What top-k and top-p leave; -inf elsewhere."""
+    """The logits that top-k and top-p leave; -inf elsewhere."""
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:

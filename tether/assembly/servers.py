@@ -158,7 +158,7 @@ def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs:
 
 
 def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
-    """What vLLM's command line makes of the keys."""
+    """The keys as options of vLLM's command line."""
     return {
         "model": folder,
         "dtype": rollout.dtype,
@@ -178,7 +178,7 @@ def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: 
 
 
 def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
-    """What SGLang's command line makes of them."""
+    """The keys as options of SGLang's command line."""
     chunks = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1
     sleeps = rollout.free_cache_engine and on_gpu
     return {

@@ -1,4 +1,4 @@
-"""What differs from one kind of inference server to another: its command line, its routes and their payloads."""
+"""The protocol of a kind of inference server: its command line, its routes and their payloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.rollout.servers.http import Connections
 
 @dataclass(frozen=True)
 class Launch:
-    """How a server of our own is started."""
+    """Settings of a server of our own."""
 
     python: Path
     """Interpreter of an environment that has it."""
@@ -46,7 +46,7 @@ class Draw:
 
     prompt: list[int]
     sampling: SamplingParams
-    """How it is drawn; `n` is the engine's business."""
+    """Temperature, cuts and lengths; `n` is the engine's business."""
     most: int
     """Tokens at most."""
     seed: int
@@ -78,7 +78,7 @@ class Dialect(Protocol):
     title: str
     """As its makers write it."""
     how: str
-    """Where to find how one is started; the end of a sentence."""
+    """The page that says how one is started, as the end of a sentence."""
     options: str
     """Its options that decide about log-probs."""
     health_asleep: str
@@ -128,5 +128,5 @@ class Dialect(Protocol):
         ...
 
     def cures(self) -> Mapping[str, Callable[[Connections, float], None]]:
-        """What may be stale in a server, likeliest first, each with the request that renews it."""
+        """Parts of a server that may be stale, the likeliest first, each with the request that renews it."""
         ...

@@ -27,7 +27,7 @@ class Server:
 
     speaks: Dialect
     where: Launch | str
-    """How it is started, or the address of one that somebody else started."""
+    """Its settings, or the address of one that somebody else started."""
     timeout: float
     """Seconds in which it must have started, and must have taken weights."""
     patience: float = math.inf

@@ -1,4 +1,4 @@
-"""What SGLang's servers speak; see `tether.rollout.servers`. `weights` has the ways in which weights reach one."""
+"""The language of SGLang's servers; see `tether.rollout.servers`. `weights` has the ways in which weights reach one."""
 
 from tether.rollout.sglang.dialect import SGLang, launch_of
 

@@ -1,4 +1,4 @@
-"""What vLLM's servers speak; see `tether.rollout.servers`. What runs inside of them is in the folder `inside`, which
+"""The language of vLLM's servers; see `tether.rollout.servers`. What runs inside of them is in the folder `inside`, which
 is not imported here.
 """
 

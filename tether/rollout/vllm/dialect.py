@@ -14,7 +14,7 @@ from tether.types import JsonObject
 INSIDE = Path(__file__).parent / "inside"
 """Folder of the module that a server's workers import."""
 SERVED = "policy"
-"""What the model is called in requests."""
+"""Name of the model in requests."""
 KNOWN = ("0.32.",)
 """Versions of vLLM that this was run with."""
 _CUT_OFF = -9000.0  # vLLM writes -9999 for the log-prob of a token that could not be drawn
