@@ -1,4 +1,4 @@
-"""How far the policy is from the reference: per-token estimators from log-probabilities, and KL in the reward.
+"""Distance of the policy from the reference: per-token estimators from log-probabilities, and KL in the reward.
 
 With l and q the log-probabilities that policy and reference give a token sampled from the policy, d = l - q. In
 expectation over samples from the policy, as a *value* and as the *gradient* of a loss term (Schulman, "Approximating KL
@@ -131,7 +131,7 @@ def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mas
 
 
 class PenalizedRewards(NamedTuple):
-    """What `apply_kl_penalty` returns."""
+    """Result of `apply_kl_penalty`."""
 
     token_level_rewards: Tokens
     kl: Scalar

@@ -1,4 +1,4 @@
-"""How strong the KL penalty in the reward is, from step to step."""
+"""Strength of the KL penalty in the reward, from step to step."""
 
 import math
 from typing import Protocol

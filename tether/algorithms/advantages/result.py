@@ -1,4 +1,4 @@
-"""What an advantage estimator returns."""
+"""Result of an advantage estimator."""
 
 from dataclasses import dataclass
 
