@@ -202,6 +202,7 @@ def _engines(
             sampling,
             eos_token_ids=eos_token_ids(sampling),
             max_num_seqs=rollout.max_num_seqs,
+            max_kept_tokens=rollout.multi_turn.max_kept_tokens,
             dtype=DTYPES[rollout.dtype],
         )
         parts["sampler"] = RankSampler(native, actor) if sharded else native

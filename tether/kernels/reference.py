@@ -198,6 +198,24 @@ class Reference:
             out = torch.matmul(weights.to(values.dtype), values)
         return out.reshape(rows, heads, 1, -1)
 
+    def continued_attention(
+        self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        """Several new tokens per row over keys that are in the cache, their own among them; no gradient.
+
+        Args:
+            query: [R, H, Q, D].
+            keys: [R, K, L, D]; key p is at position p.
+            values: [R, K, L, E].
+            position: [R, Q] int64 of the new tokens, all under L.
+            spec: of the layer.
+
+        Returns:
+            [R, H, Q, E].
+        """
+        visible = visible_keys(position, torch.arange(keys.shape[2], device=position.device), spec)
+        return masked_attention(query, keys, values, visible[:, None, None], spec)
+
     def pack_linears(self, layers: Sequence[nn.Linear]) -> PackedLinears | None:
         """A copy of the layers' weights in the order that `linears` wants; None where it uses them as they are."""
         return None

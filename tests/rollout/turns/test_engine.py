@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from tests.rollout.test_native import PROMPTS, packed_logits, responses
+from tests.rollout.test_native import PROMPTS, packed_logits, responses, route_one_by_one
 from tests.tiny import tiny_model
+from tether.batch import RolloutBatch
 from tether.rollout import FinishedResponse, NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
+from tether.rollout.native.kv_cache import Decode
 
 KEY = NoiseKey(seed=1, step=2)
 ENDS = frozenset(range(60, 120))  # so that turns are a few tokens long
@@ -37,15 +39,20 @@ def answers(row, turn):
     return [200 + turn] * (turn + row % 3)
 
 
-def engine(slots=256, name="llama"):
-    return NativeEngine(tiny_model(name), eos_token_ids=ENDS, max_num_seqs=slots)
+def engine(slots=256, name="llama", **options):
+    return NativeEngine(tiny_model(name), eos_token_ids=ENDS, max_num_seqs=slots, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_conversation_is_sampled_as_if_it_had_been_a_prompt(name):
-    script = Script()
-    batch = engine(name=name).generate(PROMPTS, SAMPLING, KEY, partner=script)
-    logits = packed_logits(tiny_model(name), batch)
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("llama", 0), ("llama", 40), ("llama", 65536), ("gemma2", 65536), ("mistral", 65536), ("deepseek_v3", 65536)],
+)
+def test_a_conversation_is_sampled_as_if_it_had_been_a_prompt(name, kept):
+    """Whether the cache of all rows, of some or of none is kept while they are answered."""
+    script, model = Script(), tiny_model(name, dtype=torch.float64)
+    route_one_by_one(model)
+    batch = NativeEngine(model, eos_token_ids=ENDS, max_kept_tokens=kept).generate(PROMPTS, SAMPLING, KEY, partner=script)
+    logits = packed_logits(model, batch)
     turns = 0
     for row, (ids, mask) in enumerate(zip(responses(batch), batch.response_mask.tolist(), strict=True)):
         expected, own = [], []
@@ -59,8 +66,40 @@ def test_a_conversation_is_sampled_as_if_it_had_been_a_prompt(name):
         assert mask == [*own, *[True] * (len(ids) - len(own)), *[False] * (len(mask) - len(ids))]
         found = logits[row].log_softmax(-1)[torch.arange(len(ids)), ids]
         sampled = torch.tensor(mask[: len(ids)])
-        torch.testing.assert_close(batch.rollout_log_probs[row, : len(ids)][sampled], found[sampled], atol=1e-4, rtol=0)
+        torch.testing.assert_close(batch.rollout_log_probs[row, : len(ids)][sampled], found[sampled], atol=1e-10, rtol=0)
     assert turns > 20
+
+
+class Counted(NativeEngine):
+    """Counts the tokens that go through the model more than one at a time."""
+
+    prefilled = 0
+
+    def _by_transformers(self, ids, positions, layout, keep):
+        self.prefilled += 0 if isinstance(layout, Decode) else ids.numel()
+        return super()._by_transformers(ids, positions, layout, keep)
+
+
+def test_what_is_kept_is_not_prefilled_again():
+    def sampled(kept: int) -> tuple[int, RolloutBatch]:
+        model = tiny_model("deepseek_v3")  # which transformers runs
+        counted = Counted(model, eos_token_ids=ENDS, max_kept_tokens=kept)
+        return (counted.generate(PROMPTS, SAMPLING, KEY, partner=Script()), counted.prefilled)[::-1]
+
+    (whole, batch), (some, of_some), (pieces, of_all) = (sampled(kept) for kept in (0, 40, 65536))
+    first = sum(map(len, PROMPTS))
+    contexts = 0
+    for row, mask in enumerate(batch.response_mask.tolist()):
+        begins = [at for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]  # of turns after an answer
+        contexts += sum(len(PROMPTS[row // SAMPLING.n]) + at for at in begins)
+    told = int((~batch.response_mask & (batch.response_ids > 0)).sum())
+    turns = int((batch.response_mask[:, 1:] & ~batch.response_mask[:, :-1]).sum())
+    assert whole == first + contexts
+    assert pieces == first + told + turns  # of each turn before, the last token was not in the cache
+    assert pieces < some < whole
+    for other in (of_some, of_all):
+        assert responses(other) == responses(batch)
+        torch.testing.assert_close(other.rollout_log_probs, batch.rollout_log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 14])

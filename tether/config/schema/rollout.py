@@ -8,6 +8,7 @@ from tether.config.schema.engine import Dtype
 from tether.config.schema.section import (
     ActsIf,
     AliasOf,
+    Count,
     Inherits,
     Limit,
     Name,
@@ -86,6 +87,8 @@ class MultiTurnConfig(Section):
     """Refuse a chat template if turns put together are not what it gives for the whole; or let white space differ."""
     timeout: PositiveFloat = 10.0
     """Seconds that a call of a tool or a step of an environment may take. (tether's own key.)"""
+    max_kept_tokens: Annotated[Count, ActsIf("actor_rollout_ref.rollout.name", on=("native",))] = 65536
+    """Tokens of answered conversations whose keys and values are kept; the others are prefilled. (tether's own key.)"""
 
 
 class AgentConfig(Section):

@@ -8,7 +8,8 @@ so the rows being decoded are always the first ones and no time goes into finish
     waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
                                  ^ n responses of a prompt share one prefill
 
-A row whose turn a partner answers gives up its slot meanwhile, and is prefilled again with all that was said.
+A row whose turn a partner answers gives up its slot meanwhile. Its keys and values are kept, up to a number of tokens
+of all such rows; one for which there is no room is prefilled again with all that was said.
 
 What is sampled for a row depends on its prompt, the weights and the `NoiseKey`, not on which rows it ran with: up to
 the float rounding of the model's forward, which may differ with the number of rows in a matrix product.
@@ -58,6 +59,7 @@ class NativeEngine:
         eos_token_ids: frozenset[int],
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        max_kept_tokens: int = 65536,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Take the model over for generation.
@@ -67,6 +69,7 @@ class NativeEngine:
             eos_token_ids: tokens that end a response.
             max_num_seqs: responses decoded at a time; the KV cache has as many slots.
             max_num_batched_tokens: prompt tokens in one prefill; a single longer prompt still runs.
+            max_kept_tokens: of rows that a partner answers, whose keys and values are kept; 0: they are prefilled again.
             dtype: to generate in; None is the model's own.
         """
         use_tether_attention(model)
@@ -76,6 +79,7 @@ class NativeEngine:
         self._version = 0
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_kept_tokens = max_kept_tokens
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`."""
@@ -114,6 +118,7 @@ class NativeEngine:
                 eos=self.eos_token_ids,
                 num_slots=min(self._max_num_seqs, len(prompts) * sampling.n),
                 max_prefill_tokens=self._max_num_batched_tokens,
+                max_kept_tokens=self._max_kept_tokens,
                 on_finished=on_finished,
                 partner=partner,
             )

@@ -16,7 +16,7 @@ from tether.batch import RolloutBatch, TokenIds
 from tether.kernels import AttentionLayout
 from tether.keyed_random import uniform
 from tether.models.output import KeptRecorder
-from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
+from tether.rollout.native.kv_cache import Continue, Decode, KVCache, Prefill, Prefix
 from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
 
@@ -39,6 +39,7 @@ class Generation:
         eos: frozenset[int],
         num_slots: int,
         max_prefill_tokens: int,
+        max_kept_tokens: int,
         on_finished: Callable[[FinishedResponse], None] | None,
         partner: Partner | None,
     ) -> None:
@@ -65,6 +66,8 @@ class Generation:
         self._paused: deque[int] = deque()  # rows that the partner answers, in the order in which their turns ended
         self._heard = [0] * self._num_rows  # tokens of the row up to the end of the last answer
         self._answers: list[tuple[int, int, int]] = []  # row, and where an answer begins and ends in it
+        self._kept_prefixes: dict[int, Prefix] = {}  # of paused rows: all but the last token
+        self._room_to_keep = max_kept_tokens  # tokens of such prefixes that there still is room for
         vocabulary = model.config.get_text_config().vocab_size
         recorded = sampling.record_kept and sampling.cuts(vocabulary)
         self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
@@ -86,23 +89,59 @@ class Generation:
 
     def _go_on(self, free: int) -> None:
         """Wait for the answers to the rows that paused first, half of them, and prefill those that are not over."""
-        rows: list[int] = []
-        contexts: list[Tensor] = []
+        kept: dict[int, Prefix] = {}  # rows whose cache was kept, and of the others the whole context
+        whole: dict[int, Tensor] = {}
+        tokens = 0
         for _ in range(min(free, (len(self._paused) + 1) // 2)):
             row = self._paused.popleft()
-            if self._append_answer(row):
-                rows.append(row)
-                contexts.append(torch.cat([self._prompt_of(row), self._tokens[row, : self._heard[row]]]))
-            else:
+            goes_on, prefix = self._append_answer(row), self._take_prefix(row)
+            if not goes_on:
                 self._finish(row)
-            if sum(map(len, contexts)) >= self._max_prefill_tokens:
+            elif prefix is not None:
+                kept[row] = prefix
+                tokens += len(self._piece(row, prefix))
+            else:
+                whole[row] = torch.cat([self._prompt_of(row), self._tokens[row, : self._heard[row]]])
+                tokens += len(whole[row])
+            if tokens >= self._max_prefill_tokens:
                 break
-        if not rows:
-            return
-        lengths = [len(context) for context in contexts]
-        logits = self._prefilled(torch.cat(contexts), lengths, [1] * len(rows))
-        self._occupy(torch.tensor(rows), torch.tensor(lengths), torch.tensor([self._heard[row] for row in rows]))
-        self._accept(logits)
+        parts = [self._continued(kept)] if kept else []
+        if whole:
+            lengths = [len(context) for context in whole.values()]
+            parts.append(self._prefilled(torch.cat(list(whole.values())), lengths, [1] * len(whole)))
+            self._occupy_again(list(whole), lengths)
+        if parts:
+            self._accept(torch.cat(parts))
+
+    def _continued(self, kept: dict[int, Prefix]) -> Tensor:
+        """Put kept prefixes into the next slots, and the tokens that came after them; logits after each."""
+        pieces = [self._piece(row, prefix) for row, prefix in kept.items()]
+        starts, lengths = [_length(prefix) for prefix in kept.values()], [len(piece) for piece in pieces]
+        for slot, prefix in enumerate(kept.values(), start=self._active):
+            self._cache.put(prefix, slot)
+        layout = Continue.plan(self._cache, starts, lengths, first_slot=self._active)
+        ends = (torch.tensor(lengths).cumsum(0) - 1).to(self._device)
+        logits = self._forward(torch.cat(pieces)[None], layout.position[None], layout, ends)
+        self._occupy_again(list(kept), [start + length for start, length in zip(starts, lengths, strict=True)])
+        return logits
+
+    def _piece(self, row: int, prefix: Prefix) -> Tensor:
+        """Tokens of a row that were added since its prefix was kept: the last one of its turn, and the answer."""
+        said = _length(prefix) - len(self._prompts[row // self._sampling.n])
+        return self._tokens[row, said : self._heard[row]]
+
+    def _keep_prefix(self, slot: int, row: int, length: int) -> None:
+        """Keep what the cache holds of a row, where there is room. The row that paused last comes back last, so it is
+        the one that is not kept."""
+        if length <= self._room_to_keep:
+            self._room_to_keep -= length
+            self._kept_prefixes[row] = self._cache.copy_of(slot, length)
+
+    def _take_prefix(self, row: int) -> Prefix | None:
+        prefix = self._kept_prefixes.pop(row, None)
+        if prefix is not None:
+            self._room_to_keep += _length(prefix)
+        return prefix
 
     def _append_answer(self, row: int) -> bool:
         """Put the partner's answer behind the row's last turn; False where there is none."""
@@ -158,6 +197,10 @@ class Generation:
         self._count[slots] = counts.to(self._device)
         self._active += len(rows)
 
+    def _occupy_again(self, rows: list[int], lengths: list[int]) -> None:
+        """Give the next slots to rows that were answered."""
+        self._occupy(torch.tensor(rows), torch.tensor(lengths), torch.tensor([self._heard[row] for row in rows]))
+
     def _decode(self) -> Tensor:
         """[R, V] logits after each active row's last token."""
         rows = slice(0, self._active)
@@ -192,14 +235,15 @@ class Generation:
 
     def _release(self, slots: Tensor, by_itself: Tensor) -> None:
         """Let rows go whose turn ended, by itself or by a limit, and close the gaps with the last rows that stay."""
-        states = zip(self._row[slots].tolist(), self._count[slots].tolist(), by_itself.tolist(), strict=True)
-        for row, length, ended_itself in states:
+        columns = (slots, self._row[slots], self._count[slots], self._position[slots], by_itself)
+        for slot, row, length, position, ended_itself in zip(*(column.tolist() for column in columns), strict=True):
             self._lengths[row] = length
             if self._partner is None or not ended_itself:
                 self._finish(row)
             else:
                 self._partner.listen(row, self._tokens[row, self._heard[row] : length].tolist())
                 self._paused.append(row)
+                self._keep_prefix(slot, row, position)
         stays = torch.ones(self._active, dtype=torch.bool, device=self._device)
         stays[slots] = False
         kept = self._active - len(slots)
@@ -251,3 +295,7 @@ class Generation:
             kept=None if self._kept is None else self._kept.result(width),
             batch_size=[self._num_rows],
         )
+
+
+def _length(prefix: Prefix) -> int:
+    return prefix[0][0].shape[1]

@@ -1,4 +1,4 @@
-"""Keys and values of the sequences being decoded, and the two attention layouts that use them.
+"""Keys and values of the sequences being decoded, and the three attention layouts that use them.
 
 The cache holds a fixed number of slots, one sequence each. Position p of the sequence in slot s lies at ``[s, :, p]``
 of every layer, so sequences of different lengths need no padding: a query sees its slot's keys up to its own position.
@@ -20,6 +20,10 @@ from tether.models.layers import Packed
 
 _MORE = 64  # tokens that there is room for at least, after which a new cache is made
 _MULTIPLE = 32  # of tokens: what kernels take at a time
+
+
+Prefix = list[tuple[Tensor, Tensor]]
+"""Keys [K, n, D] and values [K, n, E] of the first n positions of a sequence, of every layer."""
 
 
 class KVCache:
@@ -80,6 +84,17 @@ class KVCache:
         keys, values = self._layers[layer]
         return keys[:rows, :, :length], values[:rows, :, :length]
 
+    def copy_of(self, slot: int, length: int) -> Prefix:
+        """The first `length` positions of a slot."""
+        return [(keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self._layers.values()]
+
+    def put(self, prefix: Prefix, slot: int) -> None:
+        """Put a copy at the beginning of a slot."""
+        for layer, (key, value) in zip(self._layers, prefix, strict=True):
+            length = key.shape[1]
+            keys, values = self.room(layer, length, key[None], value[None])
+            keys[slot, :, :length], values[slot, :, :length] = key, value
+
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` positions of the slots `source` [M] into the slots `target` [M]."""
         for pair in self._layers.values():
@@ -117,6 +132,50 @@ class Prefill:
         keys, values = (x[0].transpose(0, 1)[self.source] for x in (key, value))
         self.cache.write(spec.layer, self.slot, self.position, max(self.packed.lengths), keys, values)
         return self.packed.attend(query, key, value, spec)
+
+
+@dataclass(frozen=True)
+class Continue:
+    """What was added to sequences that the cache already holds: the pieces of R neighbouring slots, laid end to end."""
+
+    cache: KVCache
+    first_slot: int
+    slot: Tensor
+    """[N] of each token."""
+    position: Tensor
+    """[N] of each token in its sequence."""
+    padded: Tensor
+    """[R, Q] which token stands where when the pieces are laid side by side; the last one of a shorter piece repeats."""
+    place: Tensor
+    """[N] where each token stands there, rows laid end to end."""
+    length: int
+    """Of the longest sequence."""
+
+    @classmethod
+    def plan(cls, cache: KVCache, starts: Sequence[int], pieces: Sequence[int], first_slot: int) -> Continue:
+        """Slot ``first_slot + i`` holds ``starts[i]`` tokens, to which ``pieces[i]`` are added."""
+        start, piece = torch.tensor(starts), torch.tensor(pieces)
+        row = torch.arange(len(pieces)).repeat_interleave(piece)
+        begin = piece.cumsum(0) - piece
+        offset = torch.arange(len(row)) - begin[row]
+        width = int(piece.max())
+        padded = begin[:, None] + torch.minimum(torch.arange(width), piece[:, None] - 1)
+        parts = (first_slot + row, start[row] + offset, padded, row * width + offset)
+        return cls(cache, first_slot, *(x.to(cache.device) for x in parts), int((start + piece).max()))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `AttentionLayout.attend`: [1, H, N, D] in, [1, H, N, E] out."""
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.cache.write(spec.layer, self.slot, self.position, self.length, key, value)
+        keys, values = self.cache.read(spec.layer, self.first_slot + len(self.padded), self.length)
+        out = kernels_for(query, key, value).continued_attention(
+            query[self.padded].transpose(1, 2),
+            keys[self.first_slot :],
+            values[self.first_slot :],
+            self.position[self.padded],
+            spec,
+        )
+        return out.transpose(1, 2).flatten(0, 1)[self.place].transpose(0, 1)[None]
 
 
 class Decode:
