@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tether.batch import Prompt
-from tether.rewards.audit import Audit, audit, share_of_differing_groups, verdicts, wrong_replies
+from tether.rewards.audit import Audit, ProbeScores, audit, share_of_differing_groups, verdicts, wrong_replies
 from tether.rewards.outcome import Abstention, RewardError, RewardRequest, outcome_of
 from tether.rewards.router import find_reward
 from tether.rewards.sandbox import ProgramOptions
@@ -24,7 +24,11 @@ def tried(reward, prompts=PROMPTS, sampled=(), group_size=1) -> Audit:
         known = (Abstention, RewardError)
         return [o if isinstance(o, known) else outcome_of(o) for o in outcomes], [0.001] * len(requests)
 
-    return audit(prompts, score, sampled, group_size)
+    if not sampled:
+        return audit(prompts, score, None, group_size)
+    asked = [prompt for prompt in prompts for _ in range(group_size)][: len(sampled)]
+    requests = [RewardRequest("test", text, q.ground_truth, {}) for q, text in zip(asked, sampled, strict=True)]
+    return audit(prompts, score, ProbeScores("sampled", requests, *score(requests)), group_size)
 
 
 def faults(audited: Audit) -> list[str]:

@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.loops import Text, assert_same_run, train_killed
 from tests.trainer.resume import assert_resume_is_exact
 from tests.trainer.tiny_run import measured, train, write_jsonl
 from tests.trainer.turn_run import CALL, ID, ROLLOUT, turn_overrides, write_turn_inputs
 from tether.assembly.run import build_run
+from tether.assembly.standalone import build_reward_trial
+from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
+from tether.rewards import Score
 
 SECTION = f"{ROLLOUT}.multi_turn"
 
@@ -143,6 +147,43 @@ def test_a_row_with_an_agent_needs_turns(inputs: Path, tmp_path: Path) -> None:
         ValueError, match=r"row 0: `agent_name` is 'tool_agent', which answers in turns. Set .*enable=True"
     ):
         build_run(load_config(None, [*overrides, f"data.train_files={file}"])).close()
+
+
+def test_the_audit_of_a_reward_samples_conversations(inputs: Path, tmp_path: Path) -> None:
+    """Replies that are tried have one turn, sampled ones as many as in training, with what tools answered."""
+    config = load_config(None, turn_overrides(inputs, tmp_path / "run")).config
+    with build_reward_trial(config, rows=4, samples=64) as trial:
+        assert trial.sampled is not None
+        told = [request.solution_str for request in trial.sampled.requests]
+        paid = [outcome.value for outcome in trial.sampled.outcomes if isinstance(outcome, Score)]
+        assert len(told) == len(paid) == 64
+        assert any("tool\n" in text for text in told)
+        assert {0.2} <= {round(score, 1) for text, score in zip(told, paid, strict=True) if "tool\n" in text}
+    assert check_reward(load_config(None, turn_overrides(inputs, tmp_path / "run")), rows=4, samples=4, out=None)
+
+
+def test_an_environment_alone_leaves_no_reward_to_check(inputs: Path, tmp_path: Path) -> None:
+    loaded = load_config(None, [*turn_overrides(inputs, tmp_path / "run"), *own(inputs)])
+    with pytest.raises(ValueError, match="scored by its environment alone"):
+        check_reward(loaded, rows=2, samples=0, out=None)
+
+
+class Turns(Text):
+    """Conversations with a tool."""
+
+    def overrides(self, folder: Path, *more: str) -> list[str]:
+        """See `Loop.overrides`."""
+        saved = ["trainer.total_training_steps=6", "trainer.save_freq=2", "data.val_files=[]"]
+        return [*turn_overrides(self._inputs, folder), *saved, *more]
+
+
+@pytest.mark.slow
+def test_conversations_go_on_after_kills(inputs: Path, tmp_path: Path) -> None:
+    """SIGKILL ends the processes of tools with the run, and what follows is bitwise the run that was never killed."""
+    loop = Turns(inputs)
+    loop.train(loop.overrides(tmp_path / "whole"))
+    train_killed(loop, loop.overrides(tmp_path / "killed"), tmp_path / "killed", kills=3)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", 6)
 
 
 def learned(folder: Path, seed: int, *more: str) -> float:

@@ -14,18 +14,20 @@ from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.run import sampling_params, validation_sampling
-from tether.assembly.turns import build_conversations, build_tool_pool, check_agents
+from tether.assembly.turns import build_conversations, build_tool_pool, check_agents, row_agent, scored_by_environments
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
-from tether.data.chat import decode
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
+from tether.rewards import RewardRequest
+from tether.rewards.audit import ProbeScores
 from tether.rewards.service import Rewards
 from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.trainer.parts import Collector
+from tether.trainer.parts.collector import ScoredResponses
 from tether.trainer.text import Evaluation, Pretraining, explained, read_rollouts, split_by_prompt, value_batch
 from tether.training.text import CriticLoss
 
@@ -64,9 +66,11 @@ class RewardTrial:
 
     prompts: list[Prompt]
     rewards: Rewards
-    sampled: list[str]
-    """Replies of the policy: `group_size` to each of the first prompts."""
+    sampled: ProbeScores | None
+    """Replies of the policy, conversations among them: `group_size` to each of the first prompts."""
     group_size: int
+    in_turns: bool
+    """The reward is told of conversations."""
 
 
 @contextmanager
@@ -89,22 +93,40 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
     set_threads(config.trainer.num_threads)
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
-    dataset = build_dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples, shuffle=False)
-    check_rewards(config, dataset)
-    check_scoring(config, tokenizer)
-    count = min(rows, len(dataset))
-    prompts = [dataset[i * len(dataset) // count] for i in range(count)]
-    sampled: list[str] = []
-    if samples:
-        engine = load_engine(
-            resolve_model_path(model.path, cache_dir()), resolve_device(config.trainer.device), rollout.dtype
-        )
-        asked = [prompt.token_ids for prompt in prompts[: max(1, samples // rollout.n)]]
-        drawn = engine.generate(asked, sampling_params(config), NoiseKey(config.trainer.seed, step=0))
-        rows_of_ids = zip(drawn.response_ids, drawn.response_length.tolist(), strict=True)
-        sampled = [decode(tokenizer, ids[:length].tolist(), skip_special_tokens=True) for ids, length in rows_of_ids]
-    with build_rewards(config) as rewards:
-        yield RewardTrial(prompts, rewards, sampled, rollout.n)
+    with build_tool_pool(config) or nullcontext() as tools:
+        data = config.data
+        dataset = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=False, tools=tools)
+        check_agents(config, dataset, tools)
+        if (
+            tools
+            and scored_by_environments(config)
+            and all(row_agent(config, prompt).environment for prompt in dataset)
+        ):
+            raise ValueError("every row is scored by its environment alone, so there is no reward to check")
+        check_rewards(config, dataset)
+        check_scoring(config, tokenizer)
+        count = min(rows, len(dataset))
+        prompts = [dataset[i * len(dataset) // count] for i in range(count)]
+        with build_rewards(config) as rewards:
+            sampled = None
+            if samples:
+                path = resolve_model_path(model.path, cache_dir())
+                engine = load_engine(path, resolve_device(config.trainer.device), rollout.dtype)
+                conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
+                collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
+                asked = prompts[: max(1, samples // rollout.n)]
+                scored = collector.collect(asked, sampling_params(config), NoiseKey(config.trainer.seed, step=0))
+                sampled = _probe(scored, list(rewards.durations) or [0.0])
+            yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None)
+
+
+def _probe(scored: ScoredResponses, seconds: list[float]) -> ProbeScores:
+    """Sampled replies as the audit has them: a conversation is shown with all that was said."""
+    requests = [
+        RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+        for prompt, text in ((scored.prompt_of(row), text) for row, text in enumerate(scored.texts))
+    ]
+    return ProbeScores("sampled", requests, scored.outcomes, seconds)
 
 
 def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> Pretraining:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.batch import Prompt
 from tether.config import RunConfig
 from tether.data.prompts import PromptDataset
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row
@@ -34,9 +35,14 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
     return ToolPool(Talkers(tools, environments), num_workers=rollout.agent.num_workers, timeout=turns.timeout)
 
 
-def row_agent(config: RunConfig, row: Row) -> Agent:
+def row_agent(config: RunConfig, row: Row | Prompt) -> Agent:
     """Who answers a row."""
     return agent_of(row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop, row.extra_info)
+
+
+def scored_by_environments(config: RunConfig) -> bool:
+    """Whether rows with an environment are scored by it alone."""
+    return config.custom_reward_function.path is None and not config.reward_model.enable
 
 
 def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> None:
@@ -104,7 +110,7 @@ def build_conversations(
     kwargs = dict(data.apply_chat_template_kwargs)
     template = TurnTemplate(tokenizer, ends, data.chat_template, kwargs)
     listing = TurnTemplate(tokenizer, ends, data.chat_template, {**kwargs, "tools": tools.schemas or None})
-    agents = {agent_of(p.agent_name or default, p.extra_info) for prompts in datasets for p in prompts}
+    agents = {row_agent(config, prompt) for prompts in datasets for prompt in prompts}
     if any(agent.has_tools for agent in agents):
         listing.check(["tool"], turns.tokenization_sanity_check_mode)
     if any(agent.environment is not None for agent in agents):
@@ -124,5 +130,5 @@ def build_conversations(
         ),
         find_calls=FORMATS[turns.format],
         default_agent=default,
-        environments_score_alone=config.custom_reward_function.path is None and not config.reward_model.enable,
+        environments_score_alone=scored_by_environments(config),
     )

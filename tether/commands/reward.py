@@ -59,7 +59,7 @@ def _audit(trial: RewardTrial, screen: Screen) -> Audit:
             progress.advance(calls, len(requests))
             return outcomes, list(trial.rewards.durations)
 
-        return audit(trial.prompts, score, trial.sampled, trial.group_size)
+        return audit(trial.prompts, score, trial.sampled, trial.group_size, trial.in_turns)
 
 
 def _table(audited: Audit) -> Table:

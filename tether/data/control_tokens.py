@@ -8,23 +8,23 @@ each part in between is tokenized without the mark and with control tokens switc
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tether.batch import TokenIds
-from tether.data.rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message = Mapping[str, Any]
 _PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that mean nothing in Unicode."""
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, and what rows hold of them."""
+    """The control tokens of a tokenizer, and what messages hold of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -32,19 +32,19 @@ class ControlTokens:
         tokens = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")  # the longest first; (?!): none
 
-    def inside(self, row: Row) -> set[str]:
-        """The control tokens that stand in the messages of a row."""
-        return {token for message in row.messages for token in self._pattern.findall(message["content"])}
+    def inside(self, messages: Sequence[Message]) -> set[str]:
+        """The control tokens that stand in messages."""
+        return {token for message in messages for token in self._pattern.findall(message["content"])}
 
-    def broken(self, row: Row) -> tuple[Row, str]:
-        """The row with a mark after the first character of each control token in its messages, and the mark."""
-        text = "".join(message["content"] for message in row.messages)
+    def broken(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], str]:
+        """The messages with a mark after the first character of each control token in them, and the mark."""
+        text = "".join(message["content"] for message in messages)
         mark = next(character for character in map(chr, _PRIVATE_USE) if character not in text)
-        messages = [
+        broken = [
             {**m, "content": self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], m["content"])}
-            for m in row.messages
+            for m in messages
         ]
-        return replace(row, messages=tuple(messages)), mark
+        return broken, mark
 
     def tokenize_broken(self, text: str, mark: str) -> TokenIds:
         """Token ids of a rendered text: broken control tokens are text, all others are control tokens."""

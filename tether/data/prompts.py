@@ -259,7 +259,7 @@ def _encode(
 def _count(rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
     control = ControlTokens(tokenizer)
     templated = (row for row in (rows[number] for number in numbers) if row.token_ids is None)
-    return Counter(token for row in templated for token in control.inside(row))
+    return Counter(token for row in templated for token in control.inside(row.messages))
 
 
 def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> list[TokenIds]:
@@ -280,8 +280,10 @@ def _encode_as_text(
 ) -> TokenIds:
     if row.token_ids is not None:
         return row.token_ids
-    broken, mark = control.broken(row)
-    text = render(broken, tokenizer, options.chat_template, options.template_kwargs(row))
+    messages, mark = control.broken(row.messages)
+    text = render(
+        replace(row, messages=tuple(messages)), tokenizer, options.chat_template, options.template_kwargs(row)
+    )
     return control.tokenize_broken(text, mark)
 
 

@@ -87,24 +87,26 @@ class Verdict:
 def audit(
     prompts: Sequence[Prompt],
     score: Callable[[Sequence[RewardRequest]], tuple[Sequence[RewardOutcome], Sequence[float]]],
-    sampled: Sequence[str] = (),
+    sampled: ProbeScores | None = None,
     group_size: int = 1,
+    in_turns: bool = False,
 ) -> Audit:
     """Score every kind of reply to every prompt.
 
     Args:
         prompts: at least one.
         score: requests -> their outcomes, and the seconds of each call.
-        sampled: replies of a policy, `group_size` for each of the first prompts; may be empty.
+        sampled: replies of a policy and their scores, `group_size` for each of the first prompts.
         group_size: see `sampled`.
+        in_turns: the reward is told of conversations; a reply that is tried is one of a single turn.
     """
 
-    def tried(kind: str, replies: Iterable[str], of: Sequence[Prompt] = prompts) -> ProbeScores:
-        pairs = zip(of, replies, strict=True)
-        requests = [
-            RewardRequest(q.data_source, text, q.ground_truth, dict(q.extra_info), Dialogue(q.messages, q.token_ids))
-            for q, text in pairs
-        ]
+    def tried(kind: str, replies: Iterable[str]) -> ProbeScores:
+        requests = []
+        for q, text in zip(prompts, replies, strict=True):
+            turn = {"num_turns": 1, "conversation": [{"role": "assistant", "content": text}]} if in_turns else {}
+            dialogue = Dialogue(q.messages, q.token_ids)
+            requests.append(RewardRequest(q.data_source, text, q.ground_truth, {**q.extra_info, **turn}, dialogue))
         return ProbeScores(kind, requests, *score(requests))
 
     answers = {form: tried(TRUTH, [form.format(_text(q.ground_truth)) for q in prompts]) for form in FORMATS}
@@ -112,8 +114,7 @@ def audit(
     solutions = [_solution(prompt) for prompt in prompts]
     truth = max(answers[form], tried(TRUTH, [text or "" for text in solutions]), key=_order)
     wrong = [tried(kind, replies) for kind, replies in wrong_replies(prompts, form).items()]
-    asked = [prompt for prompt in prompts for _ in range(group_size)][: len(sampled)]
-    return Audit(truth, wrong, tried("sampled", sampled, asked) if sampled else None, group_size)
+    return Audit(truth, wrong, sampled, group_size)
 
 
 def wrong_replies(prompts: Sequence[Prompt], answer_format: str) -> dict[str, list[str]]:

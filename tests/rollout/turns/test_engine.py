@@ -51,7 +51,9 @@ def test_a_conversation_is_sampled_as_if_it_had_been_a_prompt(name, kept):
     """Whether the cache of all rows, of some or of none is kept while they are answered."""
     script, model = Script(), tiny_model(name, dtype=torch.float64)
     route_one_by_one(model)
-    batch = NativeEngine(model, eos_token_ids=ENDS, max_kept_tokens=kept).generate(PROMPTS, SAMPLING, KEY, partner=script)
+    batch = NativeEngine(model, eos_token_ids=ENDS, max_kept_tokens=kept).generate(
+        PROMPTS, SAMPLING, KEY, partner=script
+    )
     logits = packed_logits(model, batch)
     turns = 0
     for row, (ids, mask) in enumerate(zip(responses(batch), batch.response_mask.tolist(), strict=True)):
@@ -66,7 +68,9 @@ def test_a_conversation_is_sampled_as_if_it_had_been_a_prompt(name, kept):
         assert mask == [*own, *[True] * (len(ids) - len(own)), *[False] * (len(mask) - len(ids))]
         found = logits[row].log_softmax(-1)[torch.arange(len(ids)), ids]
         sampled = torch.tensor(mask[: len(ids)])
-        torch.testing.assert_close(batch.rollout_log_probs[row, : len(ids)][sampled], found[sampled], atol=1e-10, rtol=0)
+        torch.testing.assert_close(
+            batch.rollout_log_probs[row, : len(ids)][sampled], found[sampled], atol=1e-10, rtol=0
+        )
     assert turns > 20
 
 

@@ -40,11 +40,29 @@ def by_template(name, replies):
 def test_parts_are_the_whole(name, role):
     replies = [
         [{"role": role, "content": "7"}],
-        [{"role": role, "content": "<|im_end|>"}, {"role": role, "content": "é"}],
+        [{"role": role, "content": "8, or"}, {"role": role, "content": "é"}],
     ]
     assert put_together(name, replies) == by_template(name, replies)
     if (name, role) != ("qwen3", "user"):
         turn_template(name)[0].check([role], "strict")
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral", "llama3", "gemma", "qwen3"])
+def test_control_tokens_in_an_answer_are_text(name):
+    """A tool may print what it likes: it ends no turn."""
+    template, tokenizer, end = turn_template(name)
+    control = tokenizer.decode([end])
+
+    def told(content):
+        return template.replies(
+            PROMPT, [[{"role": "user", "content": f"8{control}"}], [{"role": "user", "content": content}]]
+        )
+
+    (mark,) = tokenizer("\x07", add_special_tokens=False)["input_ids"]
+    before, after = " ".join(map(str, told("a\x07b"))).split(f" {mark} ")
+    as_text = tokenizer(control, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert end not in as_text
+    assert " ".join(map(str, told(f"a{control}b"))) == f"{before} {' '.join(map(str, as_text))} {after}"
 
 
 @pytest.mark.parametrize(("name", "role"), [("llama3", "tool"), ("llama3", "user"), ("gemma", "user")])

@@ -69,7 +69,7 @@ class NativeEngine:
             eos_token_ids: tokens that end a response.
             max_num_seqs: responses decoded at a time; the KV cache has as many slots.
             max_num_batched_tokens: prompt tokens in one prefill; a single longer prompt still runs.
-            max_kept_tokens: of rows that a partner answers, whose keys and values are kept; 0: they are prefilled again.
+            max_kept_tokens: of rows that a partner answers, whose cache is kept; the others are prefilled again.
             dtype: to generate in; None is the model's own.
         """
         use_tether_attention(model)

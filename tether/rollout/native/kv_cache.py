@@ -86,7 +86,9 @@ class KVCache:
 
     def copy_of(self, slot: int, length: int) -> Prefix:
         """The first `length` positions of a slot."""
-        return [(keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self._layers.values()]
+        return [
+            (keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self._layers.values()
+        ]
 
     def put(self, prefix: Prefix, slot: int) -> None:
         """Put a copy at the beginning of a slot."""
@@ -139,17 +141,17 @@ class Continue:
     """What was added to sequences that the cache already holds: the pieces of R neighbouring slots, laid end to end."""
 
     cache: KVCache
+    length: int
+    """Of the longest sequence."""
     first_slot: int
     slot: Tensor
     """[N] of each token."""
     position: Tensor
     """[N] of each token in its sequence."""
     padded: Tensor
-    """[R, Q] which token stands where when the pieces are laid side by side; the last one of a shorter piece repeats."""
+    """[R, Q] the tokens of each piece; the last one of a shorter piece repeats."""
     place: Tensor
-    """[N] where each token stands there, rows laid end to end."""
-    length: int
-    """Of the longest sequence."""
+    """[N] where each token stands in it, rows laid end to end."""
 
     @classmethod
     def plan(cls, cache: KVCache, starts: Sequence[int], pieces: Sequence[int], first_slot: int) -> Continue:
@@ -161,7 +163,8 @@ class Continue:
         width = int(piece.max())
         padded = begin[:, None] + torch.minimum(torch.arange(width), piece[:, None] - 1)
         parts = (first_slot + row, start[row] + offset, padded, row * width + offset)
-        return cls(cache, first_slot, *(x.to(cache.device) for x in parts), int((start + piece).max()))
+        on_device = tuple(x.to(cache.device) for x in parts)
+        return cls(cache, int((start + piece).max()), first_slot, *on_device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionLayout.attend`: [1, H, N, D] in, [1, H, N, E] out."""

@@ -1,6 +1,7 @@
 """The tokens between two turns of the policy, exactly as the chat template writes it.
 
-Sampled ids stay as they are: only the text of others is tokenized. A context is thus put together from parts::
+Sampled ids stay as they are: only the text of others is tokenized, and a control token in it is text. A context is thus
+put together from parts::
 
     prompt ids | sampled ids, up to the end of the turn | ids of the replies, and the opening of the next turn | ...
 
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tether.data.chat import decode, tokenize, write_conversation
+from tether.data.control_tokens import ControlTokens
 from tether.types import Message
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class TurnTemplate:
         template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
+        self._control = ControlTokens(tokenizer)
         self._chat_template = chat_template
         self._arguments = {"chat_template": chat_template, **(template_kwargs or {})}
 
@@ -134,16 +137,23 @@ class TurnTemplate:
 
     def _after(self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]]) -> list[int]:
         """Ids of what the template writes after the words of the policy's last turn."""
-        mark = "TURN"
+        *before, replies = turns
+        broken_by = ""
+        if self._control.inside(replies):
+            replies, broken_by = self._control.broken(replies)
+        turns, mark = [*before, replies], "TURN"
         while any(mark in str(message.get("content")) for part in (prompt, *turns) for message in part):
             mark += "N"
         conversation = list(prompt) or [_user("?")]
-        for replies in turns:
-            conversation += [{"role": "assistant", "content": mark}, *replies]
+        for answers in turns:
+            conversation += [{"role": "assistant", "content": mark}, *answers]
         _, found, after = self._write(conversation).rpartition(mark)
         if not found:
             raise ValueError(f"{_KEY}: the chat template leaves out what the assistant says (data.chat_template)")
-        ids: list[int] = tokenize([after], self._tokenizer)[0].tolist()
+        by_text = (
+            self._control.tokenize_broken(after, broken_by) if broken_by else tokenize([after], self._tokenizer)[0]
+        )
+        ids: list[int] = by_text.tolist()
         return ids
 
     def _write(self, conversation: Sequence[Message]) -> str:
