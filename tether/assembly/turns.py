@@ -9,12 +9,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.batch import Prompt
 from tether.config import RunConfig
+from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, own_tools
 from tether.rollout.turns import Agent, Conversations, TurnLimits, TurnTemplate, agent_of
-from tether.tools import FORMATS, EnvironmentSpec, Talkers, ToolPool, read_environments, read_tools
+from tether.tools import FORMATS, LIBRARY, Talkers, ToolPool, environment_named, read_environments, read_tools
 
 _SECTION = "actor_rollout_ref.rollout.multi_turn"
+_STARTUP = 300.0  # seconds: an environment may load a dataset
+_NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 
 
 def build_tool_pool(config: RunConfig) -> ToolPool | None:
@@ -31,8 +34,17 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
     environments = read_environments(turns.interaction_config_path) if turns.interaction_config_path else {}
     if agent not in (SINGLE_TURN, TOOL_AGENT):
         place = "actor_rollout_ref.rollout.agent.default_agent_loop"
-        environments = environments | {agent: EnvironmentSpec(agent, place=place)}
-    return ToolPool(Talkers(tools, environments), num_workers=rollout.agent.num_workers, timeout=turns.timeout)
+        environments = environments | {agent: environment_named(agent, turns.format, place)}
+    for source in (*config.data.train_files, *config.data.val_files):
+        if source.startswith(ENVIRONMENT):
+            name = environment_named_by(source)
+            environments = environments | {name: environment_named(name, turns.format, source)}
+    return ToolPool(
+        Talkers(tools, environments, turns.format),
+        num_workers=rollout.agent.num_workers,
+        timeout=turns.timeout,
+        startup_timeout=_STARTUP,
+    )
 
 
 def row_agent(config: RunConfig, row: Row | Prompt) -> Agent:
@@ -59,9 +71,10 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
         nonlocal has_turns
         name, agent = row.agent_name, row_agent(config, row)
         has_turns |= agent.has_tools or agent.environment is not None
-        if name is not None and name not in (SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(r".+\.py:\w+", name):
+        if name is not None and name not in (SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
             raise ValueError(
-                f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, or your own class: FILE.py:CLASS"
+                f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, or your own "
+                "class: FILE.py:CLASS"
             )
         if name not in (None, SINGLE_TURN) and tools is None:
             raise ValueError(f"`agent_name` is {name!r}, which answers in turns. Set {_SECTION}.enable=True")
@@ -113,8 +126,9 @@ def build_conversations(
     agents = {row_agent(config, prompt) for prompts in datasets for prompt in prompts}
     if any(agent.has_tools for agent in agents):
         listing.check(["tool"], turns.tokenization_sanity_check_mode)
-    if any(agent.environment is not None for agent in agents):
-        template.check(["user"], turns.tokenization_sanity_check_mode)
+    rows = [prompt for prompts in datasets for prompt in prompts if row_agent(config, prompt).environment is not None]
+    roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # who answers there
+    template.check(sorted(roles), turns.tokenization_sanity_check_mode)
     return Conversations(
         pool=tools,
         tokenizer=tokenizer,

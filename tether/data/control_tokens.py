@@ -8,17 +8,17 @@ each part in between is tokenized without the mark and with control tokens switc
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tether.batch import TokenIds
+from tether.types import JsonObject, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
 _PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that mean nothing in Unicode."""
 
@@ -36,7 +36,7 @@ class ControlTokens:
         """The control tokens that stand in messages."""
         return {token for message in messages for token in self._pattern.findall(message["content"])}
 
-    def broken(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], str]:
+    def broken(self, messages: Sequence[Message]) -> tuple[list[JsonObject], str]:
         """The messages with a mark after the first character of each control token in them, and the mark."""
         text = "".join(message["content"] for message in messages)
         mark = next(character for character in map(chr, _PRIVATE_USE) if character not in text)

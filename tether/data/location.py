@@ -1,4 +1,7 @@
-"""Where rows come from: a file, a procedural task, or a dataset on the hub. Reads nothing and imports no torch."""
+"""Where rows come from: a file, a procedural task, an environment, a dataset on the hub.
+
+Reads nothing and imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 
-PROCEDURAL = "reasoning_gym:"
+PROCEDURAL, ENVIRONMENT = "reasoning_gym:", "verifiers:"
 SUFFIXES = (".parquet", ".json", ".jsonl")
 DELIMITERS = {".csv": ",", ".tsv": "\\t"}
 ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
 """Options after the ``?`` of a file or hub dataset: its columns, its reward, and text around its prompts."""
 OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
-PACKAGES = {"task": ("reasoning_gym", "tether[quickstart]"), "hub": ("datasets", "datasets")}
+PACKAGES = {
+    "task": ("reasoning_gym", "tether[quickstart]"),
+    "environment": ("verifiers", "tether[verifiers]"),
+    "hub": ("datasets", "datasets"),
+}
 """Kind of source -> the package that it needs, and what pip installs it."""
 
 
@@ -26,9 +33,9 @@ PACKAGES = {"task": ("reasoning_gym", "tether[quickstart]"), "hub": ("datasets",
 class Location:
     """Where rows come from."""
 
-    kind: Literal["file", "task", "hub"]
+    kind: Literal["file", "task", "environment", "hub"]
     name: str
-    """Path, task, or ``owner/name``."""
+    """Path, task, environment, or ``owner/name``."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The options after the ``?``."""
 
@@ -44,6 +51,9 @@ def locate(spec: str) -> Location:
     if spec.startswith(PROCEDURAL):
         task, options = _split(spec, spec.removeprefix(PROCEDURAL))
         return _installed(Location("task", task, options))
+    if spec.startswith(ENVIRONMENT):
+        name, options = _split(spec, spec.removeprefix(ENVIRONMENT))
+        return _installed(Location("environment", name, options))
     if path.is_dir():
         found = sorted(child.name for child in path.iterdir() if child.suffix in SUFFIXES)
         raise ValueError(f"{spec}: a folder. Name its files one by one: {', '.join(found) or 'it has none to read'}.")
@@ -73,6 +83,17 @@ def split_query(spec: str) -> tuple[str, dict[str, str]]:
     """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``."""
     name, _, query = spec.partition("?")
     return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+
+
+def environment_named_by(spec: str) -> str:
+    """The name of the environment that answers the rows of a source: without what only chooses rows.
+
+    Raises:
+        ValueError: options that cannot be read.
+    """
+    name, options = _split(spec, spec.removeprefix(ENVIRONMENT))
+    arguments = urlencode({key: value for key, value in options.items() if key not in ("part", "size")})
+    return f"{ENVIRONMENT}{name}?{arguments}" if arguments else f"{ENVIRONMENT}{name}"
 
 
 def _split(spec: str, rest: str) -> tuple[str, dict[str, str]]:

@@ -58,9 +58,8 @@ class PromptOptions:
 
     def template_kwargs(self, row: Row) -> Mapping[str, object]:
         """Variables of the template for a row."""
-        if not self.tools or (row.agent_name or self.default_agent) != TOOL_AGENT:
-            return self.chat_template_kwargs
-        return {"tools": list(self.tools), **self.chat_template_kwargs}
+        listed = self.tools if (row.agent_name or self.default_agent) == TOOL_AGENT else row.tools
+        return {"tools": list(listed), **self.chat_template_kwargs} if listed else self.chat_template_kwargs
 
 
 @dataclass(frozen=True)

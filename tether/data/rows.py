@@ -79,9 +79,20 @@ class Row:
     """Who answers the policy between its turns; None: the default of the run."""
 
     @property
+    def tools(self) -> Sequence[Mapping[str, object]]:
+        """See `own_tools`."""
+        return own_tools(self.extra_info)
+
+    @property
     def place(self) -> str:
         """Where the row stands, for error messages."""
         return f"{self.file} row {self.number}"
+
+
+def own_tools(extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, object]]:
+    """Schemas of the tools that a row's environment has of its own, see `tether.data.environment_rows`."""
+    own = extra_info.get("verifiers")
+    return own.get("tools", ()) if isinstance(own, Mapping) else ()
 
 
 class Rows:

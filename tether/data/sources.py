@@ -1,4 +1,4 @@
-"""Where rows come from: parquet, json and jsonl files, the Hugging Face hub, procedural tasks."""
+"""Where rows come from: parquet, json and jsonl files, the Hugging Face hub, procedural tasks, environments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def load_rows(
             a path that ends in .parquet, .json (a list, or one object a line) or .jsonl;
             ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub;
             either with ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` of its own after the ``?``;
-            ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`).
+            ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`);
+            ``verifiers:environment?argument=value&...`` (see `tether.data.environment_rows`).
         prompt_key: the column that holds the prompt.
         reward_fn_key: the column that says which reward scores the row.
         answer_key: the column that holds the right answer, or a list with it alone; None: ``reward_model`` does.
@@ -60,6 +61,8 @@ def _read(spec: str, columns: Columns) -> Source:
     # Adapters are imported when their source is first asked for, so that nobody else pays for their packages.
     if found.kind == "task":
         return importlib.import_module("tether.data.procedural").read_task(spec, found.name, found.options)
+    if found.kind == "environment":
+        return importlib.import_module("tether.data.environment_rows").read_environment(spec, found.name, found.options)
     columns = columns.with_options(found.options)
     if found.kind == "file":
         source = READERS[Path(found.name).suffix](Path(found.name), columns)

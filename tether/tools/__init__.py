@@ -5,10 +5,19 @@ It imports no torch: the processes start in a fraction of a second.
 
 from tether.tools.calls import FORMATS, Call, shortened
 from tether.tools.pool import CallRequest, Reply, StepRequest, ToolPool
-from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, read_environments, read_tools
+from tether.tools.spec import (
+    LIBRARY,
+    EnvironmentSpec,
+    Talkers,
+    ToolSpec,
+    environment_named,
+    read_environments,
+    read_tools,
+)
 
 __all__ = [
     "FORMATS",
+    "LIBRARY",
     "Call",
     "CallRequest",
     "EnvironmentSpec",
@@ -17,6 +26,7 @@ __all__ = [
     "Talkers",
     "ToolPool",
     "ToolSpec",
+    "environment_named",
     "read_environments",
     "read_tools",
     "shortened",

@@ -61,6 +61,26 @@ class Talkers:
     tools: tuple[ToolSpec, ...] = ()
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
     """By the name that rows give."""
+    call_format: str = "hermes"
+    """How the policy writes calls of tools, a key of `tether.tools.FORMATS`."""
+
+
+LIBRARY = "verifiers:"
+"""Begins the name of an environment of that library: ``verifiers:NAME?argument=value``."""
+
+
+def environment_named(name: str, call_format: str, place: str = f"{SECTION} agent_name") -> EnvironmentSpec:
+    """What a name stands for: a class, or an environment of a library.
+
+    Args:
+        name: ``FILE.py:Class``, or see `LIBRARY`.
+        call_format: how the policy writes calls of tools.
+        place: where it is named, for messages.
+    """
+    if not name.startswith(LIBRARY):
+        return EnvironmentSpec(name, place=place)
+    config = {"environment": name.removeprefix(LIBRARY), "call_format": call_format}
+    return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place)
 
 
 def read_tools(path: str) -> tuple[ToolSpec, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 from tether.runtime.channel import Channel
 from tether.runtime.user_files import definition
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
-from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, schema_problem
+from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, environment_named, schema_problem
 from tether.types import JsonObject, Message
 
 _MESSAGE_HEAD = 500  # characters
@@ -67,7 +67,7 @@ class Desk:
     """
 
     def __init__(self, talkers: Talkers) -> None:
-        self._environments = dict(talkers.environments)
+        self._environments, self._call_format = dict(talkers.environments), talkers.call_format
         self._classes = {name: _load(spec) for name, spec in self._environments.items()}
         self._tools: JsonObject = {}
         self._sessions: dict[int, _Session] = {}
@@ -117,7 +117,7 @@ class Desk:
 
     def _class_of(self, name: str) -> Any:
         if name not in self._classes:
-            self._environments[name] = EnvironmentSpec(name)
+            self._environments[name] = environment_named(name, self._call_format)
             self._classes[name] = _load(self._environments[name])
         return self._classes[name]
 
@@ -224,6 +224,8 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         hasattr(found, a) and hasattr(found, b) for a, b in wanted.items()
     ):
         raise ValueError(f"{spec.place}: {spec.class_name} has no methods `reset` and `step`")
+    if isinstance(spec, EnvironmentSpec) and hasattr(found, "prepare"):
+        found.prepare(**spec.config)
     return found
 
 
