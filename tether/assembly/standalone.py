@@ -26,8 +26,7 @@ from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
-from tether.trainer.parts import Collector
-from tether.trainer.parts.collector import ScoredResponses
+from tether.trainer.parts import Collector, ScoredResponses
 from tether.trainer.text import Evaluation, Pretraining, explained, read_rollouts, split_by_prompt, value_batch
 from tether.training.text import CriticLoss
 

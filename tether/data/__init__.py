@@ -7,6 +7,7 @@ Read in this order: `rows` (the layout), `sources` (where rows come from), `prom
 __all__ = [
     "chat",
     "checks",
+    "control_tokens",
     "custom",
     "demonstrations",
     "lerobot",

@@ -1,6 +1,6 @@
 """Tools and environments that a policy talks to between its turns: what they are, and the processes that they run in.
 
-It imports no torch: the processes start in a fraction of a second.
+It imports no torch: the processes start in a fraction of a second. `verifiers_environment` needs the library verifiers.
 """
 
 from tether.tools.calls import FORMATS, Call, shortened
@@ -30,4 +30,5 @@ __all__ = [
     "read_environments",
     "read_tools",
     "shortened",
+    "verifiers_environment",
 ]

@@ -5,7 +5,7 @@ The loop calls each by the methods of a small protocol; assembly decides which o
 
 from tether.trainer.parts.alarms import MismatchAlarm, mismatch_tolerance
 from tether.trainer.parts.best_test import BestTest
-from tether.trainer.parts.collector import Collector
+from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
 from tether.trainer.parts.greedy_baseline import GreedyBaseline
@@ -28,6 +28,7 @@ __all__ = [
     "RewardComponents",
     "RewardShaping",
     "RolloutCorrection",
+    "ScoredResponses",
     "StepProfiler",
     "mismatch_tolerance",
 ]
