@@ -1,4 +1,4 @@
-"""Steps of the training loop that a configuration switches on, one module each.
+"""Steps of the training loop that a configuration switches on.
 
 The loop calls each by the methods of a small protocol; assembly decides which ones a run has.
 """
