@@ -29,7 +29,7 @@ TRL = {
 SB3 = {
     "PPO, learn": """
         policy env learning_rate n_steps batch_size n_epochs gamma gae_lambda clip_range clip_range_vf
-        normalize_advantage ent_coef vf_coef max_grad_norm use_sde target_kl tensorboard_log seed device
+        normalize_advantage ent_coef vf_coef max_grad_norm use_sde sde_sample_freq target_kl tensorboard_log seed device
         total_timesteps log_interval
     """,
     "`policy_kwargs`": "net_arch activation_fn ortho_init log_std_init features_extractor_class lstm_hidden_size",

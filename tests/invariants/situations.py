@@ -33,6 +33,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, weig
 
 other_score = compute_score
 """
+FEATURES = """
+import torch
+
+class Features(torch.nn.Module):
+    def __init__(self, shapes):
+        super().__init__()
+        self.layer = torch.nn.Linear(shapes["state"][0], 3)
+
+    def forward(self, parts):
+        return self.layer(parts["state"])
+"""
 TALKERS = """
 class Echo:
     schema = {"type": "function", "function": {"name": "echo", "parameters": {}}}
@@ -209,6 +220,8 @@ def text_others(folder: Path) -> dict[str, list[str]]:
 
 def control(folder: Path) -> Situation:
     """A run in toy environments with continuous actions."""
+    features = folder / "features.py"
+    features.write_text(FEATURES)
     base = [
         "env.train.id=tether/Identity-box-v0", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16",
         "env.eval.num_episodes=3", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
@@ -242,6 +255,7 @@ def control(folder: Path) -> Situation:
         "env.train.action_masks": ["true"],
         "env.train.info_metrics": ["[speed]"],
         "policy.normalize_only": ["[speed]"],
+        "policy.features_extractor": [f"{features}:Features"],
         "trainer.device": ["cuda"],
         "trainer.profile_steps": ["[1]"],
         f"{MODEL}.target_modules": ["[q_proj]"],

@@ -55,6 +55,17 @@ def test_without_a_memory_nobody_does(tmp_path):
     assert learned(tmp_path, "TMaze", 40, *MAZE) < 0.62
 
 
+def test_noise_that_depends_on_the_state_finds_the_target(tmp_path):
+    sde = ["policy.use_sde=True", "policy.sde_sample_freq=4", "policy.init_logstd=-2", "algorithm.gamma=0"]
+    small = ["env.train.max_steps_per_rollout_epoch=16", f"{ACTOR}.ppo_mini_batch_size=64"]
+    assert learned(tmp_path, "Identity-box", 40, *sde, *small) > 0.85
+
+
+def test_choices_have_no_such_noise(tmp_path):
+    with pytest.raises(ValueError, match=r"policy\.use_sde: the actions of tether/Spot-v0 are choices"):
+        build_control_run(load_config(None, overrides(tmp_path, "env.train.id=tether/Spot-v0", "policy.use_sde=True")))
+
+
 def overrides(folder, *more):
     return [
         "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", f"{ACTOR}.ppo_mini_batch_size=32",
@@ -78,6 +89,7 @@ RUNS = {
         *MAZES, "policy.share_critic=False", "algorithm.adv_estimator=grpo", "env.train.auto_reset=False",
         "env.train.group_size=2",
     ],
+    "noise by state": ["env.train.id=Pendulum-v1", "policy.use_sde=True", "policy.sde_sample_freq=4"],
     "masks": ["env.train.id=tether/Allowed-v0", "env.train.action_masks=True", "env.train.vectorization=subprocess"],
     "cnn and lstm": ["env.train.id=tether/Spot-v0", *CNN, *LSTM, f"{ACTOR}.target_kl=0.01"],
 }  # fmt: skip

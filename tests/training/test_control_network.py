@@ -27,6 +27,8 @@ SPECS = {
     "lstm": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, share_critic=True),
     "two lstms of chunks": PolicySpec(5, None, 1, 2, 2, **SMALL, lstm_dim=4, critic_hidden_dim=5),
     "cnn and lstm": PolicySpec(2, (4,), 1, **SMALL, **PICTURED, lstm_dim=4),
+    "noise by state": PolicySpec(5, None, 2, **SMALL, use_sde=True, share_critic=True),
+    "noise by memory": PolicySpec(5, None, 1, 2, 2, **SMALL, use_sde=True, lstm_dim=4),
 }
 SEQUENCES, DECISIONS = 6, 4
 

@@ -80,6 +80,8 @@ def _of_control(config: RunConfig) -> Named:
         yield from ((f"{role}.wrappers", name.partition("?")[0], _wrapper) for name in env.wrappers)
     if is_own_function(config.policy.model_type):
         yield "policy.model_type", config.policy.model_type, _definition
+    if config.policy.features_extractor:
+        yield "policy.features_extractor", config.policy.features_extractor, _definition
     yield from _of_both(config)
 
 

@@ -61,6 +61,10 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         return _new_vla(config, env, bounds)
     policy, actions = config.policy, env.actions
     refuse_texts(env, policy.model_type)
+    if policy.use_sde and isinstance(actions, DiscreteActions):
+        raise ValueError(
+            f"policy.use_sde: the actions of {env.id} are choices, which have no such noise. Leave it out."
+        )
     _check_mask(env, policy.num_action_chunks)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
     rows = [part.name for part in env.layout if part.name not in pictures and part.width]
@@ -90,7 +94,10 @@ def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) 
         cnn_type=fitting_cnn(policy.cnn_type, env, pictures),
         pixel_scale=policy.pixel_scale,
         network=policy.model_type if is_own_function(policy.model_type) else None,
+        features_extractor=policy.features_extractor,
         lstm_dim=policy.lstm_dim,
+        use_sde=policy.use_sde,
+        sde_sample_freq=policy.sde_sample_freq if policy.sde_sample_freq > 0 else None,
     )
     return make_policy(spec, config.trainer.seed)
 

@@ -1,12 +1,16 @@
 """Policies with a CNN or an LSTM: what they compute, how they act, and what a file gives back."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tether.models.control.actors import Choice
 from tether.models.control.cnn import Cnn
+from tether.models.control.heads import StateDependentHead
 from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
 from tether.models.control.observations import FlatRow, Pictures
@@ -26,6 +30,8 @@ SPECS = {
     "lstm": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, share_critic=True),
     "two lstms": PolicySpec(5, (3, 2), 2, **SMALL, lstm_dim=4, normalize_observations=True, critic_hidden_dim=3),
     "cnn and lstm": PolicySpec(6, None, 2, **SMALL, **PICTURED, lstm_dim=4, num_action_chunks=2, value_width=2),
+    "noise by state": PolicySpec(5, None, 2, **SMALL, use_sde=True, sde_sample_freq=3, normalize_observations=True),
+    "noise by memory": PolicySpec(5, None, 1, **SMALL, use_sde=True, lstm_dim=4),
     "no critic": PolicySpec(5, (3,), 1, **SMALL, lstm_dim=4, value_width=0),
 }
 
@@ -190,7 +196,7 @@ def test_acting_and_learning_see_the_same(name):
         states.append(state.copy())
         best = review.outputs[:, t]
         if policy.spec.choices is None:
-            torch.testing.assert_close(torch.from_numpy(chosen), best, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(torch.from_numpy(chosen), best[:, : policy.head.width], atol=1e-5, rtol=1e-5)
         else:
             expected = torch.stack([part.argmax(1) for part in best.split(policy.spec.choices, 1)], 1)
             assert chosen.tolist() == expected.tolist()
@@ -255,3 +261,42 @@ def test_first_weights_are_orthogonal_and_the_policy_begins_undecided():
     assert policy.actor.weight.abs().max() < 0.1
     again = make_policy(SPECS["cnn and lstm"], seed=0)
     assert all(torch.equal(*pair) for pair in zip(policy.parameters(), again.parameters(), strict=True))
+
+
+# --- noise that depends on the state -------------------------------------------------------------------------------
+
+
+def test_state_dependent_noise_by_hand():
+    """Features (3, 4) with std (1, 2): variance 9 * 1 + 16 * 4 = 73; the action is 2 standard deviations away."""
+    head = StateDependentHead(1, 2, 0.0, None)
+    with torch.no_grad():
+        head.logstd.copy_(torch.tensor([[0.0], [math.log(2.0)]]))
+    outputs = torch.tensor([[0.5, 3.0, 4.0]])
+    std = math.sqrt(73 + 1e-6)
+    done = head.evaluate(outputs, torch.tensor([[0.5 + 2 * std]]))
+    assert done.log_probs.item() == pytest.approx(-2 - math.log(std) - 0.5 * math.log(2 * math.pi))
+    assert done.entropy.item() == pytest.approx(0.5 + 0.5 * math.log(2 * math.pi) + math.log(std))
+    noise = np.array([[0.1, -0.2]], dtype=np.float32)
+    # 0.5 + 3 * 0.1 * 1 + 4 * -0.2 * 2 = -0.8
+    assert Choice(head)(outputs.numpy(), noise).item() == pytest.approx(-0.8)
+    assert Choice(head)(outputs.numpy(), None).item() == 0.5
+
+
+def test_state_dependent_samples_follow_their_distribution():
+    head, generator = StateDependentHead(2, 5, -0.3, None), torch.Generator().manual_seed(0)
+    outputs = torch.randn(1, 7, generator=generator)
+    drawn = Choice(head)(outputs.expand(100_000, 7).numpy(), head.noise((100_000,), generator).numpy())
+    variance = outputs[0, 2:].square().sum() * math.exp(-0.6)
+    np.testing.assert_allclose(drawn.mean(0), outputs[0, :2].numpy(), atol=0.03)
+    np.testing.assert_allclose(drawn.var(0), [float(variance)] * 2, rtol=0.02)
+
+
+def test_state_dependent_noise_is_kept():
+    def noise(held):
+        return StateDependentHead(2, 3, 0.0, held).noise((2, 7, 4), torch.Generator().manual_seed(0))
+
+    whole, threes = noise(None), noise(3)
+    assert whole.shape == threes.shape == (2, 7, 4, 6)
+    assert torch.equal(whole, whole[:, :1].expand_as(whole))
+    assert [bool((threes[:, t] == threes[:, t - 1]).all()) for t in range(1, 7)] == [True, True, False] * 2
+    assert len({tuple(row.tolist()) for row in whole[:, 0].flatten(0, 1)}) == 8  # others elsewhere, and in other epochs

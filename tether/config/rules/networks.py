@@ -48,6 +48,15 @@ def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
     return Problem(f"{MODEL}.lora_rank", what, "leave it out")
 
 
+def one_reads_pictures(cfg: RunConfig) -> Problem | None:
+    """A features extractor of the user's stands in the place of a CNN."""
+    policy = cfg.policy
+    if policy.features_extractor is None or policy.cnn_type == "auto":
+        return None
+    what = f"{policy.cnn_type}, but policy.features_extractor reads the pictures"
+    return Problem("policy.cnn_type", what, "keep one of the two")
+
+
 def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
     """An LSTM stands after hidden layers."""
     if cfg.policy.lstm_dim is None or cfg.policy.model_type not in VLA_TYPES:
@@ -61,5 +70,6 @@ NETWORK_RULES = (
     micro_batches_are_parts,
     heads_fit_width,
     adapters_are_in_a_transformer,
+    one_reads_pictures,
     a_transformer_has_no_memory,
 )

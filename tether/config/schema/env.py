@@ -11,6 +11,7 @@ from tether.config.schema.section import (
     Fraction,
     Inherits,
     Name,
+    OffOrEvery,
     Options,
     Positive,
     PositiveFloat,
@@ -138,6 +139,8 @@ class PolicyConfig(Section):
     """Perceptrons, a CNN on pictures, a transformer (docs/vla.md), or FILE.py:NAME, a network of yours."""
     cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
+    features_extractor: Annotated[OwnNetwork | None, NETWORK] = None
+    """FILE.py:NAME, a module of yours in front of the hidden layers, in the place of a CNN. (tether's own key.)"""
     pixel_scale: Annotated[PositiveFloat, CNN] = 255.0
     """Pixels are divided by this; for pictures whose bytes are numbers of things, the largest of these."""
     hidden_dim: Positive = 256
@@ -160,6 +163,10 @@ class PolicyConfig(Section):
     """Hidden layers of the critic's own network. (tether's own key.)"""
     init_logstd: Annotated[float, OWN_TOO] = -0.5
     """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
+    use_sde: Annotated[bool, NETWORK] = False
+    """Continuous actions: noise that is a function of the state, kept for a while (gSDE). (tether's own key.)"""
+    sde_sample_freq: Annotated[OffOrEvery, ActsIf(".use_sde", on=(True,))] = -1
+    """Decisions after which a new function is drawn; -1: at each rollout. (tether's own key.)"""
     num_action_chunks: Positive = 1
     """Actions that are decided on at once and then carried out one after the other."""
     normalize_observations: Annotated[bool, OWN_TOO] = False

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tether.models.control.heads import CategoricalHead, GaussianHead, Head
+from tether.models.control.heads import CategoricalHead, Head, StateDependentHead
 from tether.models.control.mlp import FloatArray, as_array
 from tether.observations import Array, Observation
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tether.models.control.network_policy import NetworkPolicy
 
 Act = Callable[[Observation, FloatArray | None, FloatArray], tuple[Array, FloatArray]]
-"""(observations of N environments; noise [N, outputs] of the head, or None for the likeliest actions; states [N, S] of
+"""(observations of N environments; noise [N, ...] of the head, or None for the likeliest actions; states [N, S] of
 the memory) -> actions of a chunk [N, K * D], next states."""
 
 
@@ -32,10 +32,17 @@ class Choice:
 
     def __init__(self, head: Head) -> None:
         self._choices = head.choices if isinstance(head, CategoricalHead) else None
-        self._std = np.exp(as_array(head.logstd)) if isinstance(head, GaussianHead) else None
+        self._std = None if isinstance(head, CategoricalHead) else np.exp(as_array(head.logstd))
+        self._means = head.width if isinstance(head, StateDependentHead) else None
 
     def __call__(self, outputs: FloatArray, noise: FloatArray | None) -> Array:
-        """[N, outputs], and noise of the same shape -> [N, K * D]."""
+        """[N, outputs], and the head's noise for N observations -> [N, K * D]."""
+        if self._means is not None:
+            means, features = np.split(outputs, [self._means], axis=1)
+            if noise is None:
+                return means
+            matrices = noise.reshape(len(noise), features.shape[1], self._means) * self._std
+            return means + (features[:, None] @ matrices)[:, 0]
         if self._std is not None:
             return outputs if noise is None else outputs + noise * self._std
         scores = outputs if noise is None else outputs + noise

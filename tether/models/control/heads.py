@@ -1,4 +1,4 @@
-"""From a policy's outputs to a distribution of actions: choices or Gaussian.
+"""From a policy's outputs to a distribution of actions: choices, or Gaussian with one of two kinds of noise.
 
 Both are sampled (`tether.models.control.actors`) with noise that is drawn beforehand, so what is sampled depends on
 (seed, step) alone. Log-probabilities and entropies come a column of the action at a time;
@@ -39,7 +39,7 @@ class CategoricalHead(nn.Module):
     def __init__(self, choices: tuple[int, ...]) -> None:
         super().__init__()
         self.choices = choices
-        self.outputs = sum(choices)
+        self.outputs = self.linear = sum(choices)
         self.width = len(choices)
         self._starts = torch.tensor([sum(choices[:column]) for column in range(len(choices))])
 
@@ -97,7 +97,7 @@ class GaussianHead(nn.Module):
 
     def __init__(self, width: int, init_logstd: float) -> None:
         super().__init__()
-        self.outputs = self.width = width
+        self.outputs = self.linear = self.width = width
         self.logstd = nn.Parameter(torch.full((width,), init_logstd))
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -123,4 +123,67 @@ class GaussianHead(nn.Module):
         return weighted * torch.exp(-self.logstd)
 
 
-Head = CategoricalHead | GaussianHead
+class StateDependentHead(nn.Module):
+    """A Gaussian whose noise is a function of the state that is kept for several decisions (gSDE, Raffin et al. 2022).
+
+    With features phi [H] and one matrix of noise E [H, D], E_ij ~ N(0, std_ij^2), an action is the mean plus phi E: the
+    same state gets the same noise as long as E stays, so that a robot is not shaken. Given the features, column j is
+    normal with the variance sum_i phi_i^2 std_ij^2. No gradient flows through the features.
+
+    Args:
+        width: D, columns of an action.
+        features: H.
+        init_logstd: logarithm of the first entries of std.
+        held: decisions for which a matrix is kept; None: all of a rollout.
+    """
+
+    EPSILON = 1e-6
+    """Added to a variance."""
+
+    def __init__(self, width: int, features: int, init_logstd: float, held: int | None) -> None:
+        super().__init__()
+        self.width = self.linear = width
+        self.outputs = width + features
+        """Means, and the features behind them."""
+        self.held = held
+        self.logstd = nn.Parameter(torch.full((features, width), init_logstd))
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal noise [*shape, H * D]; of (..., decisions, environments) the same for `held` decisions."""
+        size = self.logstd.numel()
+        if len(shape) == 1:
+            return torch.randn(*shape, size, generator=generator)
+        *outer, decisions, rows = shape
+        held = self.held or decisions
+        drawn = torch.randn(*outer, -(-decisions // held), rows, size, generator=generator)
+        if drawn.shape[-3] == 1:
+            return drawn.expand(*shape, size)
+        return drawn.repeat_interleave(held, dim=-3)[..., :decisions, :, :]
+
+    def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
+        """[..., D + H], [..., D] -> log-probabilities and entropies, [..., D] each."""
+        mean, features = outputs.split([self.width, self.outputs - self.width], dim=-1)
+        squares = features.detach().square()
+        variance = squares @ (2 * self.logstd).exp() + self.EPSILON
+        logstd = 0.5 * variance.log()
+        scaled = (actions - mean) * torch.exp(-logstd)
+        log_probs = -0.5 * scaled.square() - (logstd + HALF_LOG_2PI)
+        return Evaluated(log_probs, logstd + (0.5 + HALF_LOG_2PI), torch.cat([scaled, variance, squares], dim=-1))
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+        """Gradient of means and features, [B, D + H], the latter 0; that of the logstd goes into its ``grad``.
+
+        With z = (a - mean) / s and s^2 the variance: d log p / d mean = z / s, d log p / d s^2 = (z^2 - 1) / (2 s^2),
+        dH / d s^2 = 1 / (2 s^2) and d s_j^2 / d logstd_ij = 2 phi_i^2 std_ij^2.
+        For the arguments see `CategoricalHead.backward`.
+        """
+        assert self.logstd.grad is not None
+        scaled, variance, squares = done.saved.split([self.width, self.width, self.outputs - self.width], dim=-1)
+        weighted = scaled * log_prob_grad
+        by_variance = (weighted * scaled - log_prob_grad + entropy_grad) / variance
+        torch.mm(squares.t(), by_variance, out=self.logstd.grad)
+        self.logstd.grad.mul_((2 * self.logstd).exp())
+        return torch.cat([weighted * variance.rsqrt(), torch.zeros_like(squares)], dim=-1)
+
+
+Head = CategoricalHead | GaussianHead | StateDependentHead

@@ -1,4 +1,4 @@
-"""Control policies that see pictures or masks, or remember: a CNN, hidden layers, an LSTM, with gradients by autograd.
+"""Control policies whose gradients autograd takes: with a CNN, masks, an LSTM, or noise that depends on the state.
 
 Where `ControlPolicy` has two perceptrons, these have a torso each for actor and critic, or one for both, with a linear
 layer on top.
@@ -20,6 +20,7 @@ from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
 from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, ObservationBatch
+from tether.models.control.own_parts import OwnFeatures
 from tether.models.control.spec import (
     ForwardPass,
     Memory,
@@ -34,13 +35,17 @@ from tether.observations import ACTION_MASK
 
 
 class Torso(nn.Module):
-    """From observations to features: what the spec asks for of a CNN, hidden layers and an LSTM, in this order."""
+    """From observations to features: what the spec asks for of a CNN, or the user's own, hidden layers and an LSTM."""
 
     def __init__(self, spec: PolicySpec, generator: torch.Generator) -> None:
         super().__init__()
         pictures, reads = spec.make_pictures(), spec.obs_dim
         self.cnn: Cnn | None = None
-        if pictures is not None:
+        self.own: OwnFeatures | None = None
+        if spec.features_extractor is not None:
+            self.own = OwnFeatures(spec, generator)
+            reads = self.own.features
+        elif pictures is not None:
             self.cnn = Cnn(pictures.shape, spec.cnn_type, spec.activation, spec.pixel_scale, generator)
             reads += self.cnn.features
         self._activation = ACTIVATIONS[spec.activation]
@@ -76,7 +81,7 @@ class Torso(nn.Module):
         return states[..., : self.width], states
 
     def _before_lstm(self, obs: Observations) -> Tensor:
-        x = numbers_of(obs)
+        x = numbers_of(obs) if self.own is None else self.own(obs)
         if self.cnn is not None:
             x = torch.cat([self.cnn(picture_of(obs)), x], dim=-1)
         for layer in self.hidden:
@@ -99,7 +104,7 @@ class NetworkPolicy(nn.Module):
         self.row, self.pictures = spec.make_row(), spec.make_pictures()
         self.head = spec.make_head()
         self.torso = Torso(spec, generator)
-        self.actor = orthogonal_linear(self.torso.width, self.head.outputs, 0.01 * math.sqrt(2), generator)
+        self.actor = orthogonal_linear(self.torso.width, self.head.linear, 0.01 * math.sqrt(2), generator)
         self.critic_torso: Torso | None = None
         self.critic: nn.Linear | None = None
         if spec.value_width:
@@ -142,7 +147,7 @@ class NetworkPolicy(nn.Module):
         """Outputs [..., outputs] and values [..., V]; for the rest see `Torso.forward`."""
         of_actor, of_critic = self._states(state)
         features = self.torso(obs, starts, of_actor)
-        outputs = masked(self.actor(features), obs)
+        outputs = self._outputs(features, obs)
         if self.critic is None:
             return outputs, None
         valued = features if self.critic_torso is None else self.critic_torso(obs, starts, of_critic)
@@ -152,7 +157,7 @@ class NetworkPolicy(nn.Module):
         """Outputs, values and states after each decision; see `Torso.step`."""
         of_actor, of_critic = self._states(state)
         features, states = self.torso.step(obs, starts, of_actor)
-        outputs = masked(self.actor(features), obs)
+        outputs = self._outputs(features, obs)
         if self.critic is None:
             return outputs, None, states
         valued = features
@@ -169,7 +174,7 @@ class NetworkPolicy(nn.Module):
     def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [N, outputs] for what `inputs` gave of N observations, and the next state, from the state [N, S]."""
         if self.spec.lstm_dim is None:
-            return masked(self.actor(self.torso(obs, None, state)), obs), state
+            return self._outputs(self.torso(obs, None, state), obs), state
         outputs, _, states = self.step(obs.unsqueeze(1), None, state)
         return outputs[:, 0], states[:, 0]
 
@@ -242,6 +247,11 @@ class NetworkPolicy(nn.Module):
         after = torch.cat([part[2] for part in parts])[final_at]
         _, final_values, _ = self.step(final_obs.unsqueeze(1), None, after)
         return RolloutEvaluation(outputs, values, None if final_values is None else final_values[:, 0])
+
+    def _outputs(self, features: Tensor, obs: Observations) -> Tensor:
+        """Outputs of the head [..., outputs] on features [..., width]; for noise that depends on them, with them."""
+        outputs = masked(self.actor(features), obs)
+        return torch.cat([outputs, features.detach()], dim=-1) if self.spec.use_sde else outputs
 
     def _states(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States of the actor and of a critic with a torso of its own."""

@@ -1,30 +1,26 @@
 """A control policy whose network is the user's: a class ``FILE.py:NAME``, or an object of this process.
 
-The class is called with ``obs_dim``, ``outputs`` and ``values``, and those of `PASSED_ON` that its signature names; its
-``forward(obs [B, obs_dim])`` gives (outputs [B, outputs], values [B, values]): logits of every choice, or means of
-every column of an action, and the critic's values (None where ``values`` is 0). Parameters whose names begin with
-``critic`` are trained with ``critic.optim.lr``, all others with the policy's.
+The class is called with ``obs_dim``, ``outputs`` and ``values``, and those of `own_parts.PASSED_ON` that its signature
+names; its ``forward(obs [B, obs_dim])`` gives (outputs [B, outputs], values [B, values]): logits of every choice, or
+means of every column of an action, and the critic's values (None where ``values`` is 0). Parameters whose names begin
+with ``critic`` are trained with ``critic.optim.lr``, all others with the policy's.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tether.models.control.network_policy import NetworkPolicy
+from tether.models.control.own_parts import ROWS, called
 from tether.models.control.spec import Observations, PolicySpec, masked, numbers_of
 from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import definition
 
 KEY = "policy.model_type"
-PASSED_ON = ("hidden_dim", "num_layers", "activation")
-"""Keys of ``policy`` that a network may ask for."""
-ROWS = 4
-"""Observations of the dry call."""
 
 
 class OwnPolicy(NetworkPolicy):
@@ -82,25 +78,9 @@ def _make(spec: PolicySpec, outputs: int) -> nn.Module:
     sizes: Mapping[str, int] = {"obs_dim": spec.obs_dim, "outputs": outputs, "values": spec.value_width}
     where = f"{KEY}={spec.network}"
     found = held(spec.network) if is_object(spec.network) else definition(spec.network, KEY)
-    network = copy.deepcopy(found) if isinstance(found, nn.Module) else _called(found, spec, sizes, where)
-    if not isinstance(network, nn.Module):
-        raise ValueError(f"{where}: gives {type(network).__name__}; expected a torch.nn.Module")
+    network = copy.deepcopy(found) if isinstance(found, nn.Module) else called(found, spec, sizes, where)
     _dry_call(network, sizes, where)
     return network
-
-
-def _called(found: object, spec: PolicySpec, sizes: Mapping[str, int], where: str) -> object:
-    if not callable(found):
-        raise ValueError(f"{where}: is a {type(found).__name__}; expected a class of torch.nn.Module")
-    signature = inspect.signature(found)
-    options = {name: getattr(spec, name) for name in PASSED_ON if name in signature.parameters}
-    try:
-        signature.bind(**sizes, **options)
-    except TypeError as error:
-        raise ValueError(
-            f"{where}: takes {signature}; expected ({', '.join(sizes)}) and any of {', '.join(PASSED_ON)} ({error})"
-        ) from None
-    return found(**sizes, **options)
 
 
 def _dry_call(network: nn.Module, sizes: Mapping[str, int], where: str) -> None:

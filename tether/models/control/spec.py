@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from tether.models.control.heads import CategoricalHead, GaussianHead, Head
+from tether.models.control.heads import CategoricalHead, GaussianHead, Head, StateDependentHead
 from tether.models.control.normalize import RunningNormalizer
 from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, FlatRow, Pictures
 from tether.observations import ObsLayout, ObsPart
@@ -58,13 +58,20 @@ class PolicySpec:
     """Pixels are divided by this."""
     network: str | None = None
     """Names a network of the user's (`tether.models.control.own_policy`); None: it is one of tether's."""
+    features_extractor: str | None = None
+    """Names what of the user's reads observations before the hidden layers (`tether.models.control.own_parts`)."""
     lstm_dim: int | None = None
     """Width of the LSTM after the hidden layers; None: there is none."""
+    use_sde: bool = False
+    """The noise of numbers depends on the state; see `StateDependentHead`."""
+    sde_sample_freq: int | None = None
+    """Decisions for which it is kept; None: all of a rollout."""
 
     @property
     def is_plain(self) -> bool:
         """Nothing but perceptrons, whose gradients are taken by hand."""
-        return not self.pictures and self.lstm_dim is None and self.network is None and not self.has_mask
+        special = self.pictures or self.lstm_dim is not None or self.network or self.features_extractor
+        return not (special or self.has_mask or self.use_sde)
 
     @property
     def has_mask(self) -> bool:
@@ -84,6 +91,10 @@ class PolicySpec:
     def parts(self) -> ObsLayout:
         """The parts of an observation."""
         return self.layout or (ObsPart("state", "vector", (self.obs_dim,)),)
+
+    def is_number(self, part: ObsPart) -> bool:
+        """The part stands in the row of numbers."""
+        return part.name not in self.pictures and part.kind != "mask"
 
     def make_row(self) -> FlatRow:
         """The module that flattens the numbers of observations."""
@@ -108,7 +119,11 @@ class PolicySpec:
     def make_head(self) -> Head:
         """The distribution of actions."""
         if self.choices is None:
-            return GaussianHead(self.action_width * self.num_action_chunks, self.init_logstd)
+            width = self.action_width * self.num_action_chunks
+            if self.use_sde:
+                features = self.lstm_dim or self.hidden_dim
+                return StateDependentHead(width, features, self.init_logstd, self.sde_sample_freq)
+            return GaussianHead(width, self.init_logstd)
         return CategoricalHead(self.choices * self.num_action_chunks)
 
 
