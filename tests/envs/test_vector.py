@@ -1,20 +1,24 @@
 """Every way of stepping gives the same episodes: in a loop, in subprocesses, in each autoreset mode."""
 
+import random
+import sys
+
+import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import SyncVectorEnv as GymnasiumSync
 
 from tests.envs import toys
 from tether.envs.make import EnvOptions, make_vector_env
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+from tether.runtime.global_rng import seed_rng
 
 LIMIT, ENVS, STEPS = 5, 3, 17
 
 
 def gymnasium_vector(mode, ends=10**6):
     def make():
-        import gymnasium
-
         return gymnasium.wrappers.TimeLimit(toys.Countdown(ends), LIMIT)
 
     return GymnasiumVectorEnv("Countdown", GymnasiumSync([make] * ENVS, autoreset_mode=mode))
@@ -107,14 +111,51 @@ def test_bad_names(options, message):
         make_vector_env(options)
 
 
-def test_a_missing_extra_is_named(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "mujoco", None)
-    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.mujoco")]:
+@pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
+@pytest.mark.parametrize(
+    ("module", "family", "env", "extra"),
+    [
+        ("mujoco", "mujoco", "HalfCheetah-v5", "mujoco"),
+        ("Box2D", "box2d", "LunarLander-v3", "box2d"),
+        ("Box2D", "box2d", "BipedalWalker-v3", "box2d"),
+    ],
+)
+def test_a_missing_extra_is_named(module, family, env, extra, vectorization, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in [name for name in sys.modules if name.startswith(f"gymnasium.envs.{family}")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ValueError, match=r"pip install 'tether\[mujoco\]'"):
-        make_vector_env(EnvOptions("HalfCheetah-v5", 1))
+    with pytest.raises(ValueError, match=rf"{env} needs .*pip install 'tether\[{extra}\]'"):
+        make_vector_env(EnvOptions(env, 1, vectorization=vectorization))
+
+
+class Draws(gymnasium.Env):
+    """Shows what the global generators of its process give at the first reset."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([np.random.rand(), random.random(), torch.rand(()).item()]), {}
+
+    def step(self, action):
+        return self.reset()[0], 0.0, False, False, {}
+
+
+def test_global_generators_differ_between_processes_and_follow_from_the_runs():
+    def draws(seed):
+        seed_rng(seed)
+        env = make_vector_env(EnvOptions("tests/Draws-v0", 3, vectorization="subprocess", num_workers=3))
+        seen = env.reset(0)["state"].copy()
+        env.close()
+        return seen
+
+    if "tests/Draws-v0" not in gymnasium.registry:
+        gymnasium.register("tests/Draws-v0", entry_point=Draws)
+    seen = draws(1)
+    assert all(len(set(column)) == 3 for column in seen.T.tolist())
+    assert np.array_equal(seen, draws(1))
+    assert not np.array_equal(seen, draws(2))
 
 
 def test_envpool_plays_the_same_game():

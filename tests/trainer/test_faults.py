@@ -363,6 +363,20 @@ def test_a_signal_while_an_environment_hangs_costs_no_step(
     assert "eval/return" in metrics[2]
 
 
+def test_a_stop_in_the_last_step_costs_no_test(tmp_path: Path) -> None:
+    def run(name: str) -> Any:
+        tests = ["trainer.test_freq=3", "env.eval.num_episodes=2", f"trainer.default_local_dir={tmp_path / name}"]
+        return build_control_run(load_config(None, [*CONTROL, *tests]))
+
+    stopped = run("stopped")
+    finish_or_stop(stopped, lambda: stopped.trainer.step_number == 3)
+    assert "eval/return" not in measured(tmp_path / "stopped")[3]
+    finish(run("stopped"))
+    finish(run("whole"))
+    tested, expected = (measured(tmp_path / name)[3]["eval/return"] for name in ("stopped", "whole"))
+    assert tested == expected
+
+
 def finish_or_stop(run: Any, interrupted: Callable[[], bool]) -> None:
     try:
         run.trainer.fit(interrupted)
