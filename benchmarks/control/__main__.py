@@ -63,7 +63,7 @@ def made(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def run(
-    tasks: Mapping[str, Task], seeds: int, only: Sequence[str], threads: int, file: Path | None
+    tasks: Mapping[str, Task], seeds: int, only: Sequence[str], threads: int, file: Path | None, *, made_only: bool
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Results of each task and side, a seed of all tasks after the other; those in the file are not made again."""
     done = made(file)
@@ -74,6 +74,8 @@ def run(
                 continue
             for side in tables[name]:
                 asked = f"{side} {name} seed {seed} threads {threads} {told(task)}"
+                if asked not in done and made_only:
+                    continue
                 if asked not in done:
                     done[asked] = measure(side, name, task, seed, threads)
                     if file:
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file of runs that are done (JSON lines)")
     parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/control.md")
     parser.add_argument("--write", type=Path, help="put the table of returns into this page")
+    parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
     parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -118,7 +121,7 @@ def main() -> None:
     changes = {key: value for key, value in asked_for.items() if value is not None}
     names = given.tasks or (LEARNING if given.learning else TASKS)
     tasks = {name: replace(TASKS[name], **changes) for name in names}
-    tables = run(tasks, given.seeds, given.only, given.threads, given.results)
+    tables = run(tasks, given.seeds, given.only, given.threads, given.results, made_only=given.made_only)
     for name, results in tables.items():
         show(name, tasks[name], results)
     if given.write:

@@ -115,14 +115,22 @@ def write_table(path: Path, tasks: Mapping[str, Task], tables: Mapping[str, Runs
         ours, theirs = sides["tether"], sides["sb3"]
         ahead = [difference(of(ours), of(theirs)) for of in (_returns, _training)]
         speed = fmean(run["cpu_sps"] for run in ours) / fmean(run["cpu_sps"] for run in theirs)
-        compared = [f"{_number(mean)} ({_number(low)} to {_number(high)})" for mean, low, high in ahead]
-        returns = [f"{_number(fmean(of))} ± {_number(stdev(of))}" for of in (_returns(ours), _returns(theirs))]
-        cells = (name, f"{tasks[name].steps:,}", str(len(ours)), *returns, *compared, f"{speed:.1f}")
+        several = min(len(ours), len(theirs)) > 2  # of two, the bootstrap knows next to nothing
+        compared = [
+            _number(mean) + (f" ({_number(low)} to {_number(high)})" if several else "") for mean, low, high in ahead
+        ]
+        returns = [_with_spread(of) for of in (_returns(ours), _returns(theirs))]
+        seeds = f"{len(ours)}, {len(theirs)}"
+        cells = (name, f"{tasks[name].steps:,}", seeds, *returns, *compared, f"{speed:.1f}")
         rows.append(f"| {' | '.join(cells)} |")
     text, (begin, end) = path.read_text(), LEARNING_MARKS
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]
     path.write_text("\n".join([before + begin, *rows, end + after]))
+
+
+def _with_spread(values: Sequence[float]) -> str:
+    return _number(fmean(values)) + (f" ± {_number(stdev(values))}" if len(values) > 1 else "")
 
 
 def _number(value: float) -> str:

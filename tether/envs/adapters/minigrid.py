@@ -6,15 +6,17 @@ which takes most of a step. `view` reads the same cells in place.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tether.envs.gymnasium_types import Env, Info, Raw, Simulator, Stepped, Wrapper
 
-EMPTY, OUTSIDE = (1, 0, 0), (2, 5, 0)
-"""Encodings of an empty cell, and of the grey wall that MiniGrid shows outside of the grid."""
+DARK, EMPTY, OUTSIDE = bytes((0, 0, 0)), bytes((1, 0, 0)), bytes((2, 5, 0))
+"""Encodings of a cell out of sight, of an empty one, and of the grey wall that MiniGrid shows outside of the grid."""
 
 
 class SuccessByReward(Wrapper):
@@ -39,22 +41,17 @@ def view(env: Simulator) -> NDArray[np.uint8]:
         env: a ``MiniGridEnv``.
     """
     size, grid = env.agent_view_size, env.grid
-    width, height, cells = grid.width, grid.height, grid.grid
     x, y = (int(at) for at in env.agent_pos)
-    seen: list[Simulator] = []
-    opaque: list[bool] = []
-    for dx, dy in _offsets(size, env.agent_dir):
-        i, j = x + dx, y + dy
-        cell: Simulator = cells[j * width + i] if 0 <= i < width and 0 <= j < height else OUTSIDE
-        seen.append(cell)
-        opaque.append(cell is OUTSIDE or (cell is not None and not cell.see_behind()))
-    visible = [True] * size**2 if env.see_through_walls else _in_sight(size, opaque)
+    around = _cells_around(size, int(env.agent_dir), grid.width, grid.height, x, y)
+    seen: list[Simulator] = list(around([*grid.grid, OUTSIDE]))
+    opaque = [cell is not None and (cell is OUTSIDE or not cell.see_behind()) for cell in seen]
+    visible = bytes([1] * size**2) if env.see_through_walls else _in_sight(size, bytes(opaque))
     seen[size // 2 * size + size - 1] = env.carrying
-    picture = [
-        (0, 0, 0) if not lit else EMPTY if cell is None else OUTSIDE if cell is OUTSIDE else cell.encode()
+    codes = [
+        DARK if not lit else EMPTY if cell is None else OUTSIDE if cell is OUTSIDE else bytes(cell.encode())
         for cell, lit in zip(seen, visible, strict=True)
     ]
-    return np.array(picture, dtype=np.uint8).reshape(size, size, 3)
+    return np.frombuffer(bytearray().join(codes), dtype=np.uint8).reshape(size, size, 3)
 
 
 def _observe(env: Simulator) -> Info:
@@ -69,16 +66,26 @@ def _has_usual_view(kind: type) -> bool:
 
 
 @cache
-def _offsets(size: int, direction: int) -> list[tuple[int, int]]:
-    """From the agent to each cell of its view: columns from left to right, each from the far end to the agent."""
+def _cells_around(
+    size: int, direction: int, width: int, height: int, x: int, y: int
+) -> Callable[[list[Simulator]], tuple[Simulator, ...]]:
+    """Takes the cells of a view out of those of a grid and one outside: columns from left to right, each from the far
+    end to the agent.
+    """
     dx, dy = ((1, 0), (0, 1), (-1, 0), (0, -1))[direction]
-    steps = [(size - 1 - row, column - size // 2) for column in range(size) for row in range(size)]
-    return [(ahead * dx - right * dy, ahead * dy + right * dx) for ahead, right in steps]
+    where = []
+    for column in range(size):
+        for row in range(size):
+            ahead, right = size - 1 - row, column - size // 2
+            i, j = x + ahead * dx - right * dy, y + ahead * dy + right * dx
+            where.append(j * width + i if 0 <= i < width and 0 <= j < height else -1)
+    return itemgetter(*where)
 
 
-def _in_sight(size: int, opaque: list[bool]) -> list[bool]:
+@lru_cache(maxsize=10_000)
+def _in_sight(size: int, opaque: bytes) -> bytes:
     """Cells that light from the agent reaches: row by row away from it, to both sides and ahead, as MiniGrid has it."""
-    lit = [False] * size**2
+    lit = bytearray(size**2)
     lit[size // 2 * size + size - 1] = True
     for row in range(size - 1, -1, -1):
         for columns, side in ((range(size - 1), 1), (range(size - 1, 0, -1), -1)):
@@ -89,4 +96,4 @@ def _in_sight(size: int, opaque: list[bool]) -> list[bool]:
                     lit[beside] = True
                     if row > 0:
                         lit[beside - 1] = lit[at - 1] = True
-    return lit
+    return bytes(lit)

@@ -1,7 +1,7 @@
 """Acting with a policy.
 
-`Actor` computes what a `ControlPolicy` computes in NumPy, up to rounding. `NetworkActor` asks a `NetworkPolicy`, whose
-own arithmetic takes longer than a tensor's bookkeeping. Log-probabilities and values are not needed for acting, and
+`Actor` computes in NumPy, up to rounding, what the networks compute. `NetworkActor` asks the networks, where their own
+arithmetic takes longer than a tensor's bookkeeping. Log-probabilities and values are not needed for acting, and
 come from the networks over a whole rollout at once.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, Head, StateDependentHead
 from tether.models.control.mlp import FloatArray, as_array
-from tether.observations import Array, Observation
+from tether.models.control.spec import FORBIDDEN
+from tether.observations import ACTION_MASK, Array, Observation
 
 if TYPE_CHECKING:
     from tether.models.control.mlp_policy import ControlPolicy
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 Act = Callable[[Observation, FloatArray | None, FloatArray], tuple[Array, FloatArray]]
 """(observations of N environments; noise [N, ...] of the head, or None for the likeliest actions; states [N, S] of
 the memory) -> actions of a chunk [N, K * D], next states."""
+
+Forward = Callable[[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
+"""(normalised rows [N, O], states [N, S]) -> outputs [N, outputs] of the head before masks, next states."""
 
 
 class Choice:
@@ -54,16 +58,17 @@ class Choice:
 
 
 class Actor:
-    """The `Act` of perceptrons, with the weights of this moment; make a new one after an update.
+    """The `Act` of networks that read numbers, with the weights of this moment; make a new one after an update.
 
     Args:
         policy: on any device.
     """
 
-    def __init__(self, policy: ControlPolicy) -> None:
-        self._row, self._forward = policy.row, policy.actor.in_numpy()
+    def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
+        self._row, self._forward = policy.row, policy.in_numpy()
         self._normalize = None if policy.normalizer is None else policy.normalizer.in_numpy()
         self._choose = Choice(policy.head)
+        self._has_mask = policy.spec.has_mask
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         """See `Act`."""
@@ -71,11 +76,14 @@ class Actor:
         row = self._row(as_tensors(obs)).numpy() if name is None else obs[name]
         if self._normalize is not None:
             row = self._normalize(row)
-        return self._choose(self._forward(row), noise), state
+        outputs, state = self._forward(row, state)
+        if self._has_mask:
+            outputs = np.where(obs[ACTION_MASK], outputs, np.float32(FORBIDDEN))
+        return self._choose(outputs, noise), state
 
 
 class NetworkActor:
-    """The `Act` of networks; make a new one after an update.
+    """The `Act` of networks that see pictures, or of the user's; make a new one after an update.
 
     Args:
         policy: on the CPU.

@@ -7,8 +7,13 @@ factor of two, are padded to one length and run together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tether.models.control.mlp import FloatArray, as_array
 
 
 def orthogonal_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.LSTM:
@@ -20,6 +25,29 @@ def orthogonal_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.L
         else:
             nn.init.zeros_(parameter)
     return lstm
+
+
+def in_numpy(lstm: nn.LSTM) -> Callable[[FloatArray, FloatArray], FloatArray]:
+    """One step in NumPy, with the weights of this moment: inputs [N, inputs], states [N, S] -> states after it.
+
+    With sigmoid(z) = (1 + tanh(z / 2)) / 2, one tanh serves all four gates.
+    """
+    width = lstm.hidden_size
+    of_inputs, of_output, *biases = (as_array(weight) for weight in _weights(lstm))
+    scale = np.repeat(np.asarray([0.5, 0.5, 1.0, 0.5], dtype=np.float32), width)
+    of_inputs, of_output, bias = of_inputs.T * scale, of_output.T * scale, (biases[0] + biases[1]) * scale
+
+    def step(x: FloatArray, state: FloatArray) -> FloatArray:
+        gates = np.tanh(x @ of_inputs + state[:, :width] @ of_output + bias)
+        enters, stays, shown = (0.5 + 0.5 * gates[:, at * width : (at + 1) * width] for at in (0, 1, 3))
+        cell = stays * state[:, width:] + enters * gates[:, 2 * width : 3 * width]
+        return np.concatenate([shown * np.tanh(cell), cell], axis=1)
+
+    return step
+
+
+def _weights(lstm: nn.LSTM) -> list[Tensor]:
+    return [lstm.get_parameter(name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]
 
 
 def run_sequences(lstm: nn.LSTM, x: Tensor, starts: Tensor, state: Tensor) -> Tensor:
@@ -53,7 +81,7 @@ def run_steps(lstm: nn.LSTM, x: Tensor, starts: Tensor | None, state: Tensor) ->
 
     `torch.nn.LSTM` gives the cell of the last step only.
     """
-    weights = [lstm.get_parameter(name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]
+    weights = _weights(lstm)
     states = []
     for t in range(x.shape[1]):
         if starts is not None:

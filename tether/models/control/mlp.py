@@ -7,7 +7,7 @@ same chain rule in a fixed order, straight into the gradient buffers; a test hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -73,6 +73,22 @@ def orthogonal_linear(sees: int, gives: int, gain: float, generator: torch.Gener
     return layer
 
 
+def layers_in_numpy(
+    layers: Iterable[tuple[Tensor, Tensor]], activation: Activation
+) -> Callable[[FloatArray], FloatArray]:
+    """Linear layers, each with the nonlinearity after it, in NumPy, with the weights and biases of this moment."""
+    arrays = [(as_array(weight).T, as_array(bias)) for weight, bias in layers]
+
+    def forward(x: FloatArray) -> FloatArray:
+        for weight, bias in arrays:
+            x = x @ weight
+            x += bias
+            x = activation.of_array(x)
+        return x
+
+    return forward
+
+
 class Mlp(nn.Module):
     """Linear layers with a nonlinearity between them.
 
@@ -101,18 +117,9 @@ class Mlp(nn.Module):
 
         A simulator steps a handful of rows at a time, for which a tensor's bookkeeping is most of a forward pass.
         """
-        layers = [(as_array(weight).T, as_array(bias)) for weight, bias in self.linear]
-        activation, last = self.activation.of_array, len(layers) - 1
-
-        def forward(x: FloatArray) -> FloatArray:
-            for index, (weight, bias) in enumerate(layers):
-                x = x @ weight
-                x += bias
-                if index < last:
-                    x = activation(x)
-            return x
-
-        return forward
+        *hidden, (weight, bias) = self.linear
+        before, weight, bias = layers_in_numpy(hidden, self.activation), as_array(weight).T, as_array(bias)
+        return lambda x: before(x) @ weight + bias
 
     def activations(self, x: Tensor) -> list[Tensor]:
         """The input, the output of each hidden layer after its nonlinearity, and the output."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tether.models.control.actors import Actor
+from tether.models.control.actors import Actor, Forward
 from tether.models.control.mlp import Mlp
 from tether.models.control.network_policy import NetworkPolicy
 from tether.models.control.observations import ObservationBatch
@@ -74,6 +74,11 @@ class ControlPolicy(nn.Module):
     def acting(self) -> Actor:
         """An actor with the current weights."""
         return Actor(self)
+
+    def in_numpy(self) -> Forward:
+        """See `NetworkPolicy.in_numpy`."""
+        forward = self.actor.in_numpy()
+        return lambda row, state: (forward(row), state)
 
     @torch.no_grad()
     def values(self, obs: Tensor) -> Tensor:

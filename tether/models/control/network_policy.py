@@ -10,15 +10,16 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.models.control.actors import NetworkActor
+from tether.models.control.actors import Actor, Forward, NetworkActor
 from tether.models.control.cnn import Cnn
-from tether.models.control.lstm import orthogonal_lstm, run_sequences, run_steps
+from tether.models.control.lstm import in_numpy, orthogonal_lstm, run_sequences, run_steps
 from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
-from tether.models.control.mlp import ACTIVATIONS, orthogonal_linear
+from tether.models.control.mlp import ACTIVATIONS, FloatArray, as_array, layers_in_numpy, orthogonal_linear
 from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, ObservationBatch
 from tether.models.control.own_parts import OwnFeatures
 from tether.models.control.spec import (
@@ -32,6 +33,9 @@ from tether.models.control.spec import (
     picture_of,
 )
 from tether.observations import ACTION_MASK
+
+WITHOUT_GRADIENTS = 16
+"""Where none is taken, so many times the decisions of a micro-batch pass at once: nothing of them is kept."""
 
 
 class Torso(nn.Module):
@@ -79,6 +83,19 @@ class Torso(nn.Module):
             return x, state
         states = run_steps(self.lstm, x, starts, state)
         return states[..., : self.width], states
+
+    def in_numpy(self) -> Forward:
+        """`step` of single decisions [N, ...] in NumPy, with the weights of this moment; there is no CNN."""
+        hidden = layers_in_numpy([(layer.weight, layer.bias) for layer in self.hidden], self._activation)
+        if self.lstm is None:
+            return lambda x, state: (hidden(x), state)
+        step, width = in_numpy(self.lstm), self.width
+
+        def forward(x: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
+            after = step(hidden(x), state)
+            return after[:, :width], after
+
+        return forward
 
     def _before_lstm(self, obs: Observations) -> Tensor:
         x = numbers_of(obs) if self.own is None else self.own(obs)
@@ -166,9 +183,26 @@ class NetworkPolicy(nn.Module):
             states = torch.cat([states, critic_states], dim=-1)
         return outputs, self.critic(valued), states
 
-    def acting(self) -> NetworkActor:
+    def acting(self) -> Actor | NetworkActor:
         """An actor with the current weights."""
-        return NetworkActor(self)
+        reads_numbers = self.pictures is None and self.spec.network is None and self.spec.features_extractor is None
+        return Actor(self) if reads_numbers else NetworkActor(self)
+
+    def in_numpy(self) -> Forward:
+        """The actor's outputs and the next states in NumPy, with the weights of this moment; not for pictures."""
+        torso = self.torso.in_numpy()
+        other = self.critic_torso.in_numpy() if self.critic_torso is not None and self.spec.lstm_dim else None
+        weight, bias = as_array(self.actor.weight).T, as_array(self.actor.bias)
+        of_actor = 2 * (self.spec.lstm_dim or 0)
+
+        def forward(row: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
+            features, after = torso(row, state[:, :of_actor])
+            if other is not None:
+                after = np.concatenate([after, other(row, state[:, of_actor:])[1]], axis=1)
+            outputs = features @ weight + bias
+            return np.concatenate([outputs, features], axis=1) if self.spec.use_sde else outputs, after
+
+        return forward
 
     @torch.no_grad()
     def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +271,7 @@ class NetworkPolicy(nn.Module):
                 return RolloutEvaluation(outputs, None, None)
             return RolloutEvaluation(outputs, values.unflatten(0, starts.shape), self._in_parts(final_obs)[1])
         columns, decisions = starts.shape
-        size = columns if self.micro_batch is None else max(1, self.micro_batch // decisions)
+        size = columns if self.micro_batch is None else max(1, WITHOUT_GRADIENTS * self.micro_batch // decisions)
         pieces = [slice(first, first + size) for first in range(0, columns, size)]
         parts = [self.step(obs[piece], starts[piece], state[piece]) for piece in pieces]
         outputs = torch.cat([part[0] for part in parts])[:, :-1]
