@@ -36,7 +36,7 @@ class Choice:
 
     def __init__(self, head: Head) -> None:
         self._choices = head.choices if isinstance(head, CategoricalHead) else None
-        self._std = None if isinstance(head, CategoricalHead) else np.exp(as_array(head.logstd))
+        self._std: FloatArray | None = None if isinstance(head, CategoricalHead) else np.exp(as_array(head.logstd))
         self._means = head.width if isinstance(head, StateDependentHead) else None
 
     def __call__(self, outputs: FloatArray, noise: FloatArray | None) -> Array:
@@ -45,6 +45,7 @@ class Choice:
             means, features = np.split(outputs, [self._means], axis=1)
             if noise is None:
                 return means
+            assert self._std is not None
             matrices = noise.reshape(len(noise), features.shape[1], self._means) * self._std
             return means + (features[:, None] @ matrices)[:, 0]
         if self._std is not None:

@@ -117,8 +117,9 @@ class Mlp(nn.Module):
 
         A simulator steps a handful of rows at a time, for which a tensor's bookkeeping is most of a forward pass.
         """
-        *hidden, (weight, bias) = self.linear
-        before, weight, bias = layers_in_numpy(hidden, self.activation), as_array(weight).T, as_array(bias)
+        *hidden, last = self.linear
+        before = layers_in_numpy(hidden, self.activation)
+        weight, bias = as_array(last[0]).T, as_array(last[1])
         return lambda x: before(x) @ weight + bias
 
     def activations(self, x: Tensor) -> list[Tensor]:

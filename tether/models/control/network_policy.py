@@ -86,7 +86,8 @@ class Torso(nn.Module):
 
     def in_numpy(self) -> Forward:
         """`step` of single decisions [N, ...] in NumPy, with the weights of this moment; there is no CNN."""
-        hidden = layers_in_numpy([(layer.weight, layer.bias) for layer in self.hidden], self._activation)
+        layers = [(layer.get_parameter("weight"), layer.get_parameter("bias")) for layer in self.hidden]
+        hidden = layers_in_numpy(layers, self._activation)
         if self.lstm is None:
             return lambda x, state: (hidden(x), state)
         step, width = in_numpy(self.lstm), self.width
