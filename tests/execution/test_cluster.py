@@ -16,6 +16,7 @@ from tests.execution.parts import make
 from tests.trainer.test_devices import overrides
 from tests.trainer.tiny_run import measured, same, weights, write_inputs
 from tests.trainer.tiny_run import train as one_process
+from tether.commands.doctor import show_doctor
 from tether.commands.train import train
 from tether.config import load_config
 from tether.execution.cluster import check_versions
@@ -39,7 +40,9 @@ def to(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_ranks_of_two_nodes_work_together(cluster: Cluster, tmp_path: Path) -> None:
+def test_ranks_of_two_nodes_work_together(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = RayGroup(1, "cpu", 1, tmp_path, nodes=2, **to(cluster))
     try:
         group.build(make)
@@ -48,6 +51,12 @@ def test_ranks_of_two_nodes_work_together(cluster: Cluster, tmp_path: Path) -> N
         assert len(set(group.call("part", "node", [(), ()]))) == 2
     finally:
         group.close()
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("COLUMNS", "200")
+    show_doctor()
+    shown = capsys.readouterr().out
+    assert f"cluster at {cluster.address}: 2 nodes" in shown
+    assert shown.count("0 GPUs, 1 CPUs; versions as here") == 2
     missing = r"^trainer.nnodes=3 with .*=1 each: 1 CPUs are missing; CPUs of the 2 nodes .*: 1, .*: 1; waited 1 s"
     with pytest.raises(RankFailed, match=missing):
         RayGroup(1, "cpu", 1, tmp_path, nodes=3, start_seconds=1, **to(cluster))
@@ -94,6 +103,15 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest
         RayGroup(1, "cpu", 1, tmp_path, nodes=2)
     with pytest.raises(RankFailed, match=r"^ray_kwargs.ray_init.num_cpu: .* Did you mean num_cpus"):
         RayGroup(1, "cpu", 1, tmp_path, options={"num_cpu": 2})
+
+
+def test_the_doctor_says_that_there_is_no_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("COLUMNS", "300")
+    show_doctor()
+    assert "RAY_ADDRESS=127.0.0.1:1: trainer.nnodes=2: no Ray cluster to join" in capsys.readouterr().out
 
 
 def test_nodes_with_other_versions_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import sys
@@ -14,6 +15,7 @@ from rich.table import Table
 from tether.kernels import maker
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import computes_in_bfloat16, resolve_device, usable_cores
+from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
 
 CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
@@ -29,6 +31,7 @@ EXTRAS = {
     "matplotlib": ("quickstart", "tether plot"),
     "liger-kernel": ("cuda-kernels", "fused norms and gated MLPs on CUDA"),
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
+    "ray": ("ray", "several devices: trainer.n_gpus_per_node, trainer.nnodes"),
     "peft": ("lora", "LoRA: actor_rollout_ref.model.lora_rank"),
     "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
     "wandb": ("wandb", "trainer.logger=wandb"),
@@ -46,6 +49,9 @@ def show_doctor() -> None:
     console.print(f"kernels in bfloat16: {maker(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
     console.print(f"disk: {free:.0f} GiB free here; models are cached in {cache_dir()}")
+    if address := os.environ.get("RAY_ADDRESS"):
+        for line in _cluster(address):
+            console.print(line, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("package", "version", "what it adds", "install"):
         table.add_column(column)
@@ -55,6 +61,15 @@ def show_doctor() -> None:
         version = _version(name)
         table.add_row(name, version or "-", adds, "" if version else f"pip install 'tether[{extra}]'")
     console.print(table)
+
+
+def _cluster(address: str) -> list[str]:
+    """The nodes of a Ray cluster."""
+    try:
+        nodes = importlib.import_module("tether.execution.cluster").nodes_of(address)
+    except (ModuleNotFoundError, RankFailed) as error:
+        return [f"RAY_ADDRESS={address}: {error}"]
+    return [f"cluster at {address}: {len(nodes)} nodes", *(f"  {node}" for node in nodes)]
 
 
 def _version(package: str) -> str | None:

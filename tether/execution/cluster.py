@@ -16,9 +16,11 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tether.execution.worker import Process
+from tether.execution.worker import Process, this_process
 from tether.runtime.machine import usable_cores
 from tether.runtime.ranks import RankFailed
 from tether.spelling import did_you_mean
@@ -135,6 +137,39 @@ def _missing(nodes: int, per_node: int, kind: str) -> str:
     why = f"{lack} {kind}s are missing" if lack else f"others use them: {ray.available_resources().get(kind, 0):g} free"
     asked = f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={per_node} each"
     return f"{asked}: {why}; {kind}s of the {len(have)} nodes of the cluster: {shown}"
+
+
+def nodes_of(address: str, seconds: float = REACH_SECONDS) -> list[str]:
+    """A line for each node of a cluster: its devices, and the versions there that differ from those here.
+
+    Raises:
+        RankFailed: there is no such cluster.
+    """
+    connect(2, 0, "cpu", {"address": address})
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        ask = ray.remote(this_process)
+        asked = [ask.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
+        ray.wait(asked, num_returns=len(asked), timeout=seconds)
+        lines = []
+        for node, answer in zip(nodes, asked, strict=True):
+            has = ", ".join(f"{int(node['Resources'].get(kind, 0))} {kind}s" for kind in ("GPU", "CPU"))
+            lines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {has}; {_versions_of(answer)}")
+        return lines
+    finally:
+        ray.shutdown()
+
+
+def _versions_of(answer: Any) -> str:
+    """What a node says of itself, beside what is here."""
+    try:
+        theirs = ray.get(answer, timeout=0).versions
+    except RayError as error:
+        return f"does not answer ({type(error).__name__}); is tether installed there?"
+    mine = this_process().versions
+    other = [f"{name} {theirs[name]} (here {version})" for name, version in mine.items() if theirs[name] != version]
+    return f"REFUSED, other versions: {', '.join(other)}" if other else "versions as here"
 
 
 def check_versions(mine: Process, theirs: Sequence[Process]) -> None:
