@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from tether.checkpoints import manifest
+from tether.checkpoints.state import load_state, save_state
 from tether.checkpoints.store import (
     TRACKER,
     CheckpointDamaged,
     CheckpointStore,
     DiskFull,
-    load_state,
-    save_state,
     step_of,
     verify,
 )

@@ -9,7 +9,7 @@ import torch
 
 from tests.trainer.tiny_run import base_overrides, measured, same, train, weights
 from tether.assembly.run import build_run
-from tether.checkpoints.store import load_state
+from tether.checkpoints import load_state
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
 

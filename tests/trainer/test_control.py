@@ -17,7 +17,7 @@ from tests.trainer.control_run import train  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
 from tether.algorithms import discounted_sums  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
-from tether.checkpoints.store import load_state  # noqa: E402
+from tether.checkpoints import load_state  # noqa: E402
 from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.trainer.control.rewards import RewardScaler  # noqa: E402

@@ -1,6 +1,7 @@
 """A rank that is lost in the middle of a run: the run goes on by itself from its last checkpoint, to the same bits."""
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,8 @@ import pytest
 
 from tests.trainer.test_devices import overrides
 from tests.trainer.tiny_run import GAE, base_overrides, measured, same, weights, write_inputs
+from tether.checkpoints import find_checkpoint
+from tether.checkpoints.store import DiskFull
 from tether.commands.train import train
 from tether.config import load_config
 from tether.runtime.ranks import RankLost
@@ -45,17 +48,20 @@ class Killer:
             os.kill(self.killed[-1]["rank_1.log"], signal.SIGKILL)
 
 
-def run(inputs: Path, folder: Path, *more: str, steps: int = 4, killer: Killer | None = None) -> Path:
+def run(inputs: Path, folder: Path, *more: str, steps: int = 4, killer: object = None) -> Path:
     given = load_config(None, [*overrides(inputs, folder, 2, steps), "trainer.preflight=False", *more])
     return train(given, Callbacks([killer] if killer else [])).folder
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(inputs: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("saving", [["trainer.save_freq=2"], ["trainer.async_save=True"]], ids=["", "while-it-saves"])
+def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(
+    saving: list[str], inputs: Path, tmp_path: Path, capsys
+) -> None:
     pytest.importorskip("ray")
     whole = run(inputs, tmp_path / "whole")
     killer = Killer(tmp_path / "killed", step=3)
-    killed = run(inputs, tmp_path / "killed", "trainer.save_freq=2", "trainer.resume_mode=disable", killer=killer)
+    killed = run(inputs, tmp_path / "killed", *saving, "trainer.resume_mode=disable", killer=killer)
     said = capsys.readouterr()
     assert "rank 1 died" in said.out
     assert "That was in step 4. Restart 1 of 3 (trainer.max_restarts), from" in said.out
@@ -65,6 +71,30 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(inputs: Path, tmp_pa
         assert same(weights(whole / "global_step_4", role), weights(killed / "global_step_4", role))
     assert measured(whole) == measured(killed)
     assert not any(Path(f"/proc/{pid}").exists() for pid in killer.killed[0].values())
+
+
+class FullDisk:
+    """Lets rank 1 write no file of more than 4 KiB after the first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, step: int, _: object) -> None:
+        if step == 2:
+            resource.prlimit(processes_of(self.folder)["rank_1.log"], resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_rank_is_said_and_leaves_the_checkpoints_before(
+    inputs: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(
+        DiskFull, match=r"disk full while saving .*global_step_2: it needs .*global_step_1 is untouched"
+    ):
+        run(inputs, tmp_path, killer=FullDisk(tmp_path))
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step_1"
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.slow

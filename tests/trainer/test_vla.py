@@ -15,7 +15,7 @@ from tests.envs import toys  # noqa: E402
 from tests.trainer.control_run import call, train  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
-from tether.checkpoints.store import load_state  # noqa: E402
+from tether.checkpoints import load_state  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
 from tether.trainer.control.rollouts import POLICY  # noqa: E402

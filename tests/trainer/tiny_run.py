@@ -133,7 +133,8 @@ def train(overrides: list[str], file: Path | None = None) -> Path:
 
 def weights(checkpoint: Path, role: str = "actor") -> dict[str, torch.Tensor]:
     """Every parameter that a checkpoint holds of a role."""
-    return load_file(checkpoint / role / "model.safetensors")
+    files = (checkpoint / role).glob("model*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def measured(directory: Path) -> dict[int, dict[str, float]]:

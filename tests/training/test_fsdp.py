@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from tests.tiny import save_tiny, tiny_model
 from tests.training.batches import (
     ROWS,
     make_batch,
@@ -27,11 +30,18 @@ from tests.training.batches import (
 from tests.training.batches import gradients as local_gradients
 from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, on_ranks, share, whole_gradients, whole_weights
 from tether.batch import TrainBatch
+from tether.checkpoints import load_state, save_state
+from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.models.language.load import load_causal_lm
+from tether.models.language.save import join_parts, write_model
+from tether.models.language.unread import is_unread
+from tether.rollout.native import eos_token_ids
 from tether.training.division import mini_batches
-from tether.training.engines.fsdp import move_state
+from tether.training.engines.fsdp import FsdpEngine, move_state
 from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
+from tether.training.engines.shares import join_shares
 from tether.training.protocol import LossSpec, UpdatePlan
 from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward
 from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
@@ -180,10 +190,10 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     found["weights"] = distance(whole_weights(sharded), updated)
     found["frozen"] = max(float((updated[name] - before[name]).abs().max()) for name in before if "lora" not in name)
     found["learned"] = distance(updated, before)
-    sharded.save(folder)
-    dist.barrier()
+    parts = saved(sharded, folder)
     if dist.get_rank() == 0:
-        merged = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        join_parts([part / "actor" for part in parts], folder / "actor")
+        merged = LlamaForCausalLM.from_pretrained(folder / "actor", dtype=torch.float64)
         found["merged"] = distance(weights(merged), dict(lora.merged_state_dict(engine.model)))
     return found
 
@@ -237,19 +247,40 @@ def single(batch: TrainBatch) -> TrainBatch:
     return batch
 
 
-def bits(compute_dtype: torch.dtype | None) -> tuple[bool, float]:
+def bits(compute_dtype: torch.dtype | None, folder: Path) -> tuple[bool, float]:
     """Whether weights and optimizer have the bits that one process gives, and how far the weights are apart."""
     batch = single(make_batch(make_policy(), make_critic()))
     policies = [make_policy(dtype=torch.float32, tie_word_embeddings=True) for _ in range(2)]
     engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=compute_dtype)
-    sharded = make_fsdp(policies[1], FOUR_ROWS, compute_dtype=compute_dtype)
+    sharded = make_fsdp(policies[1], FOUR_ROWS, compute_dtype=compute_dtype, save=write_model)
     for step in range(2):
         engine.update(batch, LOSS, PLAN, step)
         learn(sharded, batch, LOSS, PLAN, step)
     found, expected = whole_weights(sharded), {name: tensor.detach() for name, tensor in engine.export().tensors}
-    state = sharded.state_dict()
+    state = saved_state(sharded, folder)
     same = same_bits(found, expected) and (not state or same_state(state, engine.state_dict()))
     return same, distance(found, expected)
+
+
+def saved(engine: FsdpEngine, folder: Path) -> list[Path]:
+    """The parts of a checkpoint, one of each rank."""
+    parts = [folder / str(rank) for rank in range(dist.get_world_size())]
+    parts[dist.get_rank()].mkdir(parents=True)
+    engine.begin_saving(parts[dist.get_rank()], "actor")
+    while not engine.writing()[0]:
+        time.sleep(0.01)
+    dist.barrier()
+    assert engine.writing() == (True, None)
+    return parts
+
+
+def saved_state(engine: FsdpEngine, folder: Path) -> dict[str, Any]:
+    """What is saved beside the weights, on rank 0."""
+    parts = saved(engine, folder)
+    if dist.get_rank() == 0:
+        join_shares(parts, folder / "actor", folder / "actor.pt")
+    dist.barrier()
+    return load_state(folder / "actor.pt") if dist.get_rank() == 0 else {}
 
 
 def same_state(left: Any, right: Any) -> bool:
@@ -274,11 +305,67 @@ def resumed(folder: Path) -> bool:
     engine = make_engine(make_policy(), FOUR_ROWS)
     engine.update(batch, LOSS, PLAN, 0)
     state, before = copy.deepcopy(engine.state_dict()), weights(engine.model)
-    sharded = make_fsdp(engine.model, FOUR_ROWS, save=lambda model, folder: torch.save(weights(model), folder))
-    sharded.load_state_dict(state)
-    back = sharded.state_dict()
-    sharded.save(folder)
-    return dist.get_rank() > 0 or (same_state(back, state) and same_bits(torch.load(folder), before))
+    sharded = make_fsdp(engine.model, FOUR_ROWS, save=write_model)
+    folder.mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        save_state(folder / "one.pt", state)
+    dist.barrier()
+    assert sharded.load_state(folder / "one.pt") == 1
+    back = saved_state(sharded, folder / "ranks")
+    sharded.load_state(folder / "ranks/actor.pt")
+    again = saved_state(sharded, folder / "again")
+    if dist.get_rank() > 0:
+        return True
+    read = LlamaForCausalLM.from_pretrained(folder / "ranks/actor", dtype=torch.float64)
+    return same_state(back, state) and same_state(again, state) and same_bits(weights(read), before)
+
+
+def read(folder: Path, sharding: dict[str, Any]) -> dict[str, tuple[bool, bool]]:
+    """Of models whose ranks read their parts from files: whether all bits are there, and no rank read all of them."""
+    lora = pytest.importorskip("tether.models.language.lora")
+    if dist.get_rank() == 0:
+        save_tiny(folder / "tied", tie_word_embeddings=True)
+        save_tiny(folder / "apart", dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_pretrained(folder / "apart").save_pretrained(folder / "files", max_shard_size="100KB")
+    dist.barrier()
+    load = partial(load_causal_lm, dtype=torch.float32)
+    makers: dict[str, Callable[[torch.device | None], PreTrainedModel]] = {
+        "tied": lambda unread: load(folder / "tied", unread=unread),
+        "in several files": lambda unread: load(folder / "files", unread=unread),
+        "in bfloat16": lambda unread: load_causal_lm(folder / "apart", dtype=torch.bfloat16, unread=unread),
+        "critic": lambda unread: load_critic(folder / "apart", dtype=torch.float32, unread=unread),
+    }
+
+    def adapted(unread: torch.device | None) -> PreTrainedModel:
+        model = load(folder / "apart", unread=unread)
+        torch.manual_seed(3)
+        lora.add_lora(model, lora.LoraOptions(rank=2))
+        return model
+
+    found = {}
+    for name, make in (makers | {"adapters": adapted}).items():
+        whole, unread = make(None), make(torch.device("cpu"))
+        assert is_unread(unread)
+        size = sum(p.nbytes for p in whole.parameters())
+        buffers = same_bits(dict(unread.named_buffers()), dict(whole.named_buffers()))
+        ends = name == "critic" or eos_token_ids(unread) == eos_token_ids(whole)
+        sharded = make_fsdp(unread, FOUR_ROWS, **sharding)
+        same = same_bits(whole_weights(sharded), {key: value.detach() for key, value in whole.state_dict().items()})
+        most = size / (1 if dist.get_world_size() == 1 else 1.7)
+        found[name] = (same and buffers and ends, 0 < sharded.bytes_read <= most)
+    return found
+
+
+def broken(folder: Path) -> str:
+    """What is said of a weight that is not a number."""
+    if dist.get_rank() == 0:
+        model = tiny_model("llama")
+        torch.nn.init.constant_(model.model.norm.weight, math.nan)
+        model.save_pretrained(folder)
+    dist.barrier()
+    with pytest.raises(ValueError) as caught:
+        make_fsdp(load_causal_lm(folder, dtype=torch.float32, unread=torch.device("cpu")), FOUR_ROWS)
+    return str(caught.value)
 
 
 def everything(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
@@ -292,11 +379,13 @@ def everything(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
         "kept gathered": [kept_gathered(True), kept_gathered(False)],
         "rounded": rounded_sums(),
         "updates": [updates(LOSS, sharding), updates(SELECTING, sharding)],
-        "float32": bits(None),
-        "bfloat16": bits(torch.bfloat16),
+        "float32": bits(None, folder / "float32"),
+        "bfloat16": bits(torch.bfloat16, folder / "bfloat16"),
+        "read": read(folder / "read", {key: value for key, value in sharding.items() if key != "shards"}),
+        "broken": broken(folder / "broken"),
         "skipped": skipped(folder / "incidents", sharding),
     }
-    return found | {"resumed": resumed(folder / "weights.pt")}
+    return found | {"resumed": resumed(folder / "resumed")}
 
 
 LAYOUTS = (
@@ -332,6 +421,15 @@ def test_out_of_memory_names_the_key_to_lower(group: tuple[int, dict[str, Any]])
     said = group[1]["out of memory"]
     assert "a forward or backward pass with actor.ppo_micro_batch_size_per_gpu=4 (CUDA out of memory)" in said
     assert "Lower actor.ppo_micro_batch_size_per_gpu. " in said
+
+
+def test_each_rank_reads_its_part_of_the_files(group: tuple[int, dict[str, Any]]) -> None:
+    assert set(group[1]["read"].values()) == {(True, True)}
+    assert len(group[1]["read"]) == 5
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(group: tuple[int, dict[str, Any]]) -> None:
+    assert "1 of its weights hold NaN or infinity, first model.norm.weight" in group[1]["broken"]
 
 
 def test_adapters_train_as_in_one_process(group: tuple[int, dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads, usable_cores
 from tether.runtime.run_lock import RunLock
-from tether.trainer import Persistence, Schedule, Trainer, check_identity
+from tether.trainer import Persistence, Saver, Schedule, Trainer, check_identity
 from tether.trainer.control import (
     POLICY,
     ControlAdvantages,
@@ -125,12 +125,14 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             select_rows=_learned_decisions(config, policy),
             critic_warmup=build_critic_warmup(trainer_config),
             best=build_best_test(trainer_config, persistence),
+            saver=Saver(trainer_config.async_save),
             profiler=build_profiler(trainer_config, schedule),
             stop_on_collapse=trainer_config.on_collapse == "stop",
             schedule=schedule,
             persistence=persistence,
             loggers=loggers,
         )
+        resources.callback(trainer.saver.close)
         if checkpoint:
             trainer.resume(checkpoint)
         about = f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"

@@ -25,6 +25,7 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
+from tether.models.language.save import write_model
 from tether.runtime.objects import held, is_object
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.engines.local import LocalEngine
@@ -73,8 +74,13 @@ def micro_batching(
     return MicroBatching(max_rows=rows, packed=packed, key=f"{section}.{kind}_micro_batch_size_per_gpu")
 
 
-def load_policy(config: RunConfig, path: Path | str, device: torch.device, checkpoint: Path | None) -> PreTrainedModel:
-    """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it."""
+def load_policy(
+    config: RunConfig, path: Path | str, device: torch.device, checkpoint: Path | None, *, unread: bool = False
+) -> PreTrainedModel:
+    """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it.
+
+    Where it can, `unread` leaves its weights in their files, see `load_causal_lm`.
+    """
     model_config = config.actor_rollout_ref.model
     source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else path
     own = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
@@ -84,6 +90,7 @@ def load_policy(config: RunConfig, path: Path | str, device: torch.device, check
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
         auto_class=own,
+        unread=device if unread else None,
     )
     on_device(model, device)
     if model_config.lora_rank:
@@ -127,8 +134,8 @@ def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMode
 
 
 def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Write a plain Hugging Face directory."""
-    model.save_pretrained(folder)
+    """Write a plain Hugging Face directory, or this rank's part of one."""
+    write_model(model, folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -195,7 +202,7 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
 
 
 def load_reference(
-    config: RunConfig, path: Path | str, policy: PreTrainedModel, device: torch.device
+    config: RunConfig, path: Path | str, policy: PreTrainedModel, device: torch.device, *, unread: bool = False
 ) -> ReferenceModel | None:
     """The policy that training started from; None where no KL asks for it.
 
@@ -211,6 +218,7 @@ def load_reference(
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
+        unread=device if unread and not needs_full_kl(config) else None,
     )
     return ReferenceModel(on_device(model, device))
 
@@ -250,6 +258,8 @@ def critic_engine(
     total_steps: int,
     incidents: Path | None,
     make: MakeEngine = LocalEngine,
+    *,
+    unread: bool = False,
 ) -> Any:
     """The engine of the critic at `path`."""
     critic = config.critic
@@ -259,6 +269,7 @@ def critic_engine(
         dtype=torch.float32,
         trust_remote_code=critic.model.trust_remote_code,
         override_config=critic.model.override_config,
+        unread=device if unread else None,
     )
     on_device(model, device)
     if critic.model.enable_gradient_checkpointing:

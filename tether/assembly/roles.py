@@ -36,6 +36,7 @@ from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
 from tether.execution import Group, ShardedEngine, ShardedSampler
+from tether.models.language.unread import is_unread
 from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
 from tether.rollout.native import NativeEngine, eos_token_ids
@@ -44,6 +45,7 @@ from tether.runtime.objects import is_object
 from tether.runtime.profiling import ProcessTrace
 from tether.training import Learner
 from tether.training.division import balanced, in_order
+from tether.training.engines.copies import with_weights
 from tether.training.engines.local import LocalEngine
 from tether.training.text import PolicyOutputs, ValueOutputs
 
@@ -184,13 +186,13 @@ def _engines(
 ) -> dict[str, Any]:
     """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
-    policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint)
+    policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=sharded)
     rollout = config.actor_rollout_ref.rollout
     served = rollout.name in SERVERS
     apart = sharded or config.trainer.async_mode != "off"  # the sampler's weights are not those that training changes
     sampling = _copy_to_sample(config, policy) if apart and not served else policy
     card = PolicyCard.of(policy) if served else None  # while it is whole
-    reference = load_reference(config, sources.model_path, policy, sources.device)
+    reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
     # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
     actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make(config.actor_rollout_ref.actor))
     parts: dict[str, Any] = {"actor": actor}
@@ -208,7 +210,14 @@ def _engines(
         parts["sampler"] = RankSampler(native, actor) if sharded else native
     if config.critic.enable:
         parts["critic"] = critic_engine(
-            config, sources.critic_path, sources.device, tokenizer, steps, incidents, make(config.critic)
+            config,
+            sources.critic_path,
+            sources.device,
+            tokenizer,
+            steps,
+            incidents,
+            make(config.critic),
+            unread=sharded,
         )
     if reference is not None and asks_reference(config):
         make_reference = make(config.actor_rollout_ref.ref)
@@ -221,9 +230,14 @@ def _engines(
 
 
 def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the policy in the format that it is trained in."""
-    model = copy.deepcopy(policy)
-    torch.nn.Module.to(model, DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype])
+    """A copy of the policy in the format that it is trained in; of weights that are not read yet, only the room."""
+    dtype = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    if is_unread(policy):
+        room = (torch.empty(p.shape, dtype=dtype, device=p.device) for p in policy.parameters())
+        model = with_weights(policy, room)
+    else:
+        model = copy.deepcopy(policy)
+    torch.nn.Module.to(model, dtype)
     return model.requires_grad_(False)
 
 

@@ -53,6 +53,7 @@ from tether.runtime.run_lock import RunLock
 from tether.trainer import (
     Persistence,
     SamplingAhead,
+    Saver,
     Schedule,
     SourceAhead,
     Trainer,
@@ -145,6 +146,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
             best=build_best_test(config.trainer, persistence),
+            saver=Saver(config.trainer.async_save),
             profiler=profiler and replace(profiler, ranks=roles.group),
             stop_on_collapse=config.trainer.on_collapse == "stop",
             schedule=schedule,
@@ -153,6 +155,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             loggers=loggers,
             old_log_probs=old_log_probs_from(config),
         )
+        resources.callback(trainer.saver.close)
         if checkpoint:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]

@@ -4,6 +4,19 @@ Rank 0 of a run writes through `CheckpointStore`; whoever reads a folder asks `f
 """
 
 from tether.checkpoints.manifest import PARTIAL, sha256_of
-from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, load_state, save_state, step_of
+from tether.checkpoints.state import as_bytes, load_state, moments_beside, save_moments, save_state
+from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, step_of
 
-__all__ = ["BEST", "PARTIAL", "CheckpointStore", "find_checkpoint", "load_state", "save_state", "sha256_of", "step_of"]
+__all__ = [
+    "BEST",
+    "PARTIAL",
+    "CheckpointStore",
+    "as_bytes",
+    "find_checkpoint",
+    "load_state",
+    "moments_beside",
+    "save_moments",
+    "save_state",
+    "sha256_of",
+    "step_of",
+]

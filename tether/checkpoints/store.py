@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from tether.checkpoints.manifest import (
     MANIFEST,
@@ -34,7 +32,6 @@ from tether.checkpoints.manifest import (
     write_durably,
     write_manifest,
 )
-from tether.types import StateDict
 
 BEST = "best"
 """Folder, below that of a run, that holds the checkpoint of its best test."""
@@ -77,24 +74,48 @@ class CheckpointStore:
         Raises:
             DiskFull: there is no room.
         """
+        return self.begin(step, lambda folder: partial(write, folder))()
+
+    def begin(self, step: int, start: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
+        """Save as `save` does, in two parts.
+
+        Args:
+            step: of the checkpoint.
+            start: begins to fill the folder that it is given; what it returns does the rest.
+
+        Returns:
+            What completes the checkpoint, in any thread; nothing else may be saved before.
+        """
         final = self.root / f"global_step_{step}"
         folder = self.root / f"{PARTIAL}{final.name}"
         self.root.mkdir(parents=True, exist_ok=True)
-        try:
+        with self._whole_or_absent(folder, final):
             _remove(folder)
             folder.mkdir()
-            write(folder)
-            write_manifest(folder, step)
-            self._put_in_place(folder, final)
-            write_durably(self.root / TRACKER, str(step))
+            rest = start(folder)
+
+        def complete() -> Path:
+            with self._whole_or_absent(folder, final):
+                rest()
+                write_manifest(folder, step)
+                self._put_in_place(folder, final)
+                write_durably(self.root / TRACKER, str(step))
+            self._prune(newest=final)
+            return final
+
+        return complete
+
+    @contextmanager
+    def _whole_or_absent(self, folder: Path, final: Path) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
-            written = _size(folder)
-            _remove(folder)
-            if _is_disk_full(error):
+            full = _is_disk_full(error)
+            written = _size(folder) if full else 0
+            _discard(folder)  # if it can: another rank may be writing there
+            if full:
                 raise self._disk_full(final, written) from error
             raise
-        self._prune(newest=final)
-        return final
 
     def latest(self) -> Path | None:
         """Find the checkpoint to resume from; its content is not verified. None if there is none.
@@ -266,26 +287,6 @@ def _offer(broken: Path) -> str:
         f"The last good one in that folder is {good}. To train on from it: trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={good}"
     )
-
-
-def save_state(path: Path, state: Mapping[str, object]) -> None:
-    """Store a tree of tensors, numbers, strings, tuples, lists and dicts so that it loads back bit for bit."""
-    with path.open("wb") as file:  # not by name: torch would hold the file, and its space, open after a full disk
-        torch.save(dict(state), file)
-
-
-def load_state(path: Path) -> StateDict:
-    """Load what `save_state` stored, onto the CPU; nothing in the file is executed.
-
-    Raises:
-        ValueError: the file holds anything else.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{path}: not a training state that tether saved; take another checkpoint ({error})"
-        ) from error
 
 
 def _named(root: Path) -> list[Path]:

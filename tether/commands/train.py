@@ -24,6 +24,8 @@ class _Lost:
     step: int | None
     """That was in progress; None: the models were being built."""
     why: str
+    instead: tuple[str, int] | None = None
+    """See `RankLost`."""
 
     @property
     def place(self) -> str:
@@ -35,7 +37,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder resumes.
 
     When a rank is lost, all of them are started again from the last checkpoint, and callbacks hear of the steps since
-    then a second time.
+    then a second time; so it is when a rank has no memory for a micro-batch, with half of it.
 
     Raises:
         ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
@@ -46,6 +48,17 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
     while isinstance(ended := _attempt(loaded, callbacks, screen), _Lost):
         most = loaded.config.trainer.max_restarts
+        if ended.instead and most:  # each is half of the one before, down to a single row
+            loaded, start = _resuming(loaded, ended)
+            key, value = ended.instead
+            loaded = loaded.with_values({key: value}, "what fits into memory")
+            screen.print(
+                f"{ended.why}\nThat was {ended.place}. The run goes on {start} with {key}={value} and the same result; "
+                "write that to make it permanent",
+                style="bold yellow",
+                soft_wrap=True,
+            )
+            continue
         if again := [lost for lost in earlier if lost.step == ended.step]:
             raise RankLost(
                 f"{ended.why}\nThat was {ended.place}, and so it was before ({again[0].why.splitlines()[0]}): the run "
@@ -68,7 +81,7 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
     try:
         run = build(loaded)
     except RankLost as error:
-        return _Lost(None, str(error))
+        return _Lost(None, str(error), error.instead)
     trainer, interrupted = run.trainer, Interrupt()
     trainer.callbacks = callbacks
     try:
@@ -88,7 +101,7 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
     except RankLost as error:
         if interrupted():
             raise
-        return _Lost(trainer.step_number + 1, str(error))
+        return _Lost(trainer.step_number + 1, str(error), error.instead)
     finally:
         run.close()
     return read_result(

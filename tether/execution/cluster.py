@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves ranks beside any other work on their machine
 
 import ray
 from ray.exceptions import RayError

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Generic
 
 import torch
@@ -15,9 +18,10 @@ from tether.rollout import FinishedResponse, NoiseKey, Partner, SamplingParams, 
 from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.division import Assign, balance_metrics, balanced, divide, mini_batches
 from tether.training.engines.autograd import scattered
+from tether.training.engines.shares import join_shares
 from tether.training.text import sequence_lengths
-from tether.types import StateDict
 
+WRITE_LOOK_SECONDS = 0.1
 LINEAR = 24576
 """Work of a token in the layers, in units of one token that another looks at: 6 times the hidden width of a 7B model
 (verl's figure)."""
@@ -73,18 +77,34 @@ class ShardedEngine(Generic[Outputs]):
         return found
 
     def save(self, folder: Path) -> None:
-        """See `tether.training.protocol.Engine.save`; rank 0 writes."""
-        self._call("save", [(folder,)] * self._group.size)
+        """See `tether.training.protocol.Engine.save`."""
+        with TemporaryDirectory(dir=folder.parent) as beside:
+            self.saving(folder, Path(beside) / "state.pt", copy=False)()
 
-    def state_dict(self) -> StateDict:
-        """See `tether.training.protocol.Engine.state_dict`."""
-        state: StateDict = self._call("state_dict", [()] * self._group.size)[0]
-        return state
+    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+        """See `tether.training.protocol.Engine.saving`; each rank writes a part, in a thread of its own."""
+        together = folder.with_name(f"parts_of_{folder.name}")
+        parts = [together / str(rank) for rank in range(self._group.size)]
+        for part in parts:
+            part.mkdir(parents=True)
+        self._call("begin_saving", [(part, folder.name) for part in parts])
 
-    def load_state_dict(self, state: StateDict) -> None:
-        """Take over the state of `state_dict`, of any number of ranks."""
-        self.version = state["version"]
-        self._call("load_state_dict", [(self._group.share(state),)] * self._group.size)
+        def complete() -> None:
+            answers = [(False, None)]
+            while not all(done for done, _ in answers):
+                answers = self._call("writing", [()] * self._group.size)
+                time.sleep(WRITE_LOOK_SECONDS)
+            for _, error in answers:
+                if error is not None:
+                    raise error
+            join_shares(parts, folder, state)
+            shutil.rmtree(together)
+
+        return complete
+
+    def load_state(self, file: Path) -> None:
+        """See `tether.training.protocol.Engine.load_state`; of any number of ranks."""
+        self.version = max(self._call("load_state", [(file,)] * self._group.size))
 
     def _call_groups(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """Of each group of ranks that share their rows, the answer of the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from tether.execution.worker import Process, Worker, this_process
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.machine import usable_cores
 from tether.runtime.ranks import STATUS, RankFailed, RankLost
+from tether.training import MicroBatchTooLarge
 
 __all__ = ["RayGroup", "is_local"]
 
@@ -77,6 +79,7 @@ class RayGroup:
         self._processes: list[Process] = []
         self._logs = [logs.absolute() / f"rank_{rank}.log" for rank in range(size)]
         self._failure: RankFailed | None = None
+        self._one_at_a_time = threading.Lock()  # a thread asks whether a checkpoint is written
         self._room: Any = None
         self._actors: list[Any] = []
         host = connect(nodes, per_node, device, options or {})
@@ -141,6 +144,10 @@ class RayGroup:
                     os.kill(process.pid, number)
 
     def _answers(self, name: str, arguments: Sequence[tuple[object, ...] | None], seconds: float) -> list[Any]:
+        with self._one_at_a_time:
+            return self._answers_now(name, arguments, seconds)
+
+    def _answers_now(self, name: str, arguments: Sequence[tuple[object, ...] | None], seconds: float) -> list[Any]:
         if self._failure:
             raise self._failure
         calls = {
@@ -193,10 +200,15 @@ class RayGroup:
         rank, error = next(iter(errors.items()))
         cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
         kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
-        lost = RankLost if _lost_the_others(cause) else RankFailed
-        failed = self._failed(f"{self._name(rank)}: {kind}{cause}", None, lost)
-        if lost is RankLost:  # the others may hang still
-            self._write_stacks()
+        what = f"{self._name(rank)}: {kind}{cause}"
+        if isinstance(cause, MicroBatchTooLarge):
+            lost = RankLost(what)
+            lost.instead = cause.instead
+            return self._ended(lost)
+        if not _lost_the_others(cause):
+            return self._failed(what, None, RankFailed)
+        failed = self._failed(what, None)
+        self._write_stacks()  # the others may hang still
         return failed
 
     def _name(self, rank: int) -> str:
@@ -236,9 +248,12 @@ class RayGroup:
         lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
         shown = "".join(f"\n  {line}" for line in lines[-LINES:])
         last = f". Its last lines, of {log}:{shown}" if lines else ""
-        self._failure = kind(what + last)
+        return self._ended(kind(what + last))
+
+    def _ended(self, failure: RankFailed) -> RankFailed:
+        self._failure = failure
         self._note()
-        return self._failure
+        return failure
 
 
 def _error_of(ref: Any) -> RayError | None:

@@ -146,7 +146,7 @@ class Worker:
 
     def _beat(self, store: dist.TCPStore) -> None:
         number = 0
-        with suppress(dist.DistError):  # the driver is gone, and Ray ends this process
+        try:
             while True:
                 number += 1
                 device = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
@@ -154,6 +154,8 @@ class Worker:
                 sign = {"beat": number, "doing": self._doing, "since": self._since, "host": host, "device": device}
                 store.set(f"rank {self._rank}", json.dumps(sign))  # never a question, for which it would wait
                 time.sleep(BEAT_SECONDS)
+        except dist.DistError:  # the driver is gone; Ray would see it later, and this process must not write any more
+            os._exit(1)
 
 
 def _use_interface_to(host: str) -> None:

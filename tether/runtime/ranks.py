@@ -10,3 +10,6 @@ class RankFailed(ValueError):
 
 class RankLost(RankFailed):
     """A rank died, gave no answer, or lost the others: to start again may help; the message has its last lines."""
+
+    instead: tuple[str, int] | None = None
+    """Key and value with which to start again, where a rank had no memory for its micro-batch."""

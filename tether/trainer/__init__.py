@@ -8,6 +8,7 @@ from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint, write_run_yaml
 from tether.trainer.loop import OldLogProbs, Schedule, Trainer
 from tether.trainer.protocol import EvaluationResult
+from tether.trainer.saver import Saver
 
 __all__ = [
     "Callbacks",
@@ -15,6 +16,7 @@ __all__ = [
     "OldLogProbs",
     "Persistence",
     "SamplingAhead",
+    "Saver",
     "Schedule",
     "SourceAhead",
     "Trainer",

@@ -7,6 +7,7 @@ On the disk::
     global_step_20/actor/             or a control policy: policy.json and policy.safetensors
     global_step_20/environments.pkl   the environments that it acts in
     global_step_20/training/*.pt      optimizers, position in the data, controllers, random number generators
+    global_step_20/training/*.safetensors   of several ranks: the optimizers' moments, a file each
     global_step_20/identity.json      the data and the model, or the environments, that the run started from
     global_step_20/run.yaml           the resolved configuration
 """
@@ -22,9 +23,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tether.checkpoints import CheckpointStore, load_state, save_state, sha256_of
+from tether.checkpoints import CheckpointStore, as_bytes, load_state, sha256_of
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.types import StateDict
+
+TRAINING = "training"
+"""Folder of the states in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +42,29 @@ class Persistence:
     private: bool = False
     """`run_yaml` holds secrets, so that its file is for its owner alone."""
 
-    def save(self, step: int, write: Callable[[Path], None], states: Mapping[str, StateDict]) -> Path:
-        """Write the checkpoint of a step; see `CheckpointStore.save`.
-
-        Saving leaves the global generators as they were, whatever the libraries that write draw from them.
+    def begin(self, step: int, start: Callable[[Path], Callable[[], None]], state: StateDict) -> Callable[[], Path]:
+        """Begin the checkpoint of a step; see `CheckpointStore.begin`.
 
         Args:
             step: that was done.
-            write: puts the models into the folder that it is given.
-            states: name -> state beside the models; "trainer" must be among them.
+            start: begins to write the models and what belongs to them into the folder that it is given.
+            state: the trainer's.
         """
-        rng = rng_state()
+        kept = as_bytes({**state, "rng": rng_state()})
 
-        def write_all(folder: Path) -> None:
-            training = folder / "training"
-            training.mkdir()
-            write(folder)
-            for name, state in states.items():
-                save_state(training / f"{name}.pt", state | {"rng": rng} if name == "trainer" else state)
-            (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
-            write_run_yaml(folder, self.run_yaml, private=self.private)
+        def start_all(folder: Path) -> Callable[[], None]:
+            (folder / TRAINING).mkdir()
+            rest = start(folder)
 
-        path = self.store.save(step, write_all)
-        set_rng_state(rng)
-        return path
+            def complete() -> None:
+                rest()
+                (folder / TRAINING / "trainer.pt").write_bytes(kept)
+                (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
+                write_run_yaml(folder, self.run_yaml, private=self.private)
+
+            return complete
+
+        return self.store.begin(step, start_all)
 
 
 def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:
@@ -71,17 +74,16 @@ def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:
     file.write_text(text)
 
 
-def restore(checkpoint: Path, load: Mapping[str, Callable[[StateDict], None]]) -> StateDict:
+def restore(checkpoint: Path, load: Mapping[str, Callable[[Path], None]]) -> StateDict:
     """Load the states of a checkpoint, the global generators among them; returns the trainer's.
 
     Args:
         checkpoint: whose models are loaded already.
-        load: name of a state -> what takes it over.
+        load: name of a state -> what takes its file over.
     """
-    training = checkpoint / "training"
     for name, take in load.items():
-        take(load_state(training / f"{name}.pt"))
-    state = load_state(training / "trainer.pt")
+        take(checkpoint / TRAINING / f"{name}.pt")
+    state = load_state(checkpoint / TRAINING / "trainer.pt")
     set_rng_state(state.pop("rng"))
     return state
 

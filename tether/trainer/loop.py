@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,14 @@ from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.checkpoint import Persistence, restore
+from tether.trainer.checkpoint import TRAINING, Persistence, restore
 from tether.trainer.parts.alarms import Alarms, MismatchAlarm
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
+from tether.trainer.saver import Saver
 from tether.training import AnyLearner
 from tether.types import StateDict
 
@@ -91,6 +92,7 @@ class Trainer:
     alarms: Alarms = field(default_factory=Alarms)
     best: BestTest = field(default_factory=BestTest)
     profiler: StepProfiler | None = None
+    saver: Saver = field(default_factory=Saver)
     stop_on_collapse: bool = False
     """Save and stop where an alarm says that the policy has collapsed."""
     stopped_by: str | None = None
@@ -197,18 +199,22 @@ class Trainer:
                 self.unlogged = {}
                 self.callbacks.on_step_end(done, measured)
             # After the log: a run killed in between does the step again, and its line is replaced, never missing.
+            self.collect_saved(wait=False)
             if self.schedule.saves_at(done) or stopping:
                 self.save()
             if stopping:
-                return
-        if complaint := self.critic_warmup.never_over():
-            self.loggers.warn(complaint)
+                break
+        else:
+            if complaint := self.critic_warmup.never_over():
+                self.loggers.warn(complaint)
+        self.collect_saved(wait=True)
 
     def _judge(self, tested: dict[str, float]) -> None:
         """Compare a test with those before, and keep the checkpoint of the best."""
         self.best.take(tested)
         if self.best.is_new and self.best.persistence:
             self.loggers.phase("save_checkpoint")
+            self.collect_saved(wait=True)
             self.write_checkpoint(self.state(), self.best.persistence)
 
     def _has_to_stop(self) -> bool:
@@ -251,40 +257,72 @@ class Trainer:
         return logged
 
     def save(self) -> None:
-        """Write a checkpoint of the current step; how long that took is logged under the step, too."""
+        """Save a checkpoint of the current step; how long training waited for it is logged under the step, too."""
         time = Timer(on_phase=self.loggers.phase)
         with time("save_checkpoint"):
-            path = self.write_checkpoint(self.state())
+            self.collect_saved(wait=True)
+            rng = rng_state()
+            self.saver.take(self.step_number, self.begin_checkpoint(self.state(), copy=self.saver.later))
+            set_rng_state(rng)  # whatever the libraries that write draw
             self.rollouts.saved(self.step_number)
-        self.saved_step = self.step_number
         self.loggers.log(self.step_number, time.metrics())
-        self.callbacks.on_checkpoint(self.step_number, path)
+        self.collect_saved(wait=False)
+
+    def collect_saved(self, *, wait: bool) -> None:
+        """Tell of the last checkpoint, once it is complete; with `wait` it is then."""
+        self.saver.collect(self._saved, wait=wait)
+
+    def _saved(self, step: int, path: Path) -> None:
+        self.saved_step = step
+        self.callbacks.on_checkpoint(step, path)
 
     def write_checkpoint(
         self, state: StateDict, persistence: Persistence | None = None, *, in_step: bool = False
     ) -> Path:
-        """Write a checkpoint.
+        """Write a checkpoint; for the arguments see `begin_checkpoint`."""
+        rng = rng_state()
+        path = self.begin_checkpoint(state, persistence, in_step=in_step)()
+        set_rng_state(rng)
+        return path
+
+    def begin_checkpoint(
+        self,
+        state: StateDict,
+        persistence: Persistence | None = None,
+        *,
+        in_step: bool = False,
+        copy: bool = False,
+    ) -> Callable[[], Path]:
+        """Begin a checkpoint; what is returned completes it.
 
         Args:
             state: what `state` gave.
             persistence: another one than that of the run.
             in_step: a step was begun after that, and failed before it changed a weight.
+            copy: of all that training goes on to change, so that it may be completed meanwhile, in another thread.
         """
         frozen = self.rollouts.freeze(in_step=in_step)
 
-        def write(folder: Path) -> None:
-            for role, learner in self._learners().items():
-                learner.engine.save(folder / role)
-            for name, content in frozen.files.items():
-                (folder / name).write_bytes(content)
+        def start(folder: Path) -> Callable[[], None]:
+            rest = [
+                learner.engine.saving(folder / role, folder / TRAINING / f"{role}.pt", copy=copy)
+                for role, learner in self._learners().items()
+            ]
 
-        states = {role: learner.engine.state_dict() for role, learner in self._learners().items()}
+            def write() -> None:
+                for complete in rest:
+                    complete()
+                for name, content in frozen.files.items():
+                    (folder / name).write_bytes(content)
+
+            return write
+
         trainer = state | {"rollouts": state["rollouts"] | frozen.state}
-        return (persistence or self.persistence).save(state["step"], write, states | {"trainer": trainer})
+        return (persistence or self.persistence).begin(state["step"], start, trainer)
 
     def resume(self, checkpoint: Path) -> None:
         """Take over all state of a checkpoint; the weights came with the models."""
-        engines = {role: learner.engine.load_state_dict for role, learner in self._learners().items()}
+        engines = {role: learner.engine.load_state for role, learner in self._learners().items()}
         self.rollouts.restore(checkpoint)
         self.load_state(restore(checkpoint, engines))
 
@@ -300,6 +338,8 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            with suppress(Exception):  # it is saved again below
+                self.collect_saved(wait=True)
             state = self.state() if before is None else before
             if state["step"] > self.saved_step and not (before and self.weights_change):
                 stopping = f"stopping ({type(error).__name__})"

@@ -4,7 +4,7 @@
 passes and losses of the two kinds of policy.
 """
 
-from tether.training.out_of_memory import LOWER, named_out_of_memory, out_of_memory_message
+from tether.training.out_of_memory import LOWER, MicroBatchTooLarge, named_out_of_memory, out_of_memory_message
 from tether.training.own_functions import advantage_estimator, policy_loss
 from tether.training.protocol import (
     AnyLearner,
@@ -26,6 +26,7 @@ __all__ = [
     "Forward",
     "Learner",
     "LossSpec",
+    "MicroBatchTooLarge",
     "Outputs",
     "UpdatePlan",
     "Updated",

@@ -24,6 +24,20 @@ LOWER = (
 )
 
 
+class OutOfMemory(ValueError):
+    """An allocation failed; says where, and what to change."""
+
+
+class MicroBatchTooLarge(OutOfMemory):
+    """A micro-batch did not fit into the memory of one of several ranks, whose others wait for it inside of a layer and
+    could not follow a second attempt. With `instead`, a key and its value, it may fit.
+    """
+
+    def __init__(self, message: str, instead: tuple[str, int] = ("", 0)) -> None:
+        super().__init__(message)
+        self.instead = instead
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a device or on the CPU."""
     failed = isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -53,7 +67,7 @@ def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterat
     """Around what cannot be repeated in smaller parts; for the arguments see `out_of_memory_message`.
 
     Raises:
-        ValueError: an allocation failed inside: says where, and what to change.
+        OutOfMemory: an allocation failed inside.
     """
     try:
         yield
@@ -61,7 +75,7 @@ def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterat
         message = out_of_memory_message(error, where, advice)
         if message is None:
             raise
-        raise ValueError(message) from None
+        raise OutOfMemory(message) from None
 
 
 def within_memory(

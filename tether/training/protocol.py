@@ -20,7 +20,6 @@ from torch import Tensor
 from tether.algorithms import Metric
 from tether.batch import WeightUpdate
 from tether.keyed_random import generator, permutation
-from tether.types import StateDict
 
 
 class Rows(Protocol):
@@ -157,12 +156,21 @@ class Engine(Protocol[Batch, Outputs]):
         directory."""
         ...
 
-    def state_dict(self) -> StateDict:
-        """All state beside the weights."""
+    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+        """Begin to save the model and all state beside the weights.
+
+        Args:
+            folder: for the model, see `save`. Its name is the role's.
+            state: file for the rest; its folder is there.
+            copy: what is written is of now, whatever is learned meanwhile; else nothing may be.
+
+        Returns:
+            What does the rest, in any thread.
+        """
         ...
 
-    def load_state_dict(self, state: StateDict) -> None:
-        """Take over the state of `state_dict`; the weights came with the model."""
+    def load_state(self, file: Path) -> None:
+        """Take over the state that was saved beside the weights, which came with the model."""
         ...
 
 

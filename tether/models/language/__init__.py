@@ -3,4 +3,14 @@
 `model_path` and `registry_download` find and fetch weights without loading torch: import the module that you need.
 """
 
-__all__ = ["critic", "gradient_checkpointing", "load", "lora", "model_path", "packing_check", "registry_download"]
+__all__ = [
+    "critic",
+    "gradient_checkpointing",
+    "load",
+    "lora",
+    "model_path",
+    "packing_check",
+    "registry_download",
+    "save",
+    "unread",
+]

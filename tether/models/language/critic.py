@@ -24,8 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tether.models.language.load import CRITIC_CLASSES, from_checkpoint, is_gguf, load_causal_lm, load_config
-from tether.models.language.packing_check import disable_dropout, prepare_for_packing
+from tether.models.language.load import CRITIC_CLASSES, from_checkpoint, is_gguf, load_causal_lm, load_config, ready
 
 _CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 _HEAD_NAMES = ("score", "classifier")  # what transformers calls the head, by model family
@@ -37,6 +36,7 @@ def load_critic(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     override_config: Mapping[str, object] | None = None,
+    unread: torch.device | None = None,
 ) -> PreTrainedModel:
     """A critic, from a causal LM (head at zero) or from a saved critic or reward model with one label (its own head).
 
@@ -54,9 +54,13 @@ def load_critic(
             _check_one_label(config, path)
             for_tokens = architecture.endswith(CRITIC_CLASSES[0])
             auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
-            return _ready(from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code))
-    model = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config)
-    return _ready(critic_from(model))
+            return ready(
+                from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code, unread=unread)
+            )
+    model = load_causal_lm(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, unread=unread
+    )
+    return ready(critic_from(model))
 
 
 def load_reward_model(path: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -77,7 +81,7 @@ def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel
     """
     if not is_gguf(path) and (load_config(path).architectures or [""])[0].endswith(CRITIC_CLASSES):
         return load_reward_model(path, dtype=dtype)
-    return _ready(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
+    return ready(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
 
 
 def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
@@ -164,9 +168,3 @@ def _check_one_label(config: PreTrainedConfig, path: Path | str) -> None:
         raise ValueError(
             f"{path}: its head has {config.num_labels} labels, a critic's has 1. Name a causal LM instead."
         )
-
-
-def _ready(critic: PreTrainedModel) -> PreTrainedModel:
-    disable_dropout(critic)
-    prepare_for_packing(critic)
-    return critic.eval()

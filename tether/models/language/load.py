@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
-from tether.models.layers.attention import ATTENTION_NAME
+from tether.models.language.unread import is_unread, unread_model
+from tether.models.layers.attention import ATTENTION_NAME, use_tether_attention
 from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
 
@@ -66,6 +67,7 @@ def load_causal_lm(
     override_config: Mapping[str, object] | None = None,
     attn: str = ATTENTION_NAME,
     auto_class: object = AutoModelForCausalLM,
+    unread: torch.device | None = None,
 ) -> PreTrainedModel:
     """A causal LM with every dropout at 0, in eval mode, whose packing was compared with separate sequences.
 
@@ -75,6 +77,8 @@ def load_causal_lm(
         trust_remote_code: run Python that the model's author ships with it.
         override_config: entries of the model's config to replace.
         auto_class: what loads the weights: a class of the user's own, where they are of one.
+        unread: where its weights stay in their files, for this device, if `tether.models.language.unread` can do that;
+            then its packing is for the caller to compare, who reads them.
         attn: tether's attention, or the name of one of transformers' (then nothing is tested and no layout is taken).
 
     Raises:
@@ -92,10 +96,17 @@ def load_causal_lm(
         architecture = (config.architectures or [""])[0]
         if architecture.endswith(CRITIC_CLASSES):
             raise ValueError(f"{path}: is a critic or classifier ({architecture}), not a causal LM.")
-        model = from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code)
+        model = from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code, unread=unread)
+    return ready(model, attn)
+
+
+def ready(model: PreTrainedModel, attn: str = ATTENTION_NAME) -> PreTrainedModel:
+    """Switch dropout off, and tether's attention on; packing is compared where the weights are here."""
     disable_dropout(model)
     model.eval()
-    if attn == ATTENTION_NAME:
+    if attn == ATTENTION_NAME and is_unread(model):
+        use_tether_attention(model)
+    elif attn == ATTENTION_NAME:
         prepare_for_packing(model)
     else:
         model.set_attn_implementation(attn)
@@ -151,13 +162,23 @@ def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path
 
 
 def from_checkpoint(
-    auto_class: Any, path: Path | str, config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+    auto_class: Any,
+    path: Path | str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool = False,
+    unread: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load weights, and refuse a checkpoint that lacks some: transformers would draw them at random without a word.
 
     Raises:
         ValueError: names weights that lack or have another shape, or says why the files could not be read.
     """
+    if unread is not None:
+        found = unread_model(auto_class, path, config, dtype, unread, trust_remote_code=trust_remote_code)
+        if found is not None:
+            return found
     try:
         model, report = auto_class.from_pretrained(
             path,

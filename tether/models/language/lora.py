@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.models.language.critic import value_head_of
+from tether.models.language.save import write_model
 
 _ADAPTER = "default"
 
@@ -98,7 +99,8 @@ def save_adapter(model: PreTrainedModel, directory: Path) -> None:
 
 
 def save_merged(model: PreTrainedModel, directory: Path) -> None:
-    """Write the model with its adapters added into the weights, as a plain Hugging Face directory.
+    """Write the model with its adapters added into the weights, as a plain Hugging Face directory; weights on the meta
+    device are left out, see `tether.models.language.save.write_model`.
 
     The model itself is not touched: merging in place and taking the adapters out again would not give back the same
     floats. Costs the memory of one more copy of the adapted layers.
@@ -108,7 +110,7 @@ def save_merged(model: PreTrainedModel, directory: Path) -> None:
     plain.load_state_dict(merged_state_dict(model), assign=True)
     if model.can_generate():
         plain.generation_config = model.generation_config
-    plain.save_pretrained(directory)
+    write_model(plain, directory)
 
 
 def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -118,7 +120,8 @@ def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(layer, LoraLinear):
             own = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
             base = {key.replace(".base_layer.", "."): value for key, value in own.items() if ".base_layer." in key}
-            base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
+            if base[f"{name}.weight"].device.type != "meta":
+                base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
             state |= base
     return state
 

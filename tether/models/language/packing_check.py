@@ -6,6 +6,8 @@ other, and nothing would fail: rewards would merely learn worse. So every model 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,15 +48,24 @@ def disable_dropout(model: PreTrainedModel) -> None:
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
+    """Check that all weights are finite, and that packing fits the class; see `compare_packing`."""
+    _check_finite(model)
+    compare_packing(model, model.dtype)
+
+
+def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Switch tether's attention on and compare it with transformers' own, on two short sequences.
 
     The packed hidden states are compared and, of a causal LM, the logits that `lm_head_of` leads to.
+
+    Args:
+        model: with its weights, also in shards.
+        dtype: it computes in.
 
     Raises:
         ValueError: weights or outputs are not finite (names the weight), the two differ by more than
             `SELF_TEST_TOLERANCE`, or the class does not run on a layout at all (names the class).
     """
-    _check_finite(model)
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__}: has no backbone apart from its output head, which tether needs.")
     vocabulary = model.config.get_text_config().vocab_size
@@ -66,24 +77,32 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
         expected = _run_apart(model, ids, with_logits=is_causal_lm)
         found = _run_packed(model, ids, with_logits=is_causal_lm)
     model.train(was_training)
-    tolerance = SELF_TEST_TOLERANCE[model.dtype]
+    tolerance = SELF_TEST_TOLERANCE[dtype]
     for what, apart, packed in zip(("hidden states", "logits"), expected, found, strict=False):
         if not torch.isfinite(apart).all():
             raise ValueError(
                 f"{_name(model)}: its {what} hold NaN or infinity, although its weights are finite: they overflow "
-                f"{model.dtype}. Load it in another format (fsdp_config.dtype), or take an earlier checkpoint."
+                f"{dtype}. Load it in another format (fsdp_config.dtype), or take an earlier checkpoint."
             )
         error = _relative_error(packed, apart)
         if not error <= tolerance:
             raise ValueError(
                 f"{type(model).__name__}: packed sequences give other {what} than separate ones (relative error "
-                f"{error:.2g}, allowed {tolerance:g} in {model.dtype}), so tether cannot train this model class. "
+                f"{error:.2g}, allowed {tolerance:g} in {dtype}), so tether cannot train this model class. "
                 "Its attention or output head does something that tether's does not know."
             )
 
 
 def _check_finite(model: PreTrainedModel) -> None:
-    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    refuse_broken(model, [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()])
+
+
+def refuse_broken(model: PreTrainedModel, broken: Sequence[str]) -> None:
+    """Refuse a model of which these weights hold NaN or infinity.
+
+    Raises:
+        ValueError: there are any.
+    """
     if broken:
         raise ValueError(
             f"{_name(model)}: {len(broken)} of its weights hold NaN or infinity, first "

@@ -4,4 +4,4 @@
 some of them load transformers.
 """
 
-__all__ = ["autograd", "flat", "fsdp", "local", "optimizer"]
+__all__ = ["autograd", "copies", "flat", "fsdp", "local", "optimizer", "shares"]

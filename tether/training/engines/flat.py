@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
+from tether.checkpoints import load_state, save_state
 from tether.models.control import Policy, save_policy
 from tether.training.control.chunk_levels import mask_at, to_columns
 from tether.training.control.closed_form_gradients import Draws
@@ -165,6 +167,22 @@ class FlatEngine:
         """Take over what `state_dict` gave."""
         self._optimizer.load_state_dict(state)
         self._rate_factor, self.version = state["rate_factor"], state["version"]
+
+    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+        """See `Engine.saving`."""
+        policy, beside = self.policy, self.state_dict()
+        if copy:
+            policy, beside = deepcopy((policy, beside))
+
+        def write() -> None:
+            save_policy(policy, folder)
+            save_state(state, beside)
+
+        return write
+
+    def load_state(self, file: Path) -> None:
+        """See `Engine.load_state`."""
+        self.load_state_dict(load_state(file))
 
     def _rates(self, step: int) -> list[float]:
         actor = learning_rate(self._options, step) * self._rate_factor

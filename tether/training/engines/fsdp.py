@@ -10,10 +10,9 @@ otherwise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,15 +23,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate
+from tether.checkpoints import load_state, save_moments, save_state
+from tether.models.language.packing_check import compare_packing, refuse_broken
+from tether.models.language.unread import give_memory, read_rows, sources_of
 from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch, tensors_of
+from tether.training.engines.copies import empty_copy, kept, kept_tree, with_weights
 from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.out_of_memory import named_out_of_memory
+from tether.training.engines.shares import Writing, writers
+from tether.training.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
 from tether.training.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 from tether.types import StateDict
@@ -63,8 +68,8 @@ class Sharding:
 class FsdpEngine(AutogradEngine[Outputs]):
     """One rank's share of a model that is run and updated on many; every method is called on all ranks alike.
 
-    `infer` and `learn` take the rows of this rank; `save` and `state_dict` gather on rank 0 what `LocalEngine` would
-    write, so that a checkpoint has no number of ranks.
+    `infer` and `learn` take the rows of this rank. Each rank writes whole weights of some layers and their part of the
+    optimizer's state, so that a checkpoint has no number of ranks.
 
     Args:
         model: policy, critic or reference, whole; in float32 if it is trained. It is cut in place.
@@ -85,13 +90,28 @@ class FsdpEngine(AutogradEngine[Outputs]):
         compute_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        # The class and the buffers of the model, without its weights: to put the whole model together again.
-        self._empty = _with_weights(model, (p.to("meta") for p in model.parameters()))
+        self._empty = empty_copy(model)  # to put the whole model together again
+        self._writers = writers(model, dist.get_world_size())
+        self._writing = Writing()
         self._compute_dtype = compute_dtype or model.dtype
         self.sharding, self._device = sharding, model.device
         self._sequence = _sequence_ranks(model.device, sharding.sequence)
+        sources = sources_of(model)
         self._root = _cut(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
+        self.bytes_read = read_rows(_rows_of(model, sources))
         super().__init__(model, [p for p in model.parameters() if p.requires_grad], micro, optimizer, **options)
+
+        if any(sources):
+            self._check()
+
+    def _check(self) -> None:
+        """What `prepare_for_packing` does, with weights that only now are here."""
+        shards = [(name, _shard(parameter)) for name, parameter in self.model.named_parameters()]
+        broken = _from_all([name for name, shard in shards if not torch.isfinite(shard).all()])
+        refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))
+        with torch.no_grad(), self._weights_here():
+            self._root(lambda: compare_packing(self.model, self._compute_dtype))
+            self._reshard()
 
     def frozen(self, micro: MicroBatching, during: Callable[[PreTrainedModel], Any]) -> FsdpEngine[Outputs]:
         """The same weights, run only, and in a context: with LoRA the reference is the policy with its adapter off."""
@@ -147,50 +167,91 @@ class FsdpEngine(AutogradEngine[Outputs]):
         for name, value in self.model.state_dict().items():
             yield name, _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
 
-    def save(self, folder: Path) -> None:
-        """Write the model as a plain Hugging Face directory, from rank 0."""
+    def begin_saving(self, part: Path, name: str) -> None:
+        """Copy what this rank writes, and begin to write it; `writing` says when that is done.
+
+        Args:
+            part: of this rank: for the folder `name` with its part of the model, and its part of the training state.
+            name: of the role.
+        """
         assert self._save, "a frozen model is not saved"
-        whole = self._whole_model()
-        if whole is not None:
-            self._save(whole, folder)
+        model, (state, moments) = self._my_model(), self._my_state()
+        save = self._save
 
-    def state_dict(self) -> StateDict:
-        """All state beside the weights, as of one process; on rank 0, the other ranks give an empty one."""
-        assert self.optimizer
-        state = self.optimizer.state_dict()
-        moments = {
-            number: {name: _on_first_rank(value) for name, value in moments.items()}
-            for number, moments in state["state"].items()
-        }
-        return state | {"state": moments, "version": self.version} if dist.get_rank() == 0 else {}
+        def write() -> None:
+            save(model, part / name)
+            save_moments(part / "moments.safetensors", moments)
+            save_state(part / "state.pt", state)
 
-    def load_state_dict(self, state: StateDict) -> None:
-        """Take over this rank's shards of a `state_dict`, of any engine and number of ranks."""
+        self._writing.begin(write)
+
+    def writing(self) -> tuple[bool, BaseException | None]:
+        """Whether all is written, and how that failed."""
+        return self._writing.answer()
+
+    def _my_model(self) -> PreTrainedModel:
+        """A copy of the weights that this rank writes, on the CPU; the others are on the meta device.
+
+        Adapters are whole on rank 0, which writes them a second time by themselves.
+        """
+        rank, adapts = dist.get_rank(), not all(p.requires_grad for p in self.model.parameters())
+        weights = []
+        for parameter, writer in zip(self.model.parameters(), self._writers, strict=True):
+            whole = _whole(parameter.detach())
+            mine = rank == writer or (rank == 0 and adapts and parameter.requires_grad)
+            weights.append(kept(whole) if mine else whole.to("meta"))
+        return with_weights(self._empty, weights)
+
+    def _my_state(self) -> tuple[StateDict, dict[int, dict[str, Tensor]]]:
+        """All state beside the weights but for the moments; and those of the weights that this rank writes."""
         assert self.optimizer
+        state, rank = self.optimizer.state_dict(), dist.get_rank()
+        writer = dict(zip(map(id, self.model.parameters()), self._writers, strict=True))
+        steps, mine = {}, {}
+        for number, moments in state["state"].items():
+            whole = {name: _whole(value) for name, value in moments.items() if isinstance(value, DTensor)}
+            steps[number] = {name: value for name, value in moments.items() if name not in whole}
+            if writer[id(self.trained[number])] == rank:
+                mine[number] = {name: kept(value) for name, value in whole.items()}
+        return kept_tree(state | {"state": steps, "version": self.version}), mine
+
+    def load_state(self, file: Path) -> int:
+        """Take over this rank's shards of a saved state, of any engine and number of ranks; returns `version`."""
+        assert self.optimizer
+        state = load_state(file, mapped=True)
         self.version = state["version"]
         shards = {
             number: {name: _shard_of(value, self.trained[number]) for name, value in moments.items()}
             for number, moments in state["state"].items()
         }
         self.optimizer.load_state_dict(state | {"state": shards})
+        return self.version
 
     def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:
         outputs: Outputs
         shared = [self._sequence] if self._sequence else []
         outputs, _ = self._root(lambda: forward(self.model, micro, self.reference, *shared))
         if not torch.is_grad_enabled():
-            for module in self._root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # else a forward pass after the optimizer's step could find the weights before it
+            self._reshard()  # else a forward pass after the optimizer's step could find the weights before it
         return outputs
+
+    def _reshard(self) -> None:
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _rounds(self, count: int) -> int:
         return max(_from_all(count))
 
     def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
-        # The other ranks, which wait inside of a layer, could not follow a second attempt.
-        with named_out_of_memory(f"a forward or backward pass with {micro}", f"Lower {micro.key}. {TOO_LONG}"):
-            return attempt(micro)
+        where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
+        try:
+            with named_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
+                return attempt(micro)
+        except OutOfMemory as error:
+            if smaller is None:
+                raise
+            raise MicroBatchTooLarge(str(error), smaller.setting) from None
 
     def _of_all(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
@@ -229,7 +290,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
     def _whole_model(self) -> PreTrainedModel | None:
         """A copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
         weights = [_on_first_rank(parameter) for parameter in self.model.parameters()]
-        return _with_weights(self._empty, weights) if dist.get_rank() == 0 else None
+        return with_weights(self._empty, weights) if dist.get_rank() == 0 else None
 
 
 def device_mesh(device: torch.device, shards: int = -1) -> DeviceMesh:
@@ -258,8 +319,11 @@ class _Root(nn.Module):
         self.model = model
 
     def forward(self, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """The outputs, and those of their tensors on which the backward pass begins; these may be no views."""
-        outputs = run().clone()
+        """The outputs, if any, and those of their tensors on which the backward pass begins; these may be no views."""
+        outputs = run()
+        if outputs is None:
+            return None, []
+        outputs = outputs.clone()
         return outputs, tensors_of(outputs)
 
 
@@ -276,12 +340,17 @@ def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding:
     narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce or torch.float32, cast_forward_inputs=False)
     policy = wide if dtype == model.dtype else narrow
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    cut = partial(
-        fully_shard,
-        mesh=mesh,
-        reshard_after_forward=sharding.reshard,
-        offload_policy=on_host if sharding.on_host else OffloadPolicy(),
-    )
+
+    def cut(module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
+        give_memory(module)  # of one layer at a time
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=sharding.reshard,
+            mp_policy=mp_policy,
+            offload_policy=on_host if sharding.on_host else OffloadPolicy(),
+        )
+
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:
@@ -298,10 +367,22 @@ def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding:
     return root
 
 
-def _with_weights(model: PreTrainedModel, weights: Iterable[Tensor]) -> PreTrainedModel:
-    """A copy of a model with other tensors as its parameters; ties between them survive."""
-    pairs = zip(model.parameters(), weights, strict=True)
-    return copy.deepcopy(model, {id(p): nn.Parameter(tensor, requires_grad=p.requires_grad) for p, tensor in pairs})
+def _rows_of(
+    model: PreTrainedModel, sources: Sequence[tuple[Path, str] | None]
+) -> Iterator[tuple[tuple[Path, str], int, Tensor]]:
+    """For `read_rows`: the shards of this rank that are to be read."""
+    for parameter, source in zip(model.parameters(), sources, strict=True):
+        if source is not None:
+            assert isinstance(parameter, DTensor)
+            _, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            yield source, offset[0], _shard(parameter)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    found: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return found.detach()
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -323,7 +404,7 @@ def _shard_of(value: Any, parameter: nn.Parameter) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
 
 
 def _from_all(value: Found) -> list[Found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
+from tether.checkpoints import load_state, save_state
 from tether.training.division import mini_batches
 from tether.training.engines.autograd import AutogradEngine
+from tether.training.engines.copies import kept, kept_tree, with_weights
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import LossSpec, Outputs, Updated, UpdatePlan
@@ -71,6 +74,29 @@ class LocalEngine(AutogradEngine[Outputs]):
         assert self.optimizer
         self.version = state["version"]
         self.optimizer.load_state_dict(state)
+
+    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+        """See `tether.training.protocol.Engine.saving`."""
+        assert self._save, "a frozen model is not saved"
+        if not copy:
+            return lambda: self._write(folder, state)
+        save, beside = self._save, kept_tree(self.state_dict())
+        with self.masters.installed() if self.masters else nullcontext():
+            model = with_weights(self.model, map(kept, self.model.parameters()))
+
+        def write() -> None:
+            save(model, folder)
+            save_state(state, beside)
+
+        return write
+
+    def _write(self, folder: Path, state: Path) -> None:
+        self.save(folder)
+        save_state(state, self.state_dict())
+
+    def load_state(self, file: Path) -> None:
+        """See `tether.training.protocol.Engine.load_state`."""
+        self.load_state_dict(load_state(file))
 
     def _begin_gradients(self) -> None:
         if self.masters:

@@ -38,7 +38,15 @@ class MicroBatching:
 
     def __str__(self) -> str:
         """As in the configuration."""
-        return f"{self.key}={self.max_rows if self.max_tokens is None else max(1, self.max_tokens // self.ranks)}"
+        return "{}={}".format(*self.setting)
+
+    @property
+    def setting(self) -> tuple[str, int]:
+        """Key of the configuration, and its value."""
+        if self.max_tokens is not None:
+            return self.key, max(1, self.max_tokens // self.ranks)
+        assert self.max_rows is not None
+        return self.key, self.max_rows
 
     def halved(self, rows: Sequence[RowSize]) -> MicroBatching | None:
         """The limits under which the largest micro-batch of these rows is cut in two; None where each is a row."""

@@ -1,0 +1,54 @@
+"""A rank that has no memory for a micro-batch: the run goes on with half of it, and says so once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.test_devices import overrides
+from tests.trainer.tiny_run import measured, same, weights, write_inputs
+from tether.commands.train import train
+from tether.config import load_config
+from tether.runtime.ranks import RankLost
+
+KEY = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+LOSS = '''
+"""The clipped loss, for which rank 1 has memory for one row at a time."""
+
+import torch
+import torch.distributed as dist
+
+from tether.algorithms import POLICY_LOSSES
+
+
+def vanilla(log_probs, old_log_probs, advantages, response_mask, *, clip_ratio_low=0.2, clip_ratio_high=0.2):
+    is_check = log_probs.shape == (4, 3)  # of the function itself, when it is loaded
+    if not is_check and dist.get_rank() == 1 and len(log_probs) > 1:
+        torch.empty(2**60)  # a real refusal of the allocator
+    return POLICY_LOSSES["vanilla"](
+        log_probs, old_log_probs, advantages, response_mask, clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+    )
+'''
+
+
+def run(inputs: Path, folder: Path, *more: str) -> Path:
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={inputs / 'loss.py'}:vanilla"
+    return train(load_config(None, [*overrides(inputs, folder, 2, 2), "trainer.preflight=False", loss, *more])).folder
+
+
+@pytest.mark.slow
+def test_micro_batches_are_halved_where_one_rank_has_no_memory(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("ray")
+    inputs = write_inputs(tmp_path)
+    (inputs / "loss.py").write_text(LOSS)
+    fits = run(inputs, tmp_path / "fits", f"{KEY}=1")
+    assert "out of memory" not in capsys.readouterr().out
+    halved = run(inputs, tmp_path / "halved", f"{KEY}=4")
+    said = capsys.readouterr().out
+    assert f"rank 1: out of memory in a forward or backward pass with {KEY}=4" in said
+    assert "That was in step 1. The run goes on from where the run began" in said
+    assert said.count(f"with {KEY}=1 and the same result; write that to make it permanent") == 1
+    assert same(weights(fits / "global_step_2"), weights(halved / "global_step_2"))
+    assert measured(fits) == measured(halved)
+    with pytest.raises(RankLost, match=rf"^rank 1: out of memory in a forward or backward pass with {KEY}=4"):
+        run(inputs, tmp_path / "none", f"{KEY}=4", "trainer.max_restarts=0")
