@@ -1,4 +1,4 @@
-"""The common part of the stand-ins of inference servers: a tiny model that truly samples, faults on demand, and the process.
+"""The common part of the stand-ins of inference servers: a tiny model that samples, faults on demand, and the process.
 
 `vllm_stand_in` and `sglang_stand_in` speak the languages. Each is a process of its own where `environment` made it the
 "python" of an environment, and takes the real server's command line; or a thread of the tests.

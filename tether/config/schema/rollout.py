@@ -157,7 +157,7 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: Annotated[Positive, SERVED] = 512
     """Weights that travel to a server at a time, MiB."""
     weight_transfer: Annotated[Literal["disk", "tensor", "distributed"], ActsIf(".name", on=("sglang",))] = "disk"
-    """The way of weights to SGLang: files in memory, shared memory, or broadcasts to other machines. (tether's own key.)"""
+    """The way of weights to SGLang: files in memory, shared memory, or broadcasts to machines. (tether's own key.)"""
     free_cache_engine: Annotated[bool, OURS] = True
     """Servers give back their memory while nothing is sampled; on a CPU they cannot, and go on."""
     tensor_model_parallel_size: Annotated[Positive, OURS] = 1

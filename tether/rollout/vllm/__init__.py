@@ -1,5 +1,5 @@
-"""The language of vLLM's servers; see `tether.rollout.servers`. What runs inside of them is in the folder `inside`, which
-is not imported here.
+"""The language of vLLM's servers; see `tether.rollout.servers`. What runs inside of them is in the folder `inside`,
+which is not imported here.
 """
 
 from tether.rollout.vllm.dialect import Vllm, launch_of
