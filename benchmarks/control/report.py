@@ -32,7 +32,7 @@ def show(name: str, task: Task, results: Runs) -> None:
             ours = results["tether"]
             ahead = [difference(_returns(ours), returns), difference(_training(ours), training)]
             compared = [f"{mean:.1f} ({low:.1f} to {high:.1f})" for mean, low, high in ahead]
-            compared.append(f"{speeds['tether'] / speeds[side]:.2f}")
+            compared.append(f"{speeds['tether'] / speeds[side]:.2f}{_by_processor_time(ours, runs)}")
         numbers = (_spread(returns), f"{max(returns):.1f}", f"{min(returns):.1f}", _spread(training))
         table.add_row(side, str(len(runs)), f"{speeds[side]:,.0f}", *numbers, *compared)
     console.print(table)
@@ -51,6 +51,14 @@ def show(name: str, task: Task, results: Runs) -> None:
     for part, seconds in {**rows, "rest": parts["step"] - sum(rows.values()), "all": parts["step"]}.items():
         table.add_row(part, f"{1000 * seconds:.2f}", f"{seconds / parts['step']:.0%}")
     console.print(table)
+
+
+def _by_processor_time(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:
+    """The ratio of speeds that other jobs beside change little, where both sides were measured so."""
+    if not all("cpu_sps" in run for run in (*ours, *theirs)):
+        return ""
+    ratio = fmean(run["cpu_sps"] for run in ours) / fmean(run["cpu_sps"] for run in theirs)
+    return f" ({ratio:.2f} by processor time)"
 
 
 def _returns(runs: Sequence[Mapping[str, Any]]) -> list[float]:

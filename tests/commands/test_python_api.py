@@ -193,6 +193,35 @@ def test_predict_plays_what_the_run_tested(control_run: tether.TrainingResult):
     assert sum(returns) / 3 == pytest.approx(control_run.metrics[-1]["eval/return"])
 
 
+ALSO_PLAYED = {
+    "a memory, statistics and bounds": [
+        "env.train.id=Pendulum-v1", "policy.lstm_dim=4", "policy.normalize_observations=True", "policy.init_logstd=2",
+        "env.train.max_episode_steps=20",
+    ],
+    "a tuple of choices": ["env.train.id=Blackjack-v1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", ALSO_PLAYED.values(), ids=ALSO_PLAYED)
+def test_predict_plays_what_the_run_tested_whatever_the_policy_reads(more: list[str], tmp_path: Path):
+    pytest.importorskip("gymnasium")
+    short = [f"{key}={value}" for key, value in SHORT.items()]
+    run = tether.train(overrides=[*Control().overrides(tmp_path), *short, *more, "env.eval.num_episodes=4"])
+    policy = tether.load(run.checkpoint)
+    returns = []
+    for seed in range(10000, 10000 + 4):
+        env = policy.make_env()
+        obs, _ = env.reset(seed=seed)
+        total, ended, begins = 0.0, False, True
+        while not ended:
+            action = policy.predict(obs, begins=begins)
+            assert env.action_space.contains(action)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, ended, begins = total + float(reward), terminated or truncated, False
+        returns.append(total)
+    assert sum(returns) / 4 == pytest.approx(run.metrics[-1]["eval/return"], rel=1e-4)
+
+
 def test_predict_takes_batches_and_draws(control_run: tether.TrainingResult):
     policy, again = (tether.load(control_run.folder, seed=3) for _ in range(2))
     batch = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
