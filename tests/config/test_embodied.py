@@ -108,6 +108,12 @@ def test_contradictions(override, path, fix):
     assert problems_of(CARTPOLE, *override.split(), base=[])[path].endswith(fix)
 
 
+@pytest.mark.parametrize("model_type", ["cnn_policy", "openvla"])
+def test_large_networks_may_be_on_another_device(model_type):
+    loaded = load_config(None, [CARTPOLE, f"policy.model_type={model_type}", "trainer.device=cuda"])
+    assert loaded.config.trainer.device == "cuda"
+
+
 @pytest.mark.parametrize("wrong", ["env.train.idd", "env.trian.id", "env.train.di"])
 def test_a_slip_in_the_id_is_the_only_problem(wrong):
     """Without an id, the run would be one of text, which lacks files and a model."""

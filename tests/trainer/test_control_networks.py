@@ -61,6 +61,13 @@ def test_noise_that_depends_on_the_state_finds_the_target(tmp_path):
     assert learned(tmp_path, "Identity-box", 40, *sde, *small) > 0.85
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_here_is_refused(tmp_path):
+    given = ["env.train.id=tether/Spot-v0", *CNN, "trainer.device=cuda"]
+    with pytest.raises(ValueError, match=r"trainer\.device: cuda is not available to torch here"):
+        build_control_run(load_config(None, overrides(tmp_path, *given)))
+
+
 def test_choices_have_no_such_noise(tmp_path):
     with pytest.raises(ValueError, match=r"policy\.use_sde: the actions of tether/Spot-v0 are choices"):
         build_control_run(load_config(None, overrides(tmp_path, "env.train.id=tether/Spot-v0", "policy.use_sde=True")))

@@ -104,6 +104,10 @@ def build_cloning(
     seed_rng(config.trainer.seed)
     if config.policy.lstm_dim is not None:
         raise ValueError("policy.lstm_dim: imitation trains no memory so far. Leave it out.")
+    if config.trainer.device not in ("auto", "cpu"):
+        raise ValueError(
+            f"trainer.device={config.trainer.device}: imitation is learned on the CPU so far. Leave it out."
+        )
     episodes = read_dataset(folder)
     with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
         obs = _observations(episodes, env, folder)

@@ -35,7 +35,7 @@ from tether.models.vla import VlaSpec
 from tether.observations import describe
 from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
-from tether.runtime.machine import set_threads, usable_cores
+from tether.runtime.machine import resolve_device, set_threads, usable_cores
 from tether.runtime.run_lock import RunLock
 from tether.trainer import Persistence, Saver, Schedule, Trainer, check_identity
 from tether.trainer.control import (
@@ -97,6 +97,8 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         env = make_env(train, "env.train", _pacing(config), view_of(config))
         resources.callback(env.close)
         policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+        if trainer_config.device != "auto":  # which is the CPU: what pays depends on the network
+            policy.to(resolve_device(trainer_config.device))
         actor = config.actor_rollout_ref.actor
         if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
             policy.micro_batch = actor.ppo_micro_batch_size_per_gpu

@@ -6,7 +6,7 @@ from tether.config.control_defaults import ACTOR
 from tether.config.problems import Problem
 from tether.config.rules.advantages import COMPARES_RESPONSES
 from tether.config.rules.shapes import multiple
-from tether.config.schema.env import EvalEnvConfig, TrainEnvConfig
+from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.root import RunConfig
 
 TRAIN, EVAL = "env.train", "env.eval"
@@ -45,11 +45,11 @@ def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use vanilla, which is the same here")
 
 
-def device_is_a_cpu(cfg: RunConfig) -> Problem | None:
-    """Environments and networks of a control policy share the host's memory."""
-    if cfg.trainer.device in ("auto", "cpu"):
+def device_pays(cfg: RunConfig) -> Problem | None:
+    """Networks that are more than a few small layers may be on another device than the CPU."""
+    if cfg.trainer.device in ("auto", "cpu") or cfg.policy.model_type in ("cnn_policy", *VLA_TYPES):
         return None
-    what = f"{cfg.trainer.device} is not for embodied runs so far: networks this small are faster on the CPU"
+    what = f"{cfg.trainer.device} is for cnn_policy and {', '.join(VLA_TYPES)}: smaller networks are faster on the CPU"
     return Problem("trainer.device", what, "leave it out")
 
 
@@ -184,7 +184,7 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
 
 
 RULES = (
-    device_is_a_cpu,
+    device_pays,
     one_device_trains,
     loss_has_no_second_sampler,
     estimator_fits_episodes,

@@ -7,7 +7,7 @@ from tether.models.control.actors import Act
 from tether.models.control.cnn import SMALLEST
 from tether.models.control.mlp_policy import ControlPolicy, Policy, load_policy, make_policy, save_policy
 from tether.models.control.network_policy import NetworkPolicy
-from tether.models.control.spec import Memory, Observations, PolicySpec, numbers_of, with_numbers
+from tether.models.control.spec import Memory, Observations, PolicySpec, device_of, numbers_of, with_numbers
 
 __all__ = [
     "SMALLEST",
@@ -18,6 +18,7 @@ __all__ = [
     "Observations",
     "Policy",
     "PolicySpec",
+    "device_of",
     "load_policy",
     "make_policy",
     "numbers_of",

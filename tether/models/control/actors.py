@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tether.models.control.heads import CategoricalHead, Head, StateDependentHead
 from tether.models.control.mlp import FloatArray, as_array
-from tether.models.control.spec import FORBIDDEN
+from tether.models.control.spec import FORBIDDEN, device_of
 from tether.observations import ACTION_MASK, Array, Observation
 
 if TYPE_CHECKING:
@@ -87,19 +87,20 @@ class NetworkActor:
     """The `Act` of networks that see pictures, or of the user's; make a new one after an update.
 
     Args:
-        policy: on the CPU.
+        policy: on any device.
     """
 
     def __init__(self, policy: NetworkPolicy) -> None:
-        self._policy = policy
+        self._policy, self._device = policy, device_of(policy)
         self._choose = Choice(policy.head)
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         """See `Act`."""
-        outputs, after = self._policy.act(self._policy.inputs(as_tensors(obs)), torch.from_numpy(state))
-        return self._choose(outputs.numpy(), noise), after.numpy()
+        inputs = self._policy.inputs(as_tensors(obs, self._device))
+        outputs, after = self._policy.act(inputs, torch.from_numpy(state).to(self._device))
+        return self._choose(outputs.cpu().numpy(), noise), after.cpu().numpy()
 
 
-def as_tensors(obs: Observation) -> dict[str, Tensor]:
-    """The same parts, in the same memory."""
-    return {name: torch.from_numpy(part) for name, part in obs.items()}
+def as_tensors(obs: Observation, device: torch.device | None = None) -> dict[str, Tensor]:
+    """The same parts, on a device; on the CPU, which is the default, in the same memory."""
+    return {name: torch.from_numpy(part).to(device or "cpu") for name, part in obs.items()}

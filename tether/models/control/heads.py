@@ -36,12 +36,17 @@ class CategoricalHead(nn.Module):
         choices: number of alternatives of each column of an action.
     """
 
+    _starts: Tensor
+    _counts: Tensor
+
     def __init__(self, choices: tuple[int, ...]) -> None:
         super().__init__()
         self.choices = choices
         self.outputs = self.linear = sum(choices)
         self.width = len(choices)
-        self._starts = torch.tensor([sum(choices[:column]) for column in range(len(choices))])
+        starts = torch.tensor([sum(choices[:column]) for column in range(len(choices))])
+        self.register_buffer("_starts", starts, persistent=False)
+        self.register_buffer("_counts", torch.tensor(choices), persistent=False)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise [*shape, outputs]: the largest of logits + noise is a sample of their softmax."""
@@ -82,7 +87,7 @@ class CategoricalHead(nn.Module):
         """[B, width] -> [B, outputs] (or [B, 1], which broadcasts)."""
         if self.width == 1:
             return columns
-        return columns.repeat_interleave(torch.tensor(self.choices), dim=1, output_size=self.outputs)
+        return columns.repeat_interleave(self._counts, dim=1, output_size=self.outputs)
 
 
 class GaussianHead(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.models.control.heads import CategoricalHead, GaussianHead, Head, StateDependentHead
 from tether.models.control.normalize import RunningNormalizer
@@ -197,3 +197,8 @@ def masked(outputs: Tensor, obs: Observations) -> Tensor:
 def with_numbers(obs: Observations, numbers: Tensor) -> Observations:
     """The same observations with other numbers."""
     return numbers if isinstance(obs, Tensor) else obs.clone(recurse=False).set(NUMBERS, numbers)
+
+
+def device_of(policy: nn.Module) -> torch.device:
+    """Where a policy computes."""
+    return next(policy.parameters()).device

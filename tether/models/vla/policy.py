@@ -20,7 +20,7 @@ from tether.models.control.actors import as_tensors
 from tether.models.control.heads import CategoricalHead
 from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.models.control.observations import ObservationBatch
-from tether.models.control.spec import ForwardPass, Memory, Observations, RolloutEvaluation
+from tether.models.control.spec import ForwardPass, Memory, Observations, RolloutEvaluation, device_of
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
 from tether.observations import Observation
@@ -92,7 +92,7 @@ class VlaPolicy(nn.Module):
         """Values [B, V] of observations [B, ...]."""
         assert self.critic is not None
         if not len(obs):  # transformers cannot tell the shapes of nothing
-            return torch.zeros(0, self.spec.value_width)
+            return torch.zeros(0, self.spec.value_width, device=device_of(self))
         pieces = [self.critic(self.model.end_of_prompt(self.model.prompt(piece))) for piece in obs.split(self._rows)]
         return torch.cat(pieces)
 
@@ -188,17 +188,16 @@ class VlaActor:
     """The `tether.models.control.actors.Act` of a vision-language-action policy.
 
     Args:
-        policy: on the CPU.
+        policy: on any device.
     """
 
     def __init__(self, policy: VlaPolicy) -> None:
-        self._policy = policy
+        self._policy, self._device = policy, device_of(policy)
 
     def __call__(
         self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
     ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
         """See there."""
-        chosen = self._policy.act(
-            self._policy.inputs(as_tensors(obs)), None if noise is None else torch.from_numpy(noise)
-        )
-        return chosen.numpy(), state
+        drawn = None if noise is None else torch.from_numpy(noise).to(self._device)
+        chosen = self._policy.act(self._policy.inputs(as_tensors(obs, self._device)), drawn)
+        return chosen.cpu().numpy(), state

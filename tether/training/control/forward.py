@@ -8,20 +8,25 @@ import torch
 from torch import Tensor
 
 from tether.batch import EnvBatch
-from tether.models.control import Observations, Policy
+from tether.models.control import Observations, Policy, device_of
 from tether.training.control.chunk_levels import Level, sum_to_level
 from tether.training.control.samples import Samples
 
 
 @dataclass(frozen=True)
 class RolloutOutputs:
-    """A policy's outputs for M rows of C decisions; see the fields of `EnvBatch`."""
+    """A policy's outputs for M rows of C decisions, on the CPU; see the fields of `EnvBatch`."""
 
     log_probs: Tensor
     """[M, C, L]"""
     seen: Observations
     values: Tensor | None
     bootstrap_values: Tensor | None
+
+
+def here(values: Tensor | None) -> Tensor | None:
+    """On the CPU, where there are any."""
+    return None if values is None else values.cpu()
 
 
 @dataclass(frozen=True)
@@ -33,20 +38,21 @@ class RolloutForward:
     @torch.no_grad()
     def __call__(self, policy: Policy, batch: EnvBatch, reference: object = None) -> RolloutOutputs:
         """See `tether.training.protocol.Forward`."""
-        chunk, seen = batch.chunk, policy.inputs(batch.obs)
+        chunk, device = batch.chunk, device_of(policy)
+        seen, actions = policy.inputs(batch.obs.to(device)), batch.actions.to(device)
         row, step = batch.final_at
         passed = policy.review(
             seen,
-            batch.starts,
-            batch.state,
-            policy.inputs(batch.final_obs),
-            (row, step // chunk),
-            batch.actions,
+            batch.starts.to(device),
+            batch.state.to(device),
+            policy.inputs(batch.final_obs.to(device)),
+            (row.to(device), (step // chunk).to(device)),
+            actions,
         )
         mask = batch.valid.unflatten(1, (-1, chunk)) if chunk > 1 else None
-        columns = policy.head.evaluate(passed.outputs, batch.actions).log_probs
+        columns = policy.head.evaluate(passed.outputs, actions).log_probs.cpu()
         log_probs = sum_to_level(columns, self.logprob_level, chunk, mask)
-        return RolloutOutputs(log_probs, seen, passed.values, passed.final_values)
+        return RolloutOutputs(log_probs, seen.cpu(), here(passed.values), here(passed.final_values))
 
 
 @dataclass(frozen=True)

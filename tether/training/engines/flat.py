@@ -20,7 +20,7 @@ from torch import Tensor
 from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
-from tether.models.control import Policy, save_policy
+from tether.models.control import Policy, device_of, save_policy
 from tether.training.control.chunk_levels import mask_at, to_columns
 from tether.training.control.closed_form_gradients import Draws
 from tether.training.control.forward import RolloutOutputs
@@ -55,7 +55,7 @@ class FlatEngine:
     def __init__(
         self, policy: Policy, options: OptimizerOptions, critic_lr: float, incident_dir: Path | None = None
     ) -> None:
-        self.policy = policy
+        self.policy, self._device = policy, device_of(policy)
         self.version = 0
         self._options = options
         self._critic_lr = critic_lr
@@ -83,11 +83,11 @@ class FlatEngine:
         norms: list[float] = []
         outputs: list[Outputs] = []
         epochs = 0
-        samples = batch
+        samples = batch = batch.to(self._device)
         while epochs < plan.epochs and len(samples):
             rates = self._rates(step)
             if plan.shuffle:
-                order = plan.order(len(samples), step, epochs)
+                order = plan.order(len(samples), step, epochs).to(self._device)
                 samples = batch.each(lambda column: column[order])  # noqa: B023  (called at once)
             outputs = []
             for number, mini in enumerate(samples.split(plan.mini_batch_rows)):
@@ -103,7 +103,7 @@ class FlatEngine:
             if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
                 break
         if batch.observed is not None:  # the rollout was sampled, and learned from, without
-            self.policy.update_statistics(batch.observed)
+            self.policy.update_statistics(batch.observed.to(self._device))
         finite = [norm for norm in norms if math.isfinite(norm)]
         actor_rate, critic_rate = self._rates(step)
         metrics = function.metrics(samples.decisions(), outputs, self._chunk, self.policy.head.width) | {
