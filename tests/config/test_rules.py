@@ -232,6 +232,12 @@ CASES = {
         "0 leaves no row",
         ["data.train_max_samples=-1"],
     ),
+    "rollbacks_have_checkpoints": (
+        ["trainer.on_collapse=rollback"],
+        "trainer.on_collapse",
+        "rollback goes back to a checkpoint, and trainer.save_freq=-1 saves none. set trainer.save_freq above 0",
+        ["trainer.save_freq=5"],
+    ),
     "reward_model_is_named": (
         ["reward_model.enable=True"],
         "reward_model.model.path",
@@ -241,8 +247,20 @@ CASES = {
     "functions_beside_a_model_have_a_weight": (
         [*LEARNED, "custom_reward_function.path=x.py"],
         "custom_reward_function.path",
-        "x.py is never called with reward_model.enable=True and reward_model.rule_weight=0",
-        ["reward_model.rule_weight=0.5"],
+        "x.py is never called with reward_model.enable=True, and no reward_model.parts says what both are worth",
+        ["reward_model.parts={m: {kind: model}, r: {kind: rules}}"],
+    ),
+    "parts_are_whole": (
+        ["reward_model.parts={a: {kind: rulez}}"],
+        "reward_model.parts.a.kind",
+        "'rulez' is no kind of reward. choose one of rules, function, model, judge. Did you mean rules?",
+        ["reward_model.parts={a: {kind: rules}}"],
+    ),
+    "served_models_read_text": (
+        [*LEARNED, "reward_model.server.url=http://here", "reward_model.model.input_tokenizer=null"],
+        "reward_model.model.input_tokenizer",
+        "null sends token ids, which reward_model.server.api=vllm does not read",
+        ["reward_model.server.api=sglang"],
     ),
     "responses_are_decoded_by_the_policys_tokenizer": (
         [*LEARNED, "reward_model.model.input_tokenizer=other/model"],
@@ -382,6 +400,7 @@ NOT_TAKEN_BY_VERL = {
 NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
+    *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
 }
 """About keys or names that verl does not have."""
 

@@ -1,6 +1,7 @@
 """Two command lines, of a text run and of an embodied one, on which every key that a run reads can be changed."""
 
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,17 @@ from tether.config.keys import keys
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 CORRECTION = "algorithm.rollout_correction"
-SHARDED = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")
+SHARDED = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
 VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
 LEARNED = ["reward_model.enable"] + [
     f"reward_model.{name}"
     for name in (
-        *("rule_weight", "micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length"),
+        *("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length"),
         *(f"model.{part}" for part in ("path", "input_tokenizer", "trust_remote_code", "fsdp_config.dtype")),
+        *(
+            f"model.fsdp_config.{part}"
+            for part in ("fsdp_size", "reshard_after_forward", "param_offload", "offload_policy")
+        ),
     )
 ]
 SERVED = (  # by vLLM
@@ -26,6 +31,11 @@ SERVED = (  # by vLLM
     *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "engine_kwargs.vllm"),
 )
 BY_SGLANG = ("weight_transfer", "engine_kwargs.sglang")
+ROLLBACKS = {key: ["trainer.save_freq=5"] for key in ("trainer.rollback_lr_factor", "trainer.max_rollbacks")}
+SCORING_SERVER = ("api", "model", "api_key_env", "timeout", "attempts", "max_concurrent")
+_socket = socket.create_server(("127.0.0.1", 0))
+LISTENING = f"http://127.0.0.1:{_socket.getsockname()[1]}"
+"""An address that takes connections, and nothing more."""
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
     letters = sum(c.isalpha() for c in solution_str)
@@ -130,7 +140,9 @@ def text_context(folder: Path) -> dict[str, list[str]]:
     """See `Situation.context`."""
     overlong = [f"data.train_files={folder / 'ragged.jsonl'}", "data.max_prompt_length=50"]
     own_class = ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"]
-    learned = ["reward_model.enable=True", f"reward_model.model.path={folder / 'rm'}", "reward_model.rule_weight=1"]
+    learned = ["reward_model.enable=True", f"reward_model.model.path={folder / 'rm'}"]
+    both = [*learned, "reward_model.parts={m: {kind: model}, r: {kind: rules}}"]
+    server = [*both, f"reward_model.server.url={LISTENING}"]
     turns = [
         f"{TURNS}.enable=True",
         f"{ROLLOUT}.agent.default_agent_loop={folder / 'tools.py'}:Say",
@@ -158,12 +170,15 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{CORRECTION}.rollout_rs": [f"{CORRECTION}.rollout_rs_threshold=2"],
         f"{CORRECTION}.rollout_rs_threshold": [f"{CORRECTION}.rollout_rs_threshold=2"],
         f"{CORRECTION}.rollout_rs_threshold_lower": [f"{CORRECTION}.rollout_rs_threshold=2"],
-        **dict.fromkeys(LEARNED, learned),
+        **dict.fromkeys(LEARNED, both),
+        "reward_model.server.url": both,
+        **{f"reward_model.server.{name}": server for name in SCORING_SERVER},
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=vllm"] for name in SERVED},
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=sglang"] for name in BY_SGLANG},
         **dict.fromkeys((key for key in keys() if key.startswith((f"{TURNS}.", f"{ROLLOUT}.agent."))), turns),
         f"{TURNS}.enable": turns[2:],
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
+        **ROLLBACKS,
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
         "trainer.resume_mode": [f"trainer.default_local_dir={folder / 'resumed'}"],
@@ -196,6 +211,9 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         "reward_model.model.path": [f"{folder / 'rm2'}"],
         "reward_model.model.input_tokenizer": ["null"],
         "reward_model.max_length": ["16"],
+        "reward_model.parts": ["{rule: {kind: rules, weight: 0.5}}"],
+        "reward_model.server.url": [LISTENING],
+        "reward_model.server.api": ["sglang"],
         "critic.model.override_config": ["{rms_norm_eps: 0.1}"],
         "algorithm.gdpo_reward_keys": ["[score]"],
         "algorithm.filter_groups.metric": ["acc"],
@@ -245,6 +263,7 @@ def control(folder: Path) -> Situation:
         "policy.pixel_scale": in_pictures,
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
+        **ROLLBACKS,
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],

@@ -23,7 +23,7 @@ from tests.invariants import situations
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
 from tests.rollout.stand_in import environment
-from tether.assembly import inputs, learners, reward_model, roles
+from tether.assembly import inputs, learners, reward_model, rewards, roles
 from tether.assembly.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
@@ -136,7 +136,7 @@ class Bench:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.pools = Loader(KeptPool, keep=lambda pool: pool)
         self.loaders = [self.pools]
-        patch.setattr(inputs, "RewardPool", self.pools)
+        patch.setattr(rewards, "RewardPool", self.pools)
         patch.setattr(roles, "_start_group", OnRanks)
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         for module, name, keep in (

@@ -55,15 +55,6 @@ def _question(sample: dict[str, object]) -> str:
     return str(sample["prompt"]).split("user\n")[1].split("<|im_end|>")[0].split("\nassistant")[0]
 
 
-def test_a_function_beside_it_is_weighted_and_logged_apart(inputs: Path, tmp_path: Path) -> None:
-    function = f"custom_reward_function.path={inputs / 'reward.py'}"
-    run = train(overrides(inputs, tmp_path / "run", function, "reward_model.rule_weight=2"))
-    step = measured(run)[1]
-    parts = step["reward/extra/model_score/mean"] + 2 * step["reward/extra/rule_score/mean"]
-    assert step["critic/score/mean"] == pytest.approx(parts, rel=1e-4)
-    assert step["reward/extra/rule_score/mean"] != 0
-
-
 def test_ids_as_they_are_and_token_budgets(inputs: Path, tmp_path: Path) -> None:
     """What each setting changes, and what it must not."""
     as_ids = "reward_model.model.input_tokenizer=null"
@@ -167,3 +158,15 @@ def test_scores_that_are_not_finite_stop_the_run(inputs: Path, tmp_path: Path) -
 def test_a_missing_folder_is_named(inputs: Path, tmp_path: Path) -> None:
     config = load_config(None, overrides(inputs, tmp_path, f"reward_model.model.path={tmp_path / 'nowhere'}")).config
     assert [problem.path for problem in missing_inputs(config)] == ["reward_model.model.path"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["reward_model.model.fsdp_config.param_offload=True"]], ids=["", "offloaded"])
+def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str]) -> None:
+    """Each scores some of the responses with shards of the model; the scores are those of one device."""
+    pytest.importorskip("ray")
+    length = "trainer.total_training_steps=1"
+    one = measured(train(overrides(inputs, tmp_path / "one", length)))[1]
+    two = measured(train(overrides(inputs, tmp_path / "two", length, "trainer.n_gpus_per_node=2", *more)))[1]
+    for key in ("critic/score/mean", "critic/score/max", "val-core/tiny/sums/reward/mean@1"):
+        assert two[key] == pytest.approx(one[key], abs=1e-4), key

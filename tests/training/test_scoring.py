@@ -13,6 +13,7 @@ from tether.training import LossSpec, UpdatePlan
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.text import (
+    ConversationReader,
     MicroBatching,
     PairForward,
     PreferenceLoss,
@@ -117,7 +118,7 @@ CHAT = [{"role": "user", "content": "1+1?"}]
 
 def asked(model, **options):
     defaults = {"tokenizer": None, "pad_id": PAD_ID, "vocabulary": VOCAB_SIZE, "max_length": 64}
-    return RewardModel(LocalEngine(model, MicroBatching(8)), **defaults | options)
+    return RewardModel(LocalEngine(model, MicroBatching(8)), ConversationReader(**defaults | options))
 
 
 def request(text="2", messages=CHAT, prompt=(9, 8), response=(7, 6)):
@@ -165,3 +166,14 @@ def test_an_error_costs_its_own_row_alone(model):
     mixed = asked(model)([request(), request(response=(999,)), request(response=(6, 5))])
     assert [mixed[0], mixed[2]] == pytest.approx(fine, abs=1e-5)
     assert isinstance(mixed[1], RewardError)
+
+
+def test_the_text_of_a_conversation_is_that_of_its_ids():
+    """Padding at the end, which the score is not read at, is sent to no server either."""
+    reader = ConversationReader(tiny_tokenizer(), EOS_ID, VOCAB_SIZE, 64)
+    text, ids = reader.written(request())
+    assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert ids == tiny_tokenizer()(text)["input_ids"]
+    ends = tiny_tokenizer()
+    ends.chat_template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
+    assert ConversationReader(ends, EOS_ID, VOCAB_SIZE, 64).written(request())[0] == "1+1?<|im_end|>2"

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tether.algorithms import TOKEN_SELECTIONS
-from tether.checkpoints import BEST, CheckpointStore, step_of
+from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, rollbacks_of, step_of
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
-from tether.trainer.parts import BestTest, CriticWarmup, StepProfiler
+from tether.trainer.parts import BestTest, CriticWarmup, Rollbacks, StepProfiler
 from tether.trainer.preflight import Preflight
 from tether.training import AnyLoss
 from tether.training.engines.optimizer import OptimizerOptions
@@ -55,6 +55,27 @@ def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
     return store, store.resolve(trainer.resume_mode, given)
 
 
+def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:
+    """The configuration of a run with the learning rate that the rollbacks behind it leave.
+
+    Raises:
+        ValueError: the note of them cannot be read.
+    """
+    done = len(rollbacks_of(store.root, checkpoint))
+    if not done:
+        return loaded
+    rate = loaded.config.actor_rollout_ref.actor.optim.lr * loaded.config.trainer.rollback_lr_factor**done
+    return loaded.with_values({"actor_rollout_ref.actor.optim.lr": rate}, f"{done} rollbacks")
+
+
+def build_rollbacks(config: TrainerConfig, store: CheckpointStore, checkpoint: Path | None) -> Rollbacks | None:
+    """What happens at a collapse; None where a run does not go back."""
+    if config.on_collapse != "rollback":
+        return None
+    done = rollbacks_of(store.root, checkpoint)
+    return Rollbacks(store, config.max_rollbacks, done, config.rollback_lr_factor)
+
+
 def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, checkpoint: Path | None) -> Loggers:
     """Open the loggers of a run in its folder, and set aside the checkpoints that do not lead to its start."""
     trainer = loaded.config.trainer
@@ -68,6 +89,8 @@ def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, 
     )
     loggers = build_loggers(trainer.logger, info)
     aside = None if trainer.resume_mode == "auto" or trainer.val_only else store.set_aside(checkpoint)
+    if not trainer.val_only:
+        forget_other_rollbacks(store.root, rollbacks_of(store.root, checkpoint))
     if aside:
         loggers.warn(
             f"trainer.resume_mode={trainer.resume_mode}: the checkpoints of an earlier run in {store.root} are in "

@@ -16,11 +16,13 @@ import torch
 from tether.algorithms import REQUIRED_AGGREGATION
 from tether.assembly.common import (
     Run,
+    after_rollbacks,
     begin_run,
     build_best_test,
     build_critic_warmup,
     build_optimizer,
     build_profiler,
+    build_rollbacks,
     find_start,
     loss_by_step,
     policy_loss_options,
@@ -87,6 +89,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(loaded.config)
         loaded = fit_defaults(loaded)  # after what is wrong with the folder: it may take long
+        loaded = after_rollbacks(loaded, store, checkpoint)
         config = loaded.config
         trainer_config, train = config.trainer, config.env.train
         set_threads(trainer_config.num_threads)
@@ -129,7 +132,8 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             best=build_best_test(trainer_config, persistence),
             saver=Saver(trainer_config.async_save),
             profiler=build_profiler(trainer_config, schedule),
-            stop_on_collapse=trainer_config.on_collapse == "stop",
+            on_collapse=trainer_config.on_collapse,
+            rollbacks=build_rollbacks(trainer_config, store, checkpoint),
             schedule=schedule,
             persistence=persistence,
             loggers=loggers,

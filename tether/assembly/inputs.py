@@ -8,21 +8,16 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.assembly.reward_model import build_reward_model, check_scoring
-from tether.assembly.turns import check_agents, row_agent
+from tether.assembly.reward_model import check_scoring
+from tether.assembly.rewards import check_rewards
+from tether.assembly.turns import check_agents
 from tether.config import RunConfig, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Row
 from tether.data.sources import load_rows
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards import check_ground_truth, check_sources
-from tether.rewards.custom import CustomReward, load_reward_function
-from tether.rewards.sandbox import Limits, ProgramOptions, Server
-from tether.rewards.service import LocalRewards, ModelRewards, RewardPool, Rewards
 from tether.runtime.cache import cache_dir
-from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object
 from tether.tools import ToolPool
 
@@ -155,72 +150,3 @@ def build_dataset(
         tools=tools.schemas if tools else (),
     )
     return PromptDataset(rows, tokenizer, options)
-
-
-def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
-    """Refuse prompts whose responses no rule can score, where rules are asked.
-
-    Raises:
-        ValueError: a data source without a rule, tests that cannot be read, or programs that cannot be run.
-    """
-    if config.custom_reward_function.path is not None or not _asks_rules(config):
-        return
-    sources: set[str] = set()
-
-    def by_rule(row: Row) -> bool:
-        return row_agent(config, row).environment is None  # which scores the row itself
-
-    def look_at_truth(row: Row) -> None:
-        if by_rule(row):
-            check_ground_truth(row.data_source, row.ground_truth)
-
-    prompts.check_rows(lambda row: sources.update([row.data_source] if by_rule(row) else []))
-    check_sources(sources, program_options(config))
-    prompts.check_rows(look_at_truth)
-
-
-def program_options(config: RunConfig) -> ProgramOptions:
-    """Settings of the runs of programs in responses."""
-    sandbox, fusion = config.reward_model.sandbox, config.reward_model.sandbox_fusion
-    server = None
-    if fusion.url is not None:
-        server = Server(fusion.url, fusion.memory_limit_mb, fusion.max_concurrent // _num_workers(config))
-    limits = Limits(sandbox.timeout, sandbox.memory_limit_mb, sandbox.max_processes)
-    return ProgramOptions(sandbox.languages, sandbox.max_tests, limits, sandbox.unconfined, server)
-
-
-def _num_workers(config: RunConfig) -> int:
-    """Reward processes: one a core by default, and not more than a server for programs may have requests."""
-    fusion = config.reward_model.sandbox_fusion
-    most = fusion.max_concurrent if fusion.url is not None else usable_cores()
-    return config.reward_model.num_workers or min(usable_cores(), most)
-
-
-def _asks_rules(config: RunConfig) -> bool:
-    return not config.reward_model.enable or config.reward_model.rule_weight != 0
-
-
-def build_rewards(config: RunConfig) -> Rewards:
-    """Start what scores responses: processes of rules or of a user's function, a reward model, or both.
-
-    Raises:
-        ValueError: the user's function or the reward model cannot be loaded.
-    """
-    if not config.reward_model.enable:
-        return _build_rules(config)
-    model = build_reward_model(config)  # first: what it refuses leaves no process behind
-    return ModelRewards(model, _build_rules(config) if _asks_rules(config) else None, config.reward_model.rule_weight)
-
-
-def _build_rules(config: RunConfig) -> RewardPool | LocalRewards:
-    """A user's function is loaded and checked in the processes; one that is an object runs here."""
-    custom = config.custom_reward_function
-    if is_object(custom.path):
-        function = load_reward_function(str(custom.path), custom.name, custom.reward_kwargs)
-        return LocalRewards(function, config.reward_model.timeout)
-    return RewardPool(
-        CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None,
-        num_workers=_num_workers(config),
-        timeout=config.reward_model.timeout,
-        programs=program_options(config),
-    )

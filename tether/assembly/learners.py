@@ -20,7 +20,14 @@ from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.batch import TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
+from tether.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    ModelConfig,
+    RefConfig,
+    RolloutCorrectionConfig,
+    ScoringModelConfig,
+)
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
@@ -49,8 +56,14 @@ MakeEngine = Callable[..., Any]
 """`LocalEngine`, or an engine with the same arguments."""
 
 
-def sequence_ranks(config: RunConfig, role: ActorConfig | CriticConfig | RefConfig) -> int:
+Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
+"""The section of a model."""
+
+
+def sequence_ranks(config: RunConfig, role: Role) -> int:
     """Ranks that share each row of tokens."""
+    if isinstance(role, ScoringModelConfig):
+        return 1
     return role.ulysses_sequence_parallel_size if config.trainer.devices > 1 else 1
 
 

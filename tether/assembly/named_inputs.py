@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from tether.config import Problem, RunConfig
+from tether.config import FunctionPart, JudgePart, Problem, RunConfig, part_problems, read_parts
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
@@ -59,6 +59,7 @@ def _of_text(config: RunConfig) -> Named:
         named = f"{custom.path}:{custom.name}"
         yield "custom_reward_function.path", named, _definition
         yield "custom_reward_function.name", named, partial(_reward, reward_kwargs=custom.reward_kwargs)
+    yield from _of_parts(config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.name in SERVERS and not rollout.server_urls:
         yield "actor_rollout_ref.rollout.name", rollout.name, server_python
@@ -70,6 +71,18 @@ def _of_text(config: RunConfig) -> Named:
     if is_own_function(agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", agent.default_agent_loop, _definition
     yield from _of_both(config)
+
+
+def _of_parts(config: RunConfig) -> Named:
+    if part_problems(config.reward_model.parts):  # which are told by themselves
+        return
+    for name, part in read_parts(config.reward_model.parts).items():
+        if isinstance(part, FunctionPart):
+            named, key = f"{part.path}:{part.name}", f"reward_model.parts.{name}"
+            yield f"{key}.path", named, _definition
+            yield f"{key}.name", named, partial(_reward, reward_kwargs=part.reward_kwargs, key=key)
+        elif isinstance(part, JudgePart) and part.path is not None:
+            yield f"reward_model.parts.{name}.path", part.path, _model
 
 
 def _of_control(config: RunConfig) -> Named:
@@ -147,12 +160,12 @@ def _definition(named: str) -> None:
         raise ValueError(f"{file}: defines no {name}.{did_you_mean(name, names)}")
 
 
-def _reward(named: str, reward_kwargs: Mapping[str, object]) -> None:
+def _reward(named: str, reward_kwargs: Mapping[str, object], key: str = "custom_reward_function") -> None:
     """Check what a reward function takes, where it is a plain ``def`` of the file."""
     file, _, name = named.rpartition(":")
     found = [node for node in _parsed(file).body if isinstance(node, ast.FunctionDef) and node.name == name]
     if found and not found[-1].decorator_list:
-        check_call(_signature(found[-1].args), Path(file), name, reward_kwargs)
+        check_call(_signature(found[-1].args), Path(file), name, reward_kwargs, key)
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES, number_format
+from tether.batch import TrainBatch
 from tether.config import RunConfig
+from tether.config.schema import ScoringServerConfig
+from tether.execution import Group, ShardedEngine
 from tether.models.language.critic import check_reward_model, load_reward_model
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
+from tether.rewards.service import Endpoint, ModelRewards, RemoteRewards, Rewards, ServedRewardModel
 from tether.runtime.cache import cache_dir
+from tether.runtime.http import check_listening, secret_from
 from tether.runtime.machine import resolve_device
+from tether.training import Engine
+from tether.training.division import balanced, in_order
 from tether.training.engines.local import LocalEngine
-from tether.training.text import MicroBatching, RewardModel, ScoreOutputs
+from tether.training.text import ConversationReader, MicroBatching, RewardModel, ScoreOutputs
+
+SCORER = "reward_model"
+"""The part of a rank that runs it."""
 
 
 def reward_model_path(config: RunConfig) -> Path | str | None:
@@ -57,15 +70,42 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def build_reward_model(config: RunConfig) -> RewardModel:
-    """Load the reward model onto the policy's device.
+def asks_reward_model(config: RunConfig) -> bool:
+    """Whether a run loads one; a server may have it instead."""
+    return config.reward_model.enable and config.reward_model.server.url is None
+
+
+def build_reward_model(config: RunConfig, group: Group | None = None) -> Rewards:
+    """The reward model of a run: on its devices, or behind a server.
+
+    Args:
+        config: of the run.
+        group: the processes of several devices, which load it as `SCORER`; None: it is loaded here.
+
+    Raises:
+        ValueError: it cannot be loaded, or nothing answers.
+    """
+    path = reward_model_path(config)
+    assert path is not None
+    if config.reward_model.server.url is not None:
+        return _served(config, path, config.reward_model.server)
+    engine: Engine[TrainBatch, ScoreOutputs]
+    if group is None:
+        engine = reward_engine(config, resolve_device(config.trainer.device))
+    else:
+        assign = balanced if config.trainer.balance_batch else in_order
+        engine = ShardedEngine(group, SCORER, assign=assign)
+    return ModelRewards(RewardModel(engine, _reader(config, path)))
+
+
+def reward_engine(config: RunConfig, device: torch.device, make: Callable[..., Any] = LocalEngine) -> Any:
+    """What runs the reward model.
 
     Raises:
         ValueError: it cannot be loaded.
     """
     settings, path = config.reward_model, reward_model_path(config)
     assert path is not None
-    device = resolve_device(config.trainer.device)
     dtype = DTYPES[number_format(settings.model.fsdp_config.dtype, device)]
     model = on_device(load_reward_model(path, dtype=dtype, trust_remote_code=settings.model.trust_remote_code), device)
     if settings.use_dynamic_bsz:
@@ -73,14 +113,29 @@ def build_reward_model(config: RunConfig) -> RewardModel:
         micro = MicroBatching(max_tokens=tokens, key=key)
     else:
         micro = MicroBatching(settings.micro_batch_size_per_gpu, key="reward_model.micro_batch_size_per_gpu")
-    engine: LocalEngine[ScoreOutputs] = LocalEngine(model, micro)
-    text = model.config.get_text_config()
-    return RewardModel(
-        engine,
-        tokenizer=None if settings.model.input_tokenizer is None else _tokenizer(config, path),
-        pad_id=model.config.pad_token_id,
+    return make(model, micro)
+
+
+def _served(config: RunConfig, path: Path | str, server: ScoringServerConfig) -> RemoteRewards:
+    key = "reward_model.server"
+    assert server.url is not None
+    check_listening(server.url, f"{key}.url")
+    secret = secret_from(server.api_key_env, f"{key}.api_key_env")
+    endpoint = Endpoint(f"{server.url.rstrip('/')}/classify", secret, server.timeout, server.attempts)
+    name = server.model or str(config.reward_model.model.path)
+    return RemoteRewards(
+        ServedRewardModel(_reader(config, path).written, endpoint, server.api, name), server.max_concurrent
+    )
+
+
+def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
+    settings = load_config(path, trust_remote_code=config.reward_model.model.trust_remote_code)
+    text = settings.get_text_config()
+    return ConversationReader(
+        tokenizer=None if config.reward_model.model.input_tokenizer is None else _tokenizer(config, path),
+        pad_id=settings.pad_token_id,
         vocabulary=text.vocab_size,
-        max_length=settings.max_length or text.max_position_embeddings,
+        max_length=config.reward_model.max_length or text.max_position_embeddings,
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tether.assembly.inputs import Inputs
 from tether.assembly.learners import (
     Reference,
+    Role,
     actor_engine,
     asks_reference,
     build_actor,
@@ -31,10 +32,11 @@ from tether.assembly.learners import (
     sequence_ranks,
 )
 from tether.assembly.number_formats import DTYPES
+from tether.assembly.reward_model import SCORER, asks_reward_model, reward_engine
 from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
+from tether.config.schema import SERVERS, CriticConfig, TrainedFsdpConfig
 from tether.execution import Group, ShardedEngine, ShardedSampler
 from tether.models.language.unread import is_unread
 from tether.models.layers import use_tether_attention
@@ -74,8 +76,6 @@ class Roles:
     reference: Reference | None
     """None where no KL is estimated from it."""
     sampler: RolloutEngine
-    group: Group | None = None
-    """The processes that they are in; None: this one."""
 
 
 class RankSampler:
@@ -105,7 +105,12 @@ def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **res
 
 
 def build_roles(
-    config: RunConfig, sources: Sources, sampling: SamplingParams, logs: Path, resources: ExitStack
+    config: RunConfig,
+    sources: Sources,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+    group: Group | None,
 ) -> Roles:
     """Load the models on the devices of a run.
 
@@ -114,19 +119,17 @@ def build_roles(
         sources: of its models.
         sampling: how responses are drawn that are trained on.
         logs: folder for what other processes print.
-        resources: closes the processes of ranks, and servers.
+        resources: closes servers.
+        group: the processes of several devices; they load the reward model, too.
 
     Raises:
-        ValueError: models that cannot be loaded or trained, devices that are not there.
+        ValueError: models that cannot be loaded or trained.
     """
-    ranks = config.trainer.devices
-    if ranks == 1:
+    if group is None:
         engines = _engines(config, sources, lambda _: LocalEngine, sharded=False)
         card = engines.get("card")
         served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
         return _roles(config, engines, served or engines["sampler"], sources.total_steps)
-    group = _group(config, sources.device, logs / "ranks")
-    resources.callback(group.close)
     group.build(build_parts, config, sources)
     parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
     if config.critic.enable:
@@ -135,13 +138,13 @@ def build_roles(
         parts["reference"] = reference_ranks(config)
     assign = balanced if config.trainer.balance_batch else in_order
     engines = {name: ShardedEngine[Any](group, name, sequence, assign) for name, sequence in parts.items()}
-    first_rank = [(), *[None] * (ranks - 1)]
+    first_rank = [(), *[None] * (group.size - 1)]
     if config.actor_rollout_ref.rollout.name in SERVERS:
         card = group.call("card", "read", first_rank)[0]
         sampler = _served(config, engines["actor"], card, sources, sampling, logs, resources)
     else:
         sampler = ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0])
-    return _roles(config, engines, sampler, sources.total_steps, group)
+    return _roles(config, engines, sampler, sources.total_steps)
 
 
 def _served(
@@ -163,7 +166,7 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
     fsdp = importlib.import_module("tether.training.engines.fsdp")
     seed_rng(config.trainer.seed)
 
-    def make(role: ActorConfig | CriticConfig | RefConfig) -> Any:
+    def make(role: Role) -> Any:
         settings = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
         options: dict[str, Any] = {
             "sequence": sequence_ranks(config, role),
@@ -178,12 +181,13 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
             options["optimizer_rests_on_host"] = settings.optimizer_offload
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
-    return _engines(config, sources, make, sharded=True) | {"trace": ProcessTrace()}
+    parts = _engines(config, sources, make, sharded=True) | {"trace": ProcessTrace()}
+    if asks_reward_model(config):
+        parts[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
+    return parts
 
 
-def _engines(
-    config: RunConfig, sources: Sources, make: Callable[[ActorConfig | CriticConfig | RefConfig], Any], *, sharded: bool
-) -> dict[str, Any]:
+def _engines(config: RunConfig, sources: Sources, make: Callable[[Role], Any], *, sharded: bool) -> dict[str, Any]:
     """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=sharded)
@@ -241,25 +245,24 @@ def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedMod
     return model.requires_grad_(False)
 
 
-def _roles(
-    config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int, group: Group | None = None
-) -> Roles:
+def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int) -> Roles:
     return Roles(
         build_actor(config, engines["actor"], total_steps),
         build_critic(config, engines["critic"]) if "critic" in engines else None,
         build_reference(config, engines["reference"]) if "reference" in engines else None,
         sampler,
-        group,
     )
 
 
-def _group(config: RunConfig, device: torch.device, logs: Path) -> Any:
-    """The processes of a run, one for each device.
+def build_group(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> Group | None:
+    """The processes of a run, one for each device, which `resources` ends; None where there is one device.
 
     Raises:
         ValueError: Ray is not installed, or there are too few devices.
     """
     nodes, ranks = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if config.trainer.devices == 1:
+        return None
     key = "trainer.n_gpus_per_node" if nodes == 1 else "trainer.nnodes"
     if is_object(config.actor_rollout_ref.model.path):
         raise ValueError(f"{key}: a model that is an object of this process has no other device. Save it first")
@@ -269,7 +272,9 @@ def _group(config: RunConfig, device: torch.device, logs: Path) -> Any:
             f"{ranks} processes on its cores"
         )
     options = config.ray_kwargs.ray_init
-    return _start_group(ranks, device.type, config.trainer.num_threads, logs, nodes=nodes, options=options)
+    group = _start_group(ranks, device.type, config.trainer.num_threads, logs, nodes=nodes, options=options)
+    resources.callback(group.close)
+    return cast("Group", group)
 
 
 def _start_group(per_node: int, device: str, threads: int | None, logs: Path, *, nodes: int, options: Any) -> Any:

@@ -22,13 +22,15 @@ from tether.assembly.advantages import (
 )
 from tether.assembly.common import (
     Run,
+    after_rollbacks,
     begin_run,
     build_best_test,
     build_critic_warmup,
     build_profiler,
+    build_rollbacks,
     find_start,
 )
-from tether.assembly.inputs import Inputs, build_inputs, build_rewards
+from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -38,7 +40,8 @@ from tether.assembly.off_policy import (
     old_log_probs_from,
 )
 from tether.assembly.reward_model import reward_model_path
-from tether.assembly.roles import build_roles, sources_of
+from tether.assembly.rewards import build_rewards
+from tether.assembly.roles import build_group, build_roles, sources_of
 from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
@@ -84,7 +87,8 @@ def build_run(loaded: LoadedConfig) -> Run:
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(config)
-        formats = decided_formats(config, device, checkpoint)
+        loaded = after_rollbacks(loaded, store, checkpoint)
+        formats = decided_formats(loaded.config, device, checkpoint)
         loaded = loaded.with_values(formats, "what this device computes in")
         config = loaded.config
         tools = build_tool_pool(config)
@@ -95,7 +99,8 @@ def build_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             check_identity(checkpoint, identity)
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
-        rewards = build_rewards(config)
+        group = build_group(config, device, directory / "ranks", resources)
+        rewards = build_rewards(config, group)
         resources.callback(rewards.close)
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
@@ -108,16 +113,14 @@ def build_run(loaded: LoadedConfig) -> Run:
             total_steps=schedule.total_steps,
             incidents=directory / "incidents",
         )
-        sampling = sampling_params(config)
-        roles = build_roles(config, sources, sampling, directory, resources)
+        roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, group)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
         conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
-        max_error_rate = config.reward_model.max_error_rate
-        collector = Collector(roles.sampler, rewards, inputs.tokenizer, max_error_rate, conversations)
+        rate = config.reward_model.max_error_rate
+        collector = Collector(roles.sampler, rewards, inputs.tokenizer, rate, conversations)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
         resources.callback(loggers.close)
         filtration = build_policy_filtration(config)
-        transforms = (build_reward_shaping(config), _kl_reward(config.algorithm))
         source = PromptSource(inputs.train, sampler)
         rollouts = TextRollouts(
             collector=collector,
@@ -140,15 +143,16 @@ def build_run(loaded: LoadedConfig) -> Run:
             actor=roles.actor,
             critic=roles.critic,
             reference=roles.reference,
-            reward_transforms=[transform for transform in transforms if transform],
+            reward_transforms=list(filter(None, (build_reward_shaping(config), _kl_reward(config.algorithm)))),
             estimate_advantages=build_advantage_estimator(config.algorithm),
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
             best=build_best_test(config.trainer, persistence),
             saver=Saver(config.trainer.async_save),
-            profiler=profiler and replace(profiler, ranks=roles.group),
-            stop_on_collapse=config.trainer.on_collapse == "stop",
+            profiler=profiler and replace(profiler, ranks=group),
+            on_collapse=config.trainer.on_collapse,
+            rollbacks=build_rollbacks(config.trainer, store, checkpoint),
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config),

@@ -8,11 +8,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tether.assembly.inputs import build_dataset, build_rewards, build_tokenizer, check_rewards
+from tether.assembly.inputs import build_dataset, build_tokenizer
 from tether.assembly.learners import build_critic, critic_engine, update_plan
 from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
+from tether.assembly.rewards import build_rewards, check_rewards
 from tether.assembly.run import sampling_params, validation_sampling
 from tether.assembly.turns import build_conversations, build_tool_pool, check_agents, row_agent, scored_by_environments
 from tether.batch import Prompt

@@ -138,6 +138,10 @@ class CheckpointStore:
         """The checkpoint that the tracker names, else the one with the highest step; None if there is none."""
         return self._tracked() or max(_checkpoints(self.root), key=step_of, default=None)
 
+    def newest_before(self, step: int) -> Path | None:
+        """The checkpoint with the highest step below `step`; None if there is none."""
+        return max((path for path in _checkpoints(self.root) if step_of(path) < step), key=step_of, default=None)
+
     def resolve(self, resume_mode: ResumeMode, resume_from_path: Path | None = None) -> Path | None:
         """Clear what killed processes left, and say which checkpoint to start from, verified; None: from scratch.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tether.assembly.build import build
 from tether.assembly.common import Run
-from tether.checkpoints import CheckpointStore
+from tether.checkpoints import CheckpointStore, roll_back
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import Interrupt, graceful_interrupt
@@ -32,12 +32,22 @@ class _Lost:
         return "while the models were built" if self.step is None else f"in step {self.step}"
 
 
+@dataclass(frozen=True)
+class _GoesBack:
+    """An attempt that ended because the policy has collapsed."""
+
+    collapsed: int
+    to: Path
+    """Checkpoint of an earlier step."""
+
+
 @named_out_of_memory()
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
     """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder resumes.
 
-    When a rank is lost, all of them are started again from the last checkpoint, and callbacks hear of the steps since
-    then a second time; so it is when a rank has no memory for a micro-batch, with half of it.
+    When a rank is lost, all of them are started again from the last checkpoint; so it is when a rank has no memory for
+    a micro-batch, with half of it. A run whose policy has collapsed goes back with ``trainer.on_collapse=rollback``.
+    Callbacks hear of the steps since then a second time.
 
     Raises:
         ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
@@ -46,7 +56,11 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     screen, callbacks, earlier = Screen(), callbacks or Callbacks(), list[_Lost]()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
-    while isinstance(ended := _attempt(loaded, callbacks, screen), _Lost):
+    while not isinstance(ended := _attempt(loaded, callbacks, screen), TrainingResult):
+        if isinstance(ended, _GoesBack):
+            loaded = loaded.with_values({"trainer.resume_mode": "auto"}, "rollback")
+            screen.print(f"after step {ended.collapsed} the run goes back to {ended.to}", style="bold yellow")
+            continue
         most = loaded.config.trainer.max_restarts
         if ended.instead and most:  # each is half of the one before, down to a single row
             loaded, start = _resuming(loaded, ended)
@@ -76,7 +90,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     return ended
 
 
-def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost:
+def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost | _GoesBack:
     """Train with one set of processes, all of which have ended afterwards."""
     try:
         run = build(loaded)
@@ -104,6 +118,10 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
         return _Lost(trainer.step_number + 1, str(error), error.instead)
     finally:
         run.close()
+    if trainer.goes_back_to:
+        roll_back(trainer.persistence.store, trainer.goes_back_to, trainer.step_number)
+        if not interrupted():
+            return _GoesBack(trainer.step_number, trainer.goes_back_to)
     return read_result(
         run.directory,
         step=trainer.step_number,

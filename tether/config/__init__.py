@@ -13,15 +13,20 @@ from tether.config.keys import values_of, with_values
 from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
+from tether.config.reward_parts import FunctionPart, JudgePart, RewardPart, RulesPart, part_problems, read_parts
 from tether.config.schema.root import RunConfig
 from tether.config.secrets import masked_command
 from tether.config.support.live_keys import live_keys
 
 __all__ = [
     "ConfigError",
+    "FunctionPart",
+    "JudgePart",
     "LoadedConfig",
     "Override",
     "Problem",
+    "RewardPart",
+    "RulesPart",
     "RunConfig",
     "changes_since",
     "explain",
@@ -32,6 +37,8 @@ __all__ = [
     "live_keys",
     "load_config",
     "masked_command",
+    "part_problems",
+    "read_parts",
     "saved_values",
     "schema",
     "support",

@@ -40,6 +40,10 @@ class Group(Protocol):
 
     size: int
 
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
+        """Have a factory, which is named by its module, make the parts on every rank."""
+        ...
+
     def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """Call a method of a part on every rank at once.
 

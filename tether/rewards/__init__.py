@@ -1,8 +1,8 @@
 """Rewards: rules, user functions, and the processes that run them. Imports no torch.
 
 A reward is a score, an abstention or an error (`RewardOutcome`); `RewardReport` counts errors and stops a run above a
-set rate. `rules` has the built-in functions, `sandbox` runs the programs of responses, `service` has the processes,
-`audit` tries a reward on replies whose worth is known.
+set rate. `rules` has the built-in functions, `sandbox` runs the programs of responses, `judge` has models that are
+asked for a score, `service` has what calls them all, `audit` tries a reward on replies whose worth is known.
 """
 
 from tether.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardOutcome, RewardRequest, Score, is_float32
@@ -23,6 +23,7 @@ __all__ = [
     "check_sources",
     "custom",
     "is_float32",
+    "judge",
     "rules",
     "sandbox",
     "service",

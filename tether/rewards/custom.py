@@ -21,15 +21,25 @@ _KEY = "custom_reward_function"
 
 @dataclass(frozen=True)
 class CustomReward:
-    """Where a user's function is: `custom_reward_function.{path,name,reward_kwargs}`."""
+    """Where a user's function is: `custom_reward_function.{path,name,reward_kwargs}`, or a part of a reward."""
 
     path: str
     name: str = "compute_score"
     reward_kwargs: dict[str, object] = field(default_factory=dict)
+    key: str = _KEY
+    """Section of the configuration that names it, for messages."""
 
 
-def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str, object]) -> RewardFunction:
+def load_reward_function(
+    path: str | Path, name: str, reward_kwargs: Mapping[str, object], key: str = _KEY
+) -> RewardFunction:
     """Import the file and take the function out of it, with `reward_kwargs` bound; or take the object of this process.
+
+    Args:
+        path: of the file.
+        name: of the function.
+        reward_kwargs: more arguments of it.
+        key: section of the configuration that names it, for messages.
 
     Raises:
         ValueError: no such file, the file cannot be imported, no such function in it, it is not callable, or it does
@@ -42,35 +52,37 @@ def load_reward_function(path: str | Path, name: str, reward_kwargs: Mapping[str
         name = getattr(found, "__name__", type(found).__name__)
         check_call(inspect.signature(found), Path("reward"), name, reward_kwargs)
         return functools.partial(found, **reward_kwargs)
-    module = import_python_file(path, f"{_KEY}.path")
+    module = import_python_file(path, f"{key}.path")
     found = vars(module).get(name)
     if found is None:
-        raise ValueError(_missing(module, Path(path), name))
+        raise ValueError(_missing(module, Path(path), name, key))
     if not callable(found):
-        raise ValueError(f"{_KEY}.name={name}: {path} defines it as {type(found).__name__}, not as a function")
-    check_call(inspect.signature(found), Path(path), name, reward_kwargs)
+        raise ValueError(f"{key}.name={name}: {path} defines it as {type(found).__name__}, not as a function")
+    check_call(inspect.signature(found), Path(path), name, reward_kwargs, key)
     return functools.partial(found, **reward_kwargs)
 
 
-def _missing(module: ModuleType, path: Path, name: str) -> str:
+def _missing(module: ModuleType, path: Path, name: str, key: str) -> str:
     there = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
     hint = did_you_mean(name, there)
-    return f"{_KEY}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
+    return f"{key}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
 
 
-def check_call(signature: inspect.Signature, path: Path, name: str, reward_kwargs: Mapping[str, object]) -> None:
+def check_call(
+    signature: inspect.Signature, path: Path, name: str, reward_kwargs: Mapping[str, object], key: str = _KEY
+) -> None:
     """Refuse a function of this name and signature that does not take what rewards are called with.
 
     Raises:
         ValueError: it takes other arguments; or an argument of the user's has the name of one that each row gives.
     """
     if clash := sorted(set(reward_kwargs) & set(_ARGUMENTS)):
-        raise ValueError(f"{_KEY}.reward_kwargs: {', '.join(clash)} is given by the row; choose another name")
+        raise ValueError(f"{key}.reward_kwargs: {', '.join(clash)} is given by the row; choose another name")
     try:
         signature.bind(**dict.fromkeys(_ARGUMENTS), **reward_kwargs)
     except TypeError as error:
         given = f" with reward_kwargs {sorted(reward_kwargs)}" if reward_kwargs else ""
         raise ValueError(
-            f"{_KEY}.name={name}: {path} defines {name}{signature}, which is called by keyword as "
+            f"{key}.name={name}: {path} defines {name}{signature}, which is called by keyword as "
             f"{name}{_SIGNATURE}{given}: {error}"
         ) from error

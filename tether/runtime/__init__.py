@@ -9,6 +9,7 @@ __all__ = [
     "deadline",
     "global_rng",
     "guard",
+    "http",
     "huge_pages",
     "interrupt",
     "late_calls",

@@ -24,6 +24,7 @@ from tether.trainer.parts.alarms import Alarms, MismatchAlarm
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.profiler import StepProfiler
+from tether.trainer.parts.rollback import STOPS, Rollbacks
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 from tether.trainer.protocol import RewardTransform, Rollouts, Source
 from tether.trainer.saver import Saver
@@ -33,6 +34,7 @@ from tether.types import StateDict
 OldLogProbs = Literal["recomputed", "sampler", "update"]
 """Where the log-probs under the old policy come from: a forward pass of their own; the sampler's, as they are (bypass
 mode); or the only update that a rollout is used for, which begins with the old policy."""
+OnCollapse = Literal["warn", "stop", "rollback"]
 SelectRows = Callable[[Any, int], tuple[Any, dict[str, float]]]
 """(batch with advantages, training step) -> the rows that the update learns from, and metrics."""
 
@@ -93,8 +95,12 @@ class Trainer:
     best: BestTest = field(default_factory=BestTest)
     profiler: StepProfiler | None = None
     saver: Saver = field(default_factory=Saver)
-    stop_on_collapse: bool = False
-    """Save and stop where an alarm says that the policy has collapsed."""
+    on_collapse: OnCollapse = "warn"
+    """Where an alarm says that the policy has collapsed: go on, save and stop, or do so to be started again earlier."""
+    rollbacks: Rollbacks | None = None
+    """With ``rollback``."""
+    goes_back_to: Path | None = None
+    """The checkpoint from which the run that `fit` has ended is to be started again."""
     stopped_by: str | None = None
     """The setting that ended `fit` before the last step."""
     callbacks: Callbacks = field(default_factory=Callbacks)
@@ -184,7 +190,7 @@ class Trainer:
                 self.unlogged = self.advance()
                 warming_up = not self.critic_warmup.ended
                 self.alarms.check_step(self.unlogged, warming_up=warming_up, warn=self.loggers.warn)
-            done, stopping = self.step_number, interrupted() or self._has_to_stop()
+            done, stopping = self.step_number, self._has_to_stop() or interrupted()
             self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
             with self._saving_first():
                 if self.validation_due and not stopping:
@@ -224,15 +230,17 @@ class Trainer:
         if self.best.is_enough:
             self.stopped_by = "trainer.stop_at_score"
             return True
-        collapsed, self.alarms.collapsed = self.alarms.collapsed, False
-        if collapsed and self.stop_on_collapse:
-            self.stopped_by = "trainer.on_collapse"
-            self.loggers.warn(
-                "trainer.on_collapse=stop: the run is saved and stops. Resume from an earlier checkpoint "
-                "(trainer.resume_mode=resume_path) with other settings; the same command continues as it is"
-            )
-            return True
-        return False
+        since = self.alarms.collapsed_since
+        if since is None:
+            return False
+        self.goes_back_to = self.rollbacks.target(since) if self.rollbacks else None
+        if self.goes_back_to is None:  # else a run that is killed before it went back does so when it resumes
+            self.alarms.collapsed_since = None
+        if self.on_collapse == "warn":
+            return False
+        self.stopped_by = "trainer.on_collapse"
+        self.loggers.warn(self.rollbacks.words(self.goes_back_to, since) if self.rollbacks else STOPS)
+        return True
 
     def advance(self) -> dict[str, float]:
         """Do the next training step; returns its metrics."""

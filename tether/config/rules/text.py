@@ -14,6 +14,7 @@ from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
+from tether.config.rules.rewards import REWARD_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
 from tether.config.schema.rollout import SERVERS
 from tether.config.schema.root import RunConfig
@@ -21,7 +22,7 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-SHARDED = (ACTOR, "actor_rollout_ref.ref", "critic.model")
+SHARDED = (ACTOR, "actor_rollout_ref.ref", "critic.model", "reward_model.model")
 AGENTS = ("single_turn_agent", "tool_agent")
 OWN_CLASS = r".+\.py:\w+"
 
@@ -189,6 +190,14 @@ def validation_has_data(cfg: RunConfig) -> Problem | None:
     return Problem("data.val_files", f"empty, and {asks} asks for validation", "give data.val_files")
 
 
+def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
+    """A run goes back to what it has saved."""
+    if cfg.trainer.on_collapse != "rollback" or cfg.trainer.save_freq > 0:
+        return None
+    what = f"rollback goes back to a checkpoint, and trainer.save_freq={cfg.trainer.save_freq} saves none"
+    return Problem("trainer.on_collapse", what, "set trainer.save_freq above 0")
+
+
 def resume_path_is_given(cfg: RunConfig) -> Problem | None:
     """The mode needs the path, and the path needs the mode."""
     by_path, path = cfg.trainer.resume_mode == "resume_path", cfg.trainer.resume_from_path
@@ -210,36 +219,6 @@ def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def reward_model_is_named(cfg: RunConfig) -> Problem | None:
-    """verl's default is a model of the hub, which nobody means."""
-    if not cfg.reward_model.enable or cfg.reward_model.model.path is not None:
-        return None
-    key = "reward_model.model.path"
-    return Problem(key, "missing with reward_model.enable=True", "give a sequence classifier with one output")
-
-
-def functions_beside_a_model_have_a_weight(cfg: RunConfig) -> Problem | None:
-    """verl either never calls the function, or never the model, depending on its version."""
-    model, key = cfg.reward_model, "custom_reward_function.path"
-    path = cfg.custom_reward_function.path
-    if not model.enable or model.rule_weight or path is None:
-        return None
-    what = f"{path} is never called with reward_model.enable=True and reward_model.rule_weight=0"
-    return Problem(
-        key, what, "set reward_model.rule_weight to add its score to the model's, or leave one of the two out"
-    )
-
-
-def responses_are_decoded_by_the_policys_tokenizer(cfg: RunConfig) -> Problem | None:
-    """Whatever else the key named would decode other text than the policy wrote."""
-    policy, found = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
-    if not cfg.reward_model.enable or found in (None, policy.path, policy.tokenizer_path):
-        return None
-    key = "reward_model.model.input_tokenizer"
-    what = f"{found} is not the policy's tokenizer, by which its responses are decoded"
-    return Problem(key, what, f"leave {key} out, or set it to null where both models have the same tokenizer")
-
-
 def _critic_has_its_own_size(cfg: RunConfig) -> bool:
     """The actor's, which it inherits, is complained about once."""
     return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -249,10 +228,6 @@ def _reference_has_its_own_ranks(cfg: RunConfig) -> bool:
     """The actor's, which it inherits, are complained about once."""
     policy = cfg.actor_rollout_ref
     return policy.ref.ulysses_sequence_parallel_size != policy.actor.ulysses_sequence_parallel_size
-
-
-def _has_a_server_for_programs(cfg: RunConfig) -> bool:
-    return cfg.reward_model.sandbox_fusion.url is not None and cfg.reward_model.num_workers is not None
 
 
 ACTOR_WARMUP = said_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
@@ -299,14 +274,12 @@ RULES: tuple[Rule, ...] = (
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,
+    a_rollback_has_checkpoints,
     KEPT_TOGETHER,
-    at_most("reward_model.num_workers", "reward_model.sandbox_fusion.max_concurrent", when=_has_a_server_for_programs),
     together("data.custom_cls.path", "data.custom_cls.name"),
     together("data.custom_cls.name", "data.custom_cls.path"),
     subsets_are_not_empty,
-    reward_model_is_named,
-    functions_beside_a_model_have_a_weight,
-    responses_are_decoded_by_the_policys_tokenizer,
+    *REWARD_RULES,
     *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
 )
@@ -314,6 +287,7 @@ EMBODIED_RULES: tuple[Rule, ...] = (
     ACTOR_WARMUP,
     critic_warmup_ends,
     resume_path_is_given,
+    a_rollback_has_checkpoints,
     KEPT_TOGETHER,
     policy_loss_is_aggregated_as_defined,
     clip_cov_bounds_enclose_something,

@@ -10,6 +10,7 @@ from tether.config.schema.engine import TrainedFsdpConfig
 from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
+from tether.config.schema.reward import ScoringModelConfig, ScoringServerConfig
 from tether.config.schema.rollout import SERVERS, RolloutConfig
 from tether.config.schema.trainer import TrainerConfig
 
@@ -25,6 +26,8 @@ __all__ = [
     "RefConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "ScoringModelConfig",
+    "ScoringServerConfig",
     "TrainEnvConfig",
     "TrainedFsdpConfig",
     "TrainerConfig",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from tether.config.schema.engine import FsdpConfig
+from tether.config.schema.engine import ShardConfig
 from tether.config.schema.section import (
     ActsIf,
     AliasOf,
@@ -20,8 +20,10 @@ from tether.config.schema.section import (
     Strings,
 )
 
-FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.rule_weight", off=(0.0,)))
+FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.parts", off=({},)))
 """Read where functions score responses."""
+HERE = ActsIf("reward_model.server.url", on=(None,), other=ActsIf("reward_model.enable", on=(False,)))
+SERVED = ActsIf("reward_model.server.url", off=(None,))
 
 
 class CustomRewardFunctionConfig(Section):
@@ -83,17 +85,37 @@ class ScoringModelConfig(Section):
     """The policy's: responses are decoded, and templated by the reward model's tokenizer. null: ids as they are."""
     trust_remote_code: Annotated[bool, NullIsUnset()] = False
     """Let the model's repository run its own code."""
-    fsdp_config: FsdpConfig
+    fsdp_config: ShardConfig
+
+
+class ScoringServerConfig(Section):
+    """`reward_model.server`: reward_model.model behind vLLM or SGLang, instead of in this process. (tether's own.)"""
+
+    url: Annotated[str | None, ActsIf("reward_model.enable", on=(True,))] = None
+    """Its address, http://HOST:PORT, below which /classify is; null: the model runs in this process."""
+    api: Annotated[Literal["vllm", "sglang"], SERVED] = "vllm"
+    """Whose /classify it is."""
+    model: Annotated[str | None, SERVED] = None
+    """What the server calls the model; null: reward_model.model.path."""
+    api_key_env: Annotated[str | None, SERVED] = None
+    """Environment variable that holds the server's key."""
+    timeout: Annotated[PositiveFloat, SERVED] = 60.0
+    """Seconds that a response may take, all attempts included."""
+    attempts: Annotated[Positive, SERVED] = 4
+    """Requests for one response, where the server is busy or fails."""
+    max_concurrent: Annotated[Positive, SERVED] = 64
+    """Requests at once."""
 
 
 class RewardModelConfig(Section):
-    """Computation of rewards: by functions, and by a learned reward model."""
+    """Computation of rewards: by functions, a learned reward model, judges, or several of them."""
 
     enable: bool = False
-    """Score responses by reward_model.model, in place of rules; see rule_weight."""
+    """Score responses by reward_model.model, in place of rules, or as one of the parts."""
     model: Annotated[ScoringModelConfig, ActsIf("reward_model.enable", on=(True,))]
-    rule_weight: Annotated[float, ActsIf("reward_model.enable", on=(True,))] = 0.0
-    """The score is the model's plus this times that of the rule or function; 0 calls none. (tether's own key.)"""
+    server: ScoringServerConfig
+    parts: Options
+    """Several rewards by name, whose weighted sum is the score: {correct: {kind: rules, weight: 1.0}, ...}."""
     micro_batch_size: Annotated[Positive | None, AliasOf(".micro_batch_size_per_gpu")] = None
     """verl's older key of micro_batch_size_per_gpu."""
     micro_batch_size_per_gpu: Annotated[

@@ -18,6 +18,7 @@ from tether.config.schema.section import (
     Options,
     OwnFunction,
     Positive,
+    PositiveFraction,
     Refuses,
     Says,
     Section,
@@ -30,6 +31,7 @@ LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
 ]  # fmt: skip
 LATER = ("swanlab", "vemlp_wandb", "clearml", "trackio")
+ROLLS_BACK = ActsIf("trainer.on_collapse", on=("rollback",))
 Loggers = Annotated[tuple[LoggerName | OwnFunction, ...], BeforeValidator(as_strings)]
 
 
@@ -82,8 +84,12 @@ class TrainerConfig(Section):
     """Keep the checkpoint of the best test in the folder best, beside the newest ones. (tether's own key.)"""
     stop_at_score: Annotated[float | None, ActsIf("trainer.test_freq", off=(-1,)), EMBODIED_TOO] = None
     """Save and stop once a test scores this: mean over data sources, or return of episodes. (tether's own key.)"""
-    on_collapse: Annotated[Literal["warn", "stop"], EMBODIED_TOO] = "warn"
-    """When an alarm says that the policy has collapsed: go on, or save and stop. (tether's own key.)"""
+    on_collapse: Annotated[Literal["warn", "stop", "rollback"], EMBODIED_TOO] = "warn"
+    """When an alarm says that the policy has collapsed: go on, save and stop, or go back. (tether's own key.)"""
+    rollback_lr_factor: Annotated[PositiveFraction, ROLLS_BACK, EMBODIED_TOO] = 0.5
+    """The policy's learning rate is multiplied by this each time that the run goes back. (tether's own key.)"""
+    max_rollbacks: Annotated[Positive, ROLLS_BACK, EMBODIED_TOO] = 3
+    """How often a run goes back to its last checkpoint from before a collapse; then it stops. (tether's own key.)"""
     async_mode: Literal["off", "one_step_off", "fully_async"] = "off"
     """Sample the next batch while the policy learns: exactly one update behind, or up to rollout.max_staleness."""
     profile_steps: Annotated[Steps | None, EMBODIED_TOO] = None

@@ -1,11 +1,26 @@
-"""The processes that run reward functions: each call has a deadline, and a call that exceeds it is killed.
+"""What scores responses, by one set of methods (`Rewards`): processes, threads that wait for a server, a model.
 
-`Rewards` is what the training loop knows: the processes of a `RewardPool`, `LocalRewards` for a function that is an
-object of this process, or `ModelRewards` for a learned reward model.
+In the processes of a `RewardPool` each call has a deadline, and a call that exceeds it is killed. `LocalRewards` calls
+a function that is an object of this process, `ModelRewards` a model of it, `RemoteRewards` asks a server, and
+`CombinedRewards` adds several of them up.
 """
 
-from tether.rewards.service.learned import ModelRewards, Rewards
+from tether.rewards.service.classifier import ServedRewardModel
+from tether.rewards.service.combined import CombinedRewards, Part, Rewards
+from tether.rewards.service.endpoint import Endpoint
+from tether.rewards.service.learned import ModelRewards
 from tether.rewards.service.local import LocalRewards
 from tether.rewards.service.pool import RewardPool
+from tether.rewards.service.remote import RemoteRewards
 
-__all__ = ["LocalRewards", "ModelRewards", "RewardPool", "Rewards"]
+__all__ = [
+    "CombinedRewards",
+    "Endpoint",
+    "LocalRewards",
+    "ModelRewards",
+    "Part",
+    "RemoteRewards",
+    "RewardPool",
+    "Rewards",
+    "ServedRewardModel",
+]

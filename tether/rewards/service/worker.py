@@ -74,7 +74,7 @@ def serve(channel: Channel) -> None:
 def _reward_finder(custom: CustomReward | None, programs: ProgramOptions) -> FindReward:
     if custom is None:
         return lambda data_source: find_reward(data_source, programs)
-    function = load_reward_function(custom.path, custom.name, custom.reward_kwargs)
+    function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, custom.key)
     return lambda _: function
 
 

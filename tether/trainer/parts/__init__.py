@@ -13,6 +13,7 @@ from tether.trainer.parts.pf_ppo import PolicyFiltration
 from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.reward_components import RewardComponents
 from tether.trainer.parts.reward_shaping import KLReward, LengthPenalty, RewardShaping
+from tether.trainer.parts.rollback import Rollbacks
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "PolicyFiltration",
     "RewardComponents",
     "RewardShaping",
+    "Rollbacks",
     "RolloutCorrection",
     "ScoredResponses",
     "StepProfiler",

@@ -57,8 +57,13 @@ class Alarms:
     """Per alarm: checks in a row that found it (positive) or did not (negative)."""
     said: list[str] = field(default_factory=list)
     """Alarms that have spoken and are not off again."""
-    collapsed: bool = False
-    """An alarm has spoken, since this was last set to False, that says more than that the critic learns nothing."""
+    since: dict[str, int] = field(default_factory=dict)
+    """Per alarm: the step that began what it has found ever since."""
+    step: int = 0
+    """The last one that was looked at."""
+    collapsed_since: int | None = None
+    """The first step of what an alarm has spoken of, since this was last set to None, that says more than that the
+    critic learns nothing."""
     first_score: float | None = None
     best_score: float | None = None
 
@@ -70,6 +75,7 @@ class Alarms:
             warming_up: only the critic learned in this step.
             warn: shows a message to the user.
         """
+        self.step = int(metrics.get("training/global_step", self.step + 1))
         if (same := metrics.get(IDENTICAL)) is not None:
             self._watch(
                 "replies",
@@ -158,16 +164,22 @@ class Alarms:
     def _watch(self, name: str, found: bool, needed: int, message: str, warn: Warn) -> None:
         streak = self.streaks.get(name, 0)
         self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
+        if streak == 1:
+            self.since[name] = self.step
         if streak >= needed and name not in self.said:
             self.said.append(name)
-            self.collapsed |= name != "critic"
+            if name != "critic":
+                self.collapsed_since = min(self.since[name], self.collapsed_since or self.step)
             warn(message)
         elif streak <= -needed and name in self.said:
             self.said.remove(name)
 
     def state_dict(self) -> StateDict:
-        """All that the next check depends on; whoever acts on a collapse has done so."""
+        """All that the next check depends on, and a collapse that nobody has acted on."""
         return {
+            "step": self.step,
+            "since": dict(self.since),
+            "collapsed_since": self.collapsed_since,
             "streaks": dict(self.streaks),
             "said": list(self.said),
             "first_score": self.first_score,
@@ -176,6 +188,7 @@ class Alarms:
 
     def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
+        self.step, self.since, self.collapsed_since = state["step"], dict(state["since"]), state["collapsed_since"]
         self.streaks, self.said = dict(state["streaks"]), list(state["said"])
         self.first_score, self.best_score = state["first_score"], state["best_score"]
 

@@ -5,6 +5,7 @@ from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, Tok
 from tether.training.text.micro_batches import MicroBatching
 from tether.training.text.packing import sequence_lengths
 from tether.training.text.scoring import (
+    ConversationReader,
     PairForward,
     PairOutputs,
     PreferenceLoss,
@@ -17,6 +18,7 @@ from tether.training.text.scoring import (
 
 __all__ = [
     "Aggregation",
+    "ConversationReader",
     "CriticLoss",
     "MicroBatching",
     "PairForward",

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.algorithms import Mean
 from tether.batch import RolloutBatch, TrainBatch, on_device
-from tether.data.chat import tokenize, write_conversation
+from tether.data.chat import decode, tokenize, write_conversation
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
 from tether.models.layers import Packed
@@ -164,10 +164,9 @@ def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], 
 
 
 @dataclass(frozen=True)
-class RewardModel:
-    """Scores responses: what a run asks a reward model for."""
+class ConversationReader:
+    """What a reward model reads of a response and its prompt."""
 
-    engine: Engine[TrainBatch, ScoreOutputs]
     tokenizer: PreTrainedTokenizerBase | None
     """Its own, whose template writes prompt and response anew; None: it reads the policy's token ids as they are."""
     pad_id: int | None
@@ -175,42 +174,16 @@ class RewardModel:
     max_length: int
     """Tokens of the longest conversation that it can score."""
 
-    def __call__(self, requests: Sequence[RewardRequest]) -> list[float | RewardError]:
-        """Score of each request, in order, or why it has none."""
-        found: list[float | RewardError] = []
-        rows: list[int] = []
-        sequences: list[TokenList] = []
-        prompts: list[tuple[int, ...]] = []
-        for row, request in enumerate(requests):
-            assert request.dialogue, "a reward model needs the conversation"
-            read = self._read(request.solution_str, request.dialogue)
-            found.append(read if isinstance(read, RewardError) else math.nan)
-            if not isinstance(read, RewardError):
-                rows.append(row)
-                sequences.append(read)
-                prompts.append(tuple(request.dialogue.prompt_ids))
-        if rows:
-            scores = self.engine.infer(score_batch(sequences, prompts), ScoreForward()).scores
-            for row, score in zip(rows, scores.tolist(), strict=True):
-                found[row] = score
-        return found
-
-    def _read(self, response: str, dialogue: Dialogue) -> TokenList | RewardError:
-        """Token ids of prompt and response."""
+    def ids(self, request: RewardRequest) -> TokenList | RewardError:
+        """Token ids of prompt and response, up to where the score is read."""
+        assert request.dialogue, "a reward model needs the conversation"
         if self.tokenizer is None:
-            assert dialogue.response_ids is not None, "the ids of a text that was not sampled"
-            ids = [*map(int, dialogue.prompt_ids), *map(int, dialogue.response_ids)]
-        elif not dialogue.messages:
-            return RewardError(
-                "the prompt is token ids without messages, which the reward model's template cannot write; set "
-                "reward_model.model.input_tokenizer=null where both models have the same tokenizer"
-            )
+            assert request.dialogue.response_ids is not None, "the ids of a text that was not sampled"
+            ids = [*map(int, request.dialogue.prompt_ids), *map(int, request.dialogue.response_ids)]
         else:
-            answer = {"role": "assistant", "content": response}
-            try:
-                text = write_conversation([*dialogue.messages, answer], self.tokenizer)
-            except ValueError as error:
-                return RewardError(f"of the reward model, {error}")
+            text = self._text(request.solution_str, request.dialogue, self.tokenizer)
+            if isinstance(text, RewardError):
+                return text
             ids = tokenize([text], self.tokenizer)[0].tolist()
         if not 0 < len(ids) <= self.max_length:
             return RewardError(
@@ -220,3 +193,51 @@ class RewardModel:
         if max(ids) >= self.vocabulary:
             return RewardError(f"the token {max(ids)} is beyond the {self.vocabulary} tokens of the reward model")
         return without_padding(ids, self.pad_id)
+
+    def written(self, request: RewardRequest) -> tuple[str, TokenList] | RewardError:
+        """The same with the text of the ids; without a tokenizer it is empty."""
+        ids = self.ids(request)
+        if isinstance(ids, RewardError) or self.tokenizer is None:
+            return ids if isinstance(ids, RewardError) else ("", ids)
+        text = decode(self.tokenizer, ids)
+        if tokenize([text], self.tokenizer)[0].tolist() != ids:
+            return RewardError("the reward model's tokenizer writes the conversation as other text than it reads")
+        return text, ids
+
+    def _text(self, response: str, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> str | RewardError:
+        if not dialogue.messages:
+            return RewardError(
+                "the prompt is token ids without messages, which the reward model's template cannot write; set "
+                "reward_model.model.input_tokenizer=null where both models have the same tokenizer"
+            )
+        try:
+            return write_conversation([*dialogue.messages, {"role": "assistant", "content": response}], tokenizer)
+        except ValueError as error:
+            return RewardError(f"of the reward model, {error}")
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Scores responses: what a run asks a reward model for."""
+
+    engine: Engine[TrainBatch, ScoreOutputs]
+    reader: ConversationReader
+
+    def __call__(self, requests: Sequence[RewardRequest]) -> list[float | RewardError]:
+        """Score of each request, in order, or why it has none."""
+        found: list[float | RewardError] = []
+        rows: list[int] = []
+        sequences: list[TokenList] = []
+        prompts: list[tuple[int, ...]] = []
+        for row, request in enumerate(requests):
+            read = self.reader.ids(request)
+            found.append(read if isinstance(read, RewardError) else math.nan)
+            if not isinstance(read, RewardError) and request.dialogue:
+                rows.append(row)
+                sequences.append(read)
+                prompts.append(tuple(request.dialogue.prompt_ids))
+        if rows:
+            scores = self.engine.infer(score_batch(sequences, prompts), ScoreForward()).scores
+            for row, score in zip(rows, scores.tolist(), strict=True):
+                found[row] = score
+        return found

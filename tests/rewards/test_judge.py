@@ -1,0 +1,265 @@
+"""Judges over HTTP: what they are shown, how their answers are read, and that a bad endpoint never scores."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rewards.model_server import KEY, ModelServer, served
+from tether.rewards import Dialogue, RewardError, RewardRequest, Score
+from tether.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge
+from tether.rewards.service import Endpoint, RemoteRewards, ServedRewardModel
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+def request(text: str = "2", messages=CHAT) -> RewardRequest:
+    return RewardRequest("mine", text, "12", {}, Dialogue(messages, (1, 2), (3,)))
+
+
+@pytest.fixture
+def server() -> Iterator[ModelServer]:
+    with served() as server:
+        yield server
+
+
+def endpoint(server: ModelServer, path: str = "/v1/chat/completions", **options) -> Endpoint:
+    return Endpoint(server.url + path, **{"timeout": 10.0, "attempts": 3} | options)
+
+
+def ask(server: ModelServer, judge: Judge | None = None, **options) -> object:
+    judge = judge or Judge("{prompt} -> {response}")
+    with RemoteRewards(RemoteJudge(judge, endpoint(server, **options), {"model": "m"}), 4) as rewards:
+        return rewards.score([request()])[0]
+
+
+# --- template and parser --------------------------------------------------------------------------------------------
+
+
+def test_a_template_shows_the_row_and_leaves_other_braces() -> None:
+    judge = Judge('{prompt}|{response}|{ground_truth}|{data_source}|{"score": 1}', system="For {data_source}")
+    assert judge.messages(request("{ground_truth} {prompt}")) == [
+        {"role": "system", "content": "For mine"},
+        {"role": "user", "content": '1+1?|{ground_truth} {prompt}|12|mine|{"score": 1}'},
+    ]
+    several = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert Judge("{prompt}{response}").messages(request(messages=several)) == [
+        {"role": "user", "content": "system: Be brief.\n\nuser: 1+1?2"}
+    ]
+    assert isinstance(Judge("{response}").messages(request(messages=[])), RewardError)
+
+
+@pytest.mark.parametrize(
+    ("judge", "answer", "score"),
+    [
+        (Judge("", parser=NUMBER), "Score: 3 at first, then Score: 7.5", 7.5),
+        (Judge("", parser=NUMBER), "Score: -2", -2.0),
+        (Judge("", parser=NUMBER, range=(0, 10)), "Score: 10", 10.0),
+        (Judge("", parser=r"\b(yes|no)\b", scores={"yes": 1, "no": 0}), "no ... yes", 1.0),
+        (Judge("", parser=r"(\w+)\.?$", scores={"Good": 0.5}), "It is GOOD.", 0.5),
+    ],
+)
+def test_the_last_match_is_the_score(judge: Judge, answer: str, score: float) -> None:
+    assert judge.read(answer) == Score(score)
+
+
+@pytest.mark.parametrize(
+    ("judge", "answer", "says"),
+    [
+        (Judge(""), "I would say eight.", "has nothing that"),
+        (Judge(""), "", "has nothing that"),
+        (Judge("", range=(0, 10)), "Score: 11", "beyond [0, 10]"),
+        (Judge("", parser=r"Score: (\S+)"), "Score: high", "'high', which is no number"),
+        (Judge("", parser=r"Score: (\S+)"), "Score: nan", "no score"),
+        (Judge("", parser=r"(\w+)$", scores={"yes": 1.0}), "perhaps", "'perhaps', which is none of yes"),
+    ],
+)
+def test_an_answer_without_a_score_is_an_error(judge: Judge, answer: str, says: str) -> None:
+    found = judge.read(answer)
+    assert isinstance(found, RewardError)
+    assert says in found.message
+
+
+@pytest.mark.parametrize(
+    ("judge", "says"),
+    [
+        (Judge("{prompt}"), "p.prompt: it does not show the response"),
+        (Judge("{reponse}"), "p.prompt: {reponse} is nothing that it could show. Did you mean response?"),
+        (Judge("{response}", parser="("), "p.parser: ( is no regular expression"),
+        (Judge("{response}", parser="a"), "p.parser: a has 0 groups"),
+        (Judge("{response}", range=(1, 1)), r"p.range: [1, 1] holds nothing"),
+    ],
+)
+def test_what_cannot_work_is_refused(judge: Judge, says: str) -> None:
+    with pytest.raises(ValueError, match=r"^p\.") as error:
+        judge.check("p")
+    assert says in str(error.value)
+
+
+def test_a_model_of_this_process_answers_all_at_once() -> None:
+    asked = []
+
+    def answer_all(conversations):
+        asked.append(conversations)
+        return ["Score: 4", RewardError("too long")]
+
+    found = BatchJudge(Judge("{response}"), answer_all)([request("a"), request("b", messages=[]), request("c")])
+    assert found[0] == Score(4.0)
+    assert "token ids" in found[1].message
+    assert found[2] == RewardError("too long")
+    assert [[m["content"] for m in messages] for messages in asked[0]] == [["a"], ["c"]]
+
+
+# --- endpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_of_an_endpoint_is_the_score(server: ModelServer) -> None:
+    server.judge = lambda text: f"Score: {len(text)}"
+    options = {"model": "big", "temperature": 0.0, "max_tokens": 9}
+    with RemoteRewards(RemoteJudge(Judge("{response}"), endpoint(server), options), 8) as rewards:
+        found = rewards.score([request("x" * size) for size in range(1, 30)])
+    assert found == [Score(float(size)) for size in range(1, 30)]
+    assert len(rewards.durations) == 29
+    assert server.bodies[0].keys() == {"messages", "model", "temperature", "max_tokens"}
+    assert 1 < server.most_at_once <= 8
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_or_failing_server_is_asked_again(server: ModelServer, status: int) -> None:
+    server.failures = [(status, {})] * 2
+    assert ask(server) == Score(1.0)
+    assert len(server.bodies) == 3
+    first, second = server.times[1] - server.times[0], server.times[2] - server.times[1]
+    assert first >= 0.25
+    assert second >= 0.5
+
+
+def test_the_pause_that_a_server_asks_for_is_made(server: ModelServer) -> None:
+    server.failures = [(429, {"Retry-After": "1.2"})]
+    assert ask(server) == Score(1.0)
+    assert server.times[1] - server.times[0] >= 1.2
+    server.failures = [(429, {"Retry-After": "3600"})]  # beyond the deadline: no use to wait
+    begun = time.monotonic()
+    found = ask(server, timeout=5.0)
+    assert isinstance(found, RewardError)
+    assert time.monotonic() - begun < 4
+
+
+def test_attempts_end(server: ModelServer) -> None:
+    server.failures = [(500, {})] * 9
+    found = ask(server)
+    assert isinstance(found, RewardError)
+    assert "HTTP 500" in found.message
+    assert "attempt 3 of 3" in found.message
+    assert len(server.bodies) == 3
+
+
+def test_a_refusal_is_not_repeated_and_hides_the_key(server: ModelServer) -> None:
+    server.wants_key = True
+    assert ask(server, secret=KEY) == Score(1.0)
+    wrong = endpoint(server, secret="sk-wrong-0815")
+    assert "sk-wrong" not in repr(wrong)
+    found = ask(server, secret="sk-wrong-0815")
+    assert isinstance(found, RewardError)
+    assert "HTTP 401" in found.message
+    assert "***" in found.message
+    assert "sk-wrong" not in found.message
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("misbehaves", ["hang", "drip", "reset"])
+def test_a_slow_or_broken_server_is_an_error_in_time(server: ModelServer, misbehaves: str) -> None:
+    server.misbehaves = misbehaves
+    begun = time.monotonic()
+    found = ask(server, timeout=0.8)
+    assert isinstance(found, RewardError)
+    assert time.monotonic() - begun < 2.5  # a header every 50 ms goes on for 3 s
+
+
+def test_a_dead_server_is_an_error() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        dead = Endpoint(f"http://127.0.0.1:{bound.getsockname()[1]}/v1", timeout=2.0, attempts=2)
+        with RemoteRewards(RemoteJudge(Judge("{response}"), dead, {}), 4) as rewards:
+            found = rewards.score([request(), request()])
+    assert all(isinstance(outcome, RewardError) and "refused" in outcome.message for outcome in found)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"<html>It works!</html>",
+        b"",
+        b"[" * 100_000,
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "length"}]}',
+        b'{"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "content_filter"}]}',
+        b'{"choices": [{"message": {"content": "fine"}, "finish_reason": "stop"}]}',
+        b'"Score: 1"',
+    ],
+)
+def test_nonsense_never_scores(server: ModelServer, raw: bytes) -> None:
+    server.raw = raw
+    assert isinstance(ask(server), RewardError)
+
+
+def test_an_endless_answer_is_an_error(server: ModelServer) -> None:
+    server.raw = b" " * (1 << 24) + b'{"choices": [{"message": {"content": "Score: 1"}}]}'
+    found = ask(server, attempts=1, timeout=30.0)
+    assert isinstance(found, RewardError)
+    assert "more than 16 MiB" in found.message
+
+
+# --- reward models behind a server ----------------------------------------------------------------------------------
+
+
+def scored(server: ModelServer, api: str, written=("abc", [5, 6, 7])) -> object:
+    model = ServedRewardModel(lambda _: written, endpoint(server, "/classify"), api, "rm")
+    with RemoteRewards(model, 2) as rewards:
+        return rewards.score([request()])[0]
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_the_raw_output_of_the_head_is_the_score(server: ModelServer, api: str) -> None:
+    server.score = lambda _: -3.25
+    assert scored(server, api) == Score(-3.25)
+    body = server.bodies[0]
+    if api == "vllm":
+        raw = {"activation": False, "use_activation": False}
+        assert body == {"model": "rm", "input": "abc", "add_special_tokens": False} | raw
+    else:
+        assert body == {"model": "rm", "input_ids": [5, 6, 7]}
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_other_tokens_than_were_meant_are_an_error(server: ModelServer, api: str) -> None:
+    server.tokens = lambda content: len(content) + 1  # a second BOS
+    found = scored(server, api)
+    assert isinstance(found, RewardError)
+    assert "read 4 tokens, and the conversation has 3" in found.message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{}",
+        b'{"data": [{"probs": [0.1, 0.9]}]}',  # two classes
+        b'{"data": [{"probs": ["high"]}]}',
+        b'{"embedding": [0.1, 0.2]}',
+        b'{"embedding": []}',
+        b'{"data": [{"probs": [NaN]}]}',
+        b'{"embedding": [Infinity]}',
+    ],
+)
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_no_score_is_made_up(server: ModelServer, api: str, raw: bytes) -> None:
+    server.raw = raw
+    assert isinstance(scored(server, api), RewardError)
+
+
+def test_what_cannot_be_written_is_not_sent(server: ModelServer) -> None:
+    assert scored(server, "vllm", RewardError("too long")) == RewardError("too long")
+    assert server.bodies == []

@@ -1,0 +1,128 @@
+"""`trainer.on_collapse=rollback`: a run whose policy collapses goes back, learns more slowly, and resumes exactly."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, weights, write_inputs
+from tether.checkpoints import CheckpointStore, Rollback, roll_back, rollbacks_of
+from tether.checkpoints.rollbacks import NOTE
+from tether.commands.train import train
+from tether.config import load_config
+from tether.trainer.parts import Rollbacks
+from tether.trainer.parts.alarms import SAME_REPLY_STEPS, Alarms
+
+VARIETY = "def compute_score(solution_str, **row):\n    return len(set(solution_str)) / max(len(solution_str), 1)\n"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    (folder / "reward.py").write_text(VARIETY)
+    return folder
+
+
+def run(inputs: Path, folder: Path, *more: str):
+    """A learning rate that is 0 in the first step, and destroys the policy in the second."""
+    settings = [
+        "data.val_files=[]", "trainer.total_training_steps=9", "trainer.save_freq=1", "trainer.preflight=False",
+        "actor_rollout_ref.actor.optim.lr=5", "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+        "actor_rollout_ref.actor.use_kl_loss=False", "trainer.rollback_lr_factor=1e-4",
+    ]  # fmt: skip
+    return train(load_config(None, [*base_overrides(inputs, folder), *GRPO, *settings, *more]))
+
+
+def note(folder: Path) -> list[dict[str, int]]:
+    return json.loads((folder / NOTE).read_text()) if (folder / NOTE).exists() else []
+
+
+ROLLBACK = "trainer.on_collapse=rollback"
+
+
+def test_a_collapsed_run_goes_back_and_learns_more_slowly(inputs: Path, tmp_path: Path, capsys) -> None:
+    """It resumes exactly, by the note in its folder; without that it would collapse again. Warned, it stays dead."""
+    result = run(inputs, tmp_path / "run", ROLLBACK)
+    assert (result.step, result.stopped_by) == (9, None)
+    ((collapsed, to),) = (entry.values() for entry in note(tmp_path / "run"))
+    assert (to, 3 <= collapsed <= 2 + SAME_REPLY_STEPS) == (1, True)
+    assert (tmp_path / "run" / "earlier_1" / f"global_step_{collapsed}").is_dir()
+    steps = measured(tmp_path / "run")
+    assert [steps[step]["actor/lr"] for step in (1, 2, 3)] == pytest.approx([0.0, 2.5e-4, 5e-4])
+    assert all(metrics["actor/entropy"] > 1 for metrics in steps.values())
+    assert f"after step {collapsed} the run goes back to" in " ".join(capsys.readouterr().out.split())
+
+    for name in ("resumed", "unnoted"):
+        shutil.copytree(tmp_path / "run" / "global_step_4", tmp_path / name / "global_step_4")
+    shutil.copy(tmp_path / "run" / NOTE, tmp_path / "resumed" / NOTE)
+    run(inputs, tmp_path / "resumed", ROLLBACK)
+    last = "global_step_9"
+    assert same(weights(tmp_path / "resumed" / last), weights(tmp_path / "run" / last))
+    assert note(tmp_path / "resumed") == note(tmp_path / "run")
+    unnoted = run(inputs, tmp_path / "unnoted", "trainer.total_training_steps=6")
+    assert not same(weights(unnoted.checkpoint), weights(tmp_path / "run" / "global_step_6"))
+
+    warned = run(inputs, tmp_path / "warned")
+    assert warned.step == 9
+    assert warned.metrics[-1]["actor/entropy"] < 0.1
+    assert note(tmp_path / "warned") == []
+
+
+def test_the_number_of_rollbacks_ends(inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the same learning rate it collapses again, at the same step; then it stops, and a new run forgets that."""
+    more = [ROLLBACK, "trainer.rollback_lr_factor=1", "trainer.max_rollbacks=1"]
+    result = run(inputs, tmp_path / "run", *more)
+    ((collapsed, _),) = (entry.values() for entry in note(tmp_path / "run"))
+    assert (result.step, result.stopped_by) == (collapsed, "trainer.on_collapse")
+    assert "trainer.max_rollbacks=1 are used up, so the run is saved and stops" in caplog.text
+    again = run(inputs, tmp_path / "run", "trainer.total_training_steps=1", "trainer.resume_mode=disable")
+    assert again.step == 1
+    assert note(tmp_path / "run") == []
+
+
+def store(root: Path, *steps: int) -> CheckpointStore:
+    found = CheckpointStore(root)
+    for step in steps:
+        found.save(step, lambda folder: (folder / "x").write_text("x") and None)
+    return found
+
+
+def test_where_a_run_goes_back_to(tmp_path: Path) -> None:
+    """Signs in step 9 are of the policy of step 8's checkpoint; a collapse that comes again asks for an earlier one."""
+    saved = store(tmp_path, 2, 4, 6, 8)
+
+    def to(since: int, *done: Rollback, most: int = 3) -> str | None:
+        target = Rollbacks(saved, most, done, 0.5).target(since)
+        return target.name.removeprefix("global_step_") if target else None
+
+    assert [to(9), to(8), to(7), to(4), to(3), to(1)] == ["6", "6", "4", "2", None, None]
+    assert to(9, Rollback(12, 6)) == "4"  # no later than before
+    assert to(14, Rollback(12, 6)) == "8"
+    assert to(14, Rollback(12, 6), most=1) is None
+
+
+def test_the_note_is_of_one_course(tmp_path: Path) -> None:
+    saved = store(tmp_path, 2, 4, 6, 8)
+    aside = roll_back(saved, tmp_path / "global_step_4", 9)
+    assert sorted(path.name for path in aside.iterdir()) == ["global_step_6", "global_step_8"]
+    assert saved.latest() == tmp_path / "global_step_4"
+    assert rollbacks_of(tmp_path, tmp_path / "global_step_4") == [Rollback(9, 4)]
+    assert rollbacks_of(tmp_path, tmp_path / "global_step_2") == []  # it was never rolled back to here
+    assert rollbacks_of(tmp_path, None) == []
+    roll_back(saved, tmp_path / "global_step_2", 9)
+    assert note(tmp_path) == [{"collapsed": 9, "to": 2}]
+    (tmp_path / NOTE).write_text("[{}]")
+    with pytest.raises(ValueError, match=r"rollbacks\.json: cannot be read"):
+        rollbacks_of(tmp_path, tmp_path / "global_step_2")
+
+
+def test_a_collapse_is_dated_by_its_first_sign_and_kept_until_it_is_acted_on() -> None:
+    alarms, said = Alarms(), list[str]()
+    for step, gradient in enumerate([1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], start=11):
+        metrics = {"training/global_step": step, "critic/score/mean": 0.0, "actor/entropy": 0.0}
+        alarms.check_step(metrics | {"actor/grad_norm": gradient}, warming_up=False, warn=said.append)
+    assert alarms.collapsed_since == 14
+    resumed = Alarms()
+    resumed.load_state_dict(alarms.state_dict())
+    assert resumed.collapsed_since == 14

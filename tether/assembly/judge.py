@@ -1,0 +1,125 @@
+"""Judges of a run: an endpoint that is asked over HTTP, or a model that answers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.assembly.loading import load_engine
+from tether.config import JudgePart, RunConfig
+from tether.data.chat import decode, tokenize, write_conversation
+from tether.models.language.load import load_config, load_tokenizer
+from tether.models.language.model_path import resolve_model_path
+from tether.rewards import RewardError
+from tether.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge
+from tether.rewards.service import Endpoint, ModelRewards, RemoteRewards
+from tether.rollout import NoiseKey, SamplingParams
+from tether.rollout.native import NativeEngine
+from tether.runtime.cache import cache_dir
+from tether.runtime.http import check_listening, secret_from
+from tether.runtime.machine import resolve_device
+
+TEMPLATES = (".txt", ".md")
+"""Endings of a prompt that is the name of a file."""
+
+
+def check_judge(key: str, part: JudgePart) -> None:
+    """Refuse a judge that cannot be asked; nothing is loaded.
+
+    Raises:
+        ValueError: its template, parser, endpoint, key or model; begins with `key`.
+    """
+    _judge(key, part).check(key)
+    if part.base_url is not None:
+        secret_from(part.api_key_env, f"{key}.api_key_env")
+        check_listening(part.base_url, f"{key}.base_url")
+    else:
+        path = resolve_model_path(str(part.path), cache_dir())
+        if not load_tokenizer(path).chat_template:
+            raise ValueError(f"{key}.path={path}: its tokenizer has no chat template, by which a judge is asked")
+
+
+def build_judge(config: RunConfig, key: str, part: JudgePart) -> RemoteRewards | ModelRewards:
+    """Get a judge ready to score.
+
+    Raises:
+        ValueError: see `check_judge`; or the model cannot be loaded.
+    """
+    judge = _judge(key, part)
+    if part.path is not None:
+        path = resolve_model_path(part.path, cache_dir())
+        engine = load_engine(path, resolve_device(config.trainer.device), part.dtype)
+        context = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
+        return ModelRewards(BatchJudge(judge, EngineAnswers(engine, load_tokenizer(path), part.max_tokens, context)))
+    endpoint = Endpoint(
+        f"{str(part.base_url).rstrip('/')}/chat/completions",
+        secret_from(part.api_key_env, f"{key}.api_key_env"),
+        part.timeout,
+        part.attempts,
+    )
+    options = {"model": part.model, "temperature": part.temperature, "max_tokens": part.max_tokens, **part.extra_body}
+    sent = {name: value for name, value in options.items() if value is not None}
+    return RemoteRewards(RemoteJudge(judge, endpoint, sent), part.max_concurrent)
+
+
+def _judge(key: str, part: JudgePart) -> Judge:
+    return Judge(_text(key, part.prompt), part.system, part.parser or NUMBER, part.scores, part.range)
+
+
+def _text(key: str, prompt: str) -> str:
+    """A prompt, or the content of the file that it names."""
+    if not prompt.endswith(TEMPLATES) or "\n" in prompt:
+        return prompt
+    try:
+        return Path(prompt).expanduser().read_text()
+    except OSError as error:
+        raise ValueError(f"{key}.prompt: {prompt} cannot be read ({error.strerror})") from error
+
+
+class EngineAnswers:
+    """Greedy answers of a model in this process.
+
+    Args:
+        engine: of the model.
+        tokenizer: its own.
+        max_tokens: of an answer; a longer one is none.
+        context: positions that the model has; None: no limit.
+    """
+
+    def __init__(
+        self, engine: NativeEngine, tokenizer: PreTrainedTokenizerBase, max_tokens: int, context: int | None
+    ) -> None:
+        self._engine, self._tokenizer, self._max_tokens, self._context = engine, tokenizer, max_tokens, context
+
+    def __call__(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[str | RewardError]:
+        """The answer to each, or why there is none."""
+        read = [self._read(messages) for messages in conversations]
+        asked = [ids for ids in read if not isinstance(ids, RewardError)]
+        answers = iter(self._answer(asked) if asked else [])
+        return [ids if isinstance(ids, RewardError) else next(answers) for ids in read]
+
+    def _read(self, messages: Sequence[dict[str, str]]) -> Any:
+        """Token ids of a conversation, or the error that it is no prompt."""
+        try:
+            text = write_conversation(messages, self._tokenizer, add_generation_prompt=True)
+        except ValueError as error:
+            return RewardError(f"of the judge, {error}")
+        ids = tokenize([text], self._tokenizer)[0]
+        if self._context is not None and len(ids) + self._max_tokens > self._context:
+            room = f"{len(ids)} tokens to read and {self._max_tokens} to answer"
+            return RewardError(f"the judge has {self._context} positions, and {room} are more")
+        return ids
+
+    def _answer(self, prompts: Sequence[Any]) -> list[str | RewardError]:
+        sampling = SamplingParams(self._max_tokens, temperature=0.0, record_kept=False)
+        drawn = self._engine.generate(prompts, sampling, NoiseKey(0, 0))
+        rows = zip(drawn.response_ids, drawn.response_length.tolist(), drawn.truncated.tolist(), strict=True)
+        return [
+            RewardError(f"the judge did not end its answer within {self._max_tokens} tokens")
+            if truncated
+            else decode(self._tokenizer, ids[:length].tolist(), skip_special_tokens=True)
+            for ids, length, truncated in rows
+        ]

@@ -1,0 +1,63 @@
+"""Runs that go back to an earlier checkpoint, and a note of it in their folder, which every later start reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tether.checkpoints.manifest import write_durably
+from tether.checkpoints.store import CheckpointStore, step_of
+
+NOTE = "rollbacks.json"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One of a run's."""
+
+    collapsed: int
+    """Step after which it was decided."""
+    to: int
+    """Step of the checkpoint that the run went back to."""
+
+
+def rollbacks_of(root: Path, checkpoint: Path | None) -> list[Rollback]:
+    """The rollbacks that a run which starts at a checkpoint has behind it; those of another course do not count.
+
+    Raises:
+        ValueError: the note is no longer what was written.
+    """
+    note = root / NOTE
+    if checkpoint is None or not note.is_file():
+        return []
+    try:
+        done = [Rollback(**entry) for entry in json.loads(note.read_text())]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{note}: cannot be read ({error}). Delete it to go on as if nothing had been rolled back"
+        ) from (error)
+    return [rollback for rollback in done if rollback.to <= step_of(checkpoint)]
+
+
+def forget_other_rollbacks(root: Path, kept: list[Rollback]) -> None:
+    """Leave only these in the note: a run that starts elsewhere, or afresh, has no others."""
+    note = root / NOTE
+    if kept:
+        write_durably(note, json.dumps([asdict(rollback) for rollback in kept]))
+    else:
+        note.unlink(missing_ok=True)
+
+
+def roll_back(store: CheckpointStore, to: Path, collapsed: int) -> Path | None:
+    """Make a checkpoint the one that the run resumes from.
+
+    A process killed in between has the run go back without a note, from where it can collapse, and go back, again.
+
+    Returns:
+        The folder that later checkpoints are in now; None if there were none.
+    """
+    done = rollbacks_of(store.root, to)
+    aside = store.set_aside(to)
+    forget_other_rollbacks(store.root, [*done, Rollback(collapsed, step_of(to))])
+    return aside

@@ -1,0 +1,82 @@
+"""Rules of what scores responses: functions, a learned reward model, judges, and several of them."""
+
+from __future__ import annotations
+
+from tether.config.problems import Problem
+from tether.config.reward_parts import part_problems, read_parts
+from tether.config.rules.shapes import Rule, at_most
+from tether.config.schema.root import RunConfig
+
+
+def reward_model_is_named(cfg: RunConfig) -> Problem | None:
+    """verl's default is a model of the hub, which nobody means."""
+    if not cfg.reward_model.enable or cfg.reward_model.model.path is not None:
+        return None
+    key = "reward_model.model.path"
+    return Problem(key, "missing with reward_model.enable=True", "give a sequence classifier with one output")
+
+
+def parts_of_the_reward_are_whole(cfg: RunConfig) -> Problem | None:
+    """Each by itself, the first that is not; the names and keys below reward_model.parts are checked here alone."""
+    return next(iter(part_problems(cfg.reward_model.parts)), None)
+
+
+def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
+    """verl calls either the function or the model, which one depends on its version; here parts say it."""
+    model, path, key = cfg.reward_model, cfg.custom_reward_function.path, "reward_model.parts"
+    if part_problems(model.parts):
+        return None
+    parts = read_parts(model.parts)
+    kinds = [part.kind for part in parts.values()]
+    if model.enable and path is not None and not parts:
+        what = f"{path} is never called with reward_model.enable=True, and no {key} says what both are worth"
+        fix = (
+            f"add {key}='{{learned: {{kind: model}}, rule: {{kind: rules, weight: 1.0}}}}', or leave one of the two out"
+        )
+        return Problem("custom_reward_function.path", what, fix)
+    if path is not None and parts and "rules" not in kinds:
+        what = f"{path} is never called: {key} has no part of kind rules"
+        return Problem("custom_reward_function.path", what, f"add one, or leave the function out of {key}")
+    if parts and model.enable != ("model" in kinds):
+        has = "has no part of kind model" if model.enable else "has a part of kind model"
+        return Problem(key, f"{has}, and reward_model.enable={model.enable}", f"set it to {not model.enable}")
+    for kind in ("rules", "model"):
+        if kinds.count(kind) > 1:
+            return Problem(key, f"{kinds.count(kind)} parts are of kind {kind}, of which there is one", "keep one")
+    if parts and not any(part.weight for part in parts.values()):
+        return Problem(key, "every weight is 0, so that nothing is learned from", "give one of them a weight")
+    return None
+
+
+def served_reward_models_read_text(cfg: RunConfig) -> Problem | None:
+    """vLLM's /classify takes no token ids."""
+    model = cfg.reward_model
+    served = model.enable and model.server.url is not None and model.server.api == "vllm"
+    if not served or model.model.input_tokenizer is not None:
+        return None
+    key = "reward_model.model.input_tokenizer"
+    return Problem(key, "null sends token ids, which reward_model.server.api=vllm does not read", f"leave {key} out")
+
+
+def responses_are_decoded_by_the_policys_tokenizer(cfg: RunConfig) -> Problem | None:
+    """Whatever else the key named would decode other text than the policy wrote."""
+    policy, found = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
+    if not cfg.reward_model.enable or found in (None, policy.path, policy.tokenizer_path):
+        return None
+    key = "reward_model.model.input_tokenizer"
+    what = f"{found} is not the policy's tokenizer, by which its responses are decoded"
+    return Problem(key, what, f"leave {key} out, or set it to null where both models have the same tokenizer")
+
+
+def _has_a_server_for_programs(cfg: RunConfig) -> bool:
+    return cfg.reward_model.sandbox_fusion.url is not None and cfg.reward_model.num_workers is not None
+
+
+REWARD_RULES: tuple[Rule, ...] = (
+    at_most("reward_model.num_workers", "reward_model.sandbox_fusion.max_concurrent", when=_has_a_server_for_programs),
+    reward_model_is_named,
+    parts_of_the_reward_are_whole,
+    the_reward_has_what_its_parts_ask_for,
+    served_reward_models_read_text,
+    responses_are_decoded_by_the_policys_tokenizer,
+)

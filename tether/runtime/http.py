@@ -1,0 +1,129 @@
+"""JSON to and from the servers of others, each request with a time limit that nothing on the way can stretch."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+MAX_ANSWER = 1 << 24
+"""Bytes of the longest answer that is read."""
+
+
+class NoAnswer(Exception):
+    """No whole answer came: nothing listens, the connection broke off, or the time was up."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server sent."""
+
+    status: int
+    body: bytes
+    retry_after: str | None
+    """Its header of this name: seconds, or a date."""
+
+
+def check_address(url: str, key: str) -> None:
+    """Refuse what is no address of HTTP.
+
+    Raises:
+        ValueError: names the configuration's `key`.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{key}: {url} is no address; give http://HOST:PORT or https://HOST, with the path in it")
+
+
+def check_listening(url: str, key: str, within: float = 10.0) -> None:
+    """Refuse an address where nothing listens.
+
+    Raises:
+        ValueError: names the configuration's `key`.
+    """
+    check_address(url, key)
+    parts = urlsplit(url)
+    assert parts.hostname
+    try:
+        socket.create_connection((parts.hostname, parts.port or _PORTS[parts.scheme]), within).close()
+    except OSError as error:
+        raise ValueError(f"{key}: nothing answers at {url} ({error}); start the server, or correct the address") from (
+            error
+        )
+
+
+def secret_from(variable: str | None, key: str) -> str | None:
+    """The value of an environment variable that the configuration's `key` names; None where it names none.
+
+    Raises:
+        ValueError: it is not set.
+    """
+    if variable is None:
+        return None
+    value = os.environ.get(variable)
+    if not value:
+        raise ValueError(f"{key}={variable}: this environment variable is not set; set it, or leave the key out")
+    return value
+
+
+def post_json(url: str, body: object, headers: Mapping[str, str], within: float) -> Answer:
+    """Send JSON, and wait for the whole answer.
+
+    Args:
+        url: http or https; redirections are answers.
+        body: what JSON can write.
+        headers: beside the type of the content.
+        within: seconds for all of it. A server that sends a byte now and then does not stretch them.
+
+    Raises:
+        NoAnswer: see there.
+    """
+    parts, until = urlsplit(url), time.monotonic() + within
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    assert parts.hostname
+    connection = kind(parts.hostname, parts.port, timeout=within)
+    late = threading.Event()
+    path = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
+
+    def cut() -> None:
+        late.set()
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    watch = threading.Timer(within, cut)
+    watch.daemon = True
+    watch.start()
+    try:
+        connection.connect()
+        connection.sock.settimeout(max(until - time.monotonic(), 1e-3))
+        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        content = response.read(MAX_ANSWER + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = (
+            f"not done within {within:.3g} s" if late.is_set() or isinstance(error, TimeoutError) else _words(error)
+        )
+        raise NoAnswer(reason) from error
+    finally:
+        watch.cancel()
+        connection.close()
+    if late.is_set():  # a body without a length ends where the connection was cut
+        raise NoAnswer(f"not done within {within:.3g} s")
+    if len(content) > MAX_ANSWER:
+        raise NoAnswer(f"an answer of more than {MAX_ANSWER / 2**20:.0f} MiB")
+    return Answer(response.status, content, response.headers.get("Retry-After"))
+
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
