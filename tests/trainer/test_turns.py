@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.stand_in import environment
 from tests.trainer.loops import Text, assert_same_run, train_killed
 from tests.trainer.resume import assert_resume_is_exact
 from tests.trainer.tiny_run import measured, train, write_jsonl
@@ -58,6 +59,19 @@ def test_tools_answer_and_only_sampled_tokens_are_trained_on(inputs: Path, tmp_p
         assert row["tool_calls"] == calls
         assert row["turns"] == 2
         assert row["rewards"] == [*[0.0] * (len(said) - 1), pytest.approx(row["score"])]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_servers_sample_conversations(kind: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"TETHER_{kind.upper()}", str(environment(tmp_path / kind, kind=kind)))
+    found = train_and_read(inputs, tmp_path / "run", f"{ROLLOUT}.name={kind}", f"{ROLLOUT}.server_timeout=300")
+    answered = [row for row in found if 0 in row["response_mask"]]
+    assert answered
+    for row in answered:
+        ids, hole = row["response_ids"], row["response_mask"].index(0)
+        assert ids[hole : hole + 4] == [ID[word] for word in ("<|im_start|>", "tool", "\n", row["gts"])]
+        assert row["tool_calls"] == ids[:hole].count(ID[CALL])
+    assert measured(tmp_path / "run")[1]["rollout_corr/k3_kl"] < 1e-7, "of sampled tokens alone"
 
 
 def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None:

@@ -148,15 +148,10 @@ def turns_end(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.ignore_eos", what, f"leave {ROLLOUT}.ignore_eos out")
 
 
-def turns_are_sampled_here(cfg: RunConfig) -> Problem | None:
-    """Ranks and servers sample responses of one turn so far."""
+def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
+    """Ranks sample responses of one turn so far."""
     rollout = cfg.actor_rollout_ref.rollout
-    if not rollout.multi_turn.enable:
-        return None
-    if rollout.name != "native":
-        what = f"{rollout.name} samples no conversations so far ({ROLLOUT}.multi_turn.enable=True)"
-        return Problem(f"{ROLLOUT}.name", what, "set it to native")
-    if cfg.trainer.devices == 1:
+    if not rollout.multi_turn.enable or cfg.trainer.devices == 1:
         return None
     what = f"{cfg.trainer.devices} devices sample no conversations so far ({ROLLOUT}.multi_turn.enable=True)"
     return Problem("trainer.n_gpus_per_node", what, f"set it to 1, or leave {ROLLOUT}.multi_turn.enable out")
@@ -269,7 +264,7 @@ RULES: tuple[Rule, ...] = (
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,
-    turns_are_sampled_here,
+    ranks_sample_one_turn,
     sampling_ahead_has_one_device,
     greedy_validation_answers_once,
     validation_has_data,

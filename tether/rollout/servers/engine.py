@@ -1,8 +1,8 @@
 """The engine of `vllm` and `sglang`: rows are sampled by servers, which get the policy's weights after each update.
 
-A row is one request, with a seed that is a function of (seed, step, sample): who samples it, beside what and how often
-does not matter, as far as the server keeps to its seeds. A server that dies or hangs is started again with the present
-weights, and the rows that it did not finish are asked for again with the same seeds::
+A row is one request, or one for each of its turns, with a seed that is a function of (seed, step, sample, turn): who
+samples it, beside what and how often does not matter, as far as the server keeps to its seeds. A server that dies or
+hangs is started again with the present weights, and what it did not finish is asked for again with the same seeds::
 
     rows ──► server 0 ──► answers, each checked: whole, and drawn with the present weights
          ──► server 1 ──x dead: restart, weights, its unfinished rows once more
@@ -27,6 +27,7 @@ from tether.keyed_random import seed_of
 from tether.models.output import KeptRecorder
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
 from tether.rollout.servers.dialect import Draw, Sampled
+from tether.rollout.servers.dialogue import Dialogue
 from tether.rollout.servers.http import Connections, ServerGone
 from tether.rollout.servers.server import Server
 from tether.runtime.interrupt import give_up_if_interrupted
@@ -128,32 +129,51 @@ class ServedEngine:
         on_progress: Callable[[RolloutProgress], None] | None = None,
         partner: Partner | None = None,
     ) -> RolloutBatch:
-        """See `RolloutEngine.generate`; responses have one turn.
+        """See `RolloutEngine.generate`. A row goes on as soon as its answer is there.
 
         Raises:
             ValueError: the prompts cannot be answered, or a server is not one that can be used.
             RuntimeError: the servers fail again and again.
         """
-        assert partner is None, "the configuration refuses conversations with this engine"
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
         check_prompts(arrays, sampling, self._context)
         self._synchronise()
-        waiting = {row: self._draw(arrays[row // sampling.n], sampling, key, row)
-                   for row in range(len(arrays) * sampling.n)}  # fmt: skip
-        total, tokens = len(waiting), 0
-        answers: dict[int, Sampled] = {}
+        total, tokens, finished = len(arrays) * sampling.n, 0, set[int]()
+        rows = [self._dialogue(arrays[row // sampling.n], sampling, key, row) for row in range(total)]
+        paused: list[int] = []  # rows whose turn the partner answers
 
-        def finish(row: int, answer: Sampled) -> None:
+        def hear(row: int, turn: Sampled) -> None:
             nonlocal tokens
-            answers[row] = answer
-            tokens += len(answer.token_ids)
+            rows[row].hear(turn)
+            tokens += len(turn.token_ids)
+            if partner is None or turn.token_ids[-1] not in self._ends(sampling):
+                finish(row)
+            else:
+                partner.listen(row, list(turn.token_ids))
+                paused.append(row)
+
+        def finish(row: int) -> None:
+            finished.add(row)
             if on_finished is not None:
-                on_finished(FinishedResponse(row, list(answer.token_ids)))
+                on_finished(FinishedResponse(row, list(rows[row].token_ids)))
             if on_progress is not None:
-                on_progress(RolloutProgress(len(answers), total, tokens))
+                on_progress(RolloutProgress(len(finished), total, tokens))
+
+        def go_on() -> dict[int, Draw]:
+            asked: dict[int, Draw] = {}
+            while paused:
+                row = paused.pop(0)
+                assert partner is not None
+                answer = partner.answer(row, rows[row].room())
+                if answer is None:
+                    finish(row)
+                else:
+                    rows[row].tell(answer)
+                    asked[row] = rows[row].draw
+            return asked
 
         for attempt in range(_TRIES):
-            failures = self._ask({row: request for row, request in waiting.items() if row not in answers}, finish)
+            failures = self._ask({row: rows[row].draw for row in range(total) if row not in finished}, hear, go_on)
             if not failures:
                 break
             if attempt == _TRIES - 1:
@@ -163,7 +183,11 @@ class ServedEngine:
                 self._revive(server, error)
         if self._traffic.sleeps:
             self._sleep()
-        return self._assemble(arrays, sampling, [answers[row] for row in range(total)])
+        return self._assemble(arrays, sampling, rows)
+
+    def _dialogue(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> Dialogue:
+        draw = self._draw(prompt, sampling, key, row)
+        return Dialogue(draw, key, key.first_sample + row, self.speaks.name)
 
     def _draw(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> Draw:
         return Draw(
@@ -186,8 +210,16 @@ class ServedEngine:
             raise ValueError(f"top_p: {what}. Set top_k too")
         return True
 
-    def _ask(self, requests: dict[int, Draw], finish: Callable[[int, Sampled], None]) -> dict[Server, Exception]:
-        """Ask for all rows; returns the servers that failed, each with what it did last."""
+    def _ask(
+        self, requests: dict[int, Draw], hear: Callable[[int, Sampled], None], go_on: Callable[[], dict[int, Draw]]
+    ) -> dict[Server, Exception]:
+        """Ask for rows; returns the servers that failed, each with what it did last.
+
+        Args:
+            requests: by row.
+            hear: takes in what was drawn for a row.
+            go_on: what is to be asked for next, after some were heard.
+        """
         failures: dict[Server, Exception] = {}
         owner = {row: self.servers[row % len(self.servers)] for row in requests}
         most = min(len(requests), self._traffic.max_num_seqs * len(self.servers))
@@ -208,7 +240,10 @@ class ServedEngine:
                             raise error
                         elif not future.cancelled():
                             watch.lives(server)
-                            finish(row, future.result())
+                            hear(row, future.result())
+                    for row, draw in go_on().items():
+                        if owner[row] not in failures:  # else it is asked for once the server is there again
+                            running[pool.submit(owner[row].sample, draw)] = row
                     for server in watch.hanging({owner[row] for row in running.values()} - set(failures)):
                         failures[server] = ServerGone(f"{server.url}: no token within {server.patience:g} s")
                     for future, row in running.items():
@@ -272,7 +307,7 @@ class ServedEngine:
                     server.wake()
 
     def _assemble(
-        self, prompts: Sequence[TokenIds], sampling: SamplingParams, answers: Sequence[Sampled]
+        self, prompts: Sequence[TokenIds], sampling: SamplingParams, answers: Sequence[Dialogue]
     ) -> RolloutBatch:
         n, count = sampling.n, len(answers)
         length = torch.tensor([len(answer.token_ids) for answer in answers])
@@ -282,13 +317,17 @@ class ServedEngine:
         response_ids, rows = pad_sequence(ids, batch_first=True), torch.arange(count)
         prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in prompts], batch_first=True)
         ends = torch.tensor(self._ends(sampling), dtype=torch.int64)
+        sampled = torch.arange(width) < length[:, None]
+        for row, answer in enumerate(answers):
+            for begin, end in answer.told:
+                sampled[row, begin:end] = False
         return RolloutBatch(
             uid=rows // n,
             prompt_ids=prompt_ids.long().repeat_interleave(n, dim=0),
             prompt_length=torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(n),
             response_ids=response_ids,
             response_length=length,
-            response_mask=torch.arange(width) < length[:, None],
+            response_mask=sampled,
             rollout_log_probs=pad_sequence(probs, batch_first=True),
             truncated=~torch.isin(response_ids[rows, length - 1], ends),
             policy_version=torch.full((count,), self._version),
@@ -296,10 +335,9 @@ class ServedEngine:
             batch_size=[count],
         )
 
-    def _kept(self, answers: Sequence[Sampled], width: int) -> KeptTokens:
+    def _kept(self, answers: Sequence[Dialogue], width: int) -> KeptTokens:
         recorder = KeptRecorder(len(answers), width, self._vocabulary, torch.device("cpu"))
         for row, answer in enumerate(answers):
-            assert answer.kept is not None, "asked for"
             for first in range(0, len(answer.kept), _POSITIONS):
                 part = answer.kept[first : first + _POSITIONS]
                 kept = torch.zeros(len(part), self._vocabulary, dtype=torch.bool)
