@@ -162,7 +162,10 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     truncated: Bool[Tensor, " B"]
     """The response was cut by the length limit: it did not end by itself."""
     policy_version: Int[Tensor, " B"] | None = None
-    """Updates that the policy had had when the row was sampled (`tether.training.protocol.WeightUpdate`)."""
+    """Updates that the policy had had when the row was sampled (`tether.training.protocol.WeightUpdate`); the fewest of
+    its tokens where weights changed within it."""
+    token_versions: Int[Tensor, "B T"] | None = None
+    """The same of each token; None: no weights changed while the batch was sampled."""
     kept: KeptTokens | None = None
     """Tokens that top-k and top-p left to draw from; None where they left everything. Log-probabilities and entropies
     are of the distribution over these tokens."""

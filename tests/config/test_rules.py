@@ -190,6 +190,12 @@ CASES = {
         "2 devices sample and train in turns so far",
         ["trainer.n_gpus_per_node=1"],
     ),
+    "partial_responses_are_sampled_here": (
+        ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.name=vllm"],
+        f"{ROLLOUT}.partial_rollout",
+        "vllm finishes them with the weights that began them",
+        [f"{ROLLOUT}.name=native"],
+    ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",

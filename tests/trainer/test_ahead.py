@@ -3,6 +3,7 @@
 import math
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Echo:
     """Rollouts whose batch is (task, version of the weights); each waits until it `may` be drawn."""
 
     can_evaluate = True
+    takes_newer = False
 
     def __init__(self) -> None:
         self.version, self.used = -1, 0
@@ -70,7 +72,7 @@ class Echo:
             self.busy.release()
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        assert not self.busy.locked()
+        assert not self.busy.locked() or self.takes_newer
         self.version = weights.version
 
     def evaluate(self, step: int, progress: Any) -> EvaluationResult:
@@ -89,9 +91,13 @@ def update(version: int) -> WeightUpdate:
     return WeightUpdate(version, [("w", torch.tensor([float(version)]))])
 
 
-def made(*, fixed: bool, staleness: int = 1, total: int = 9) -> tuple[SamplingAhead[Any, Any], Echo]:
+def made(
+    *, fixed: bool, staleness: int = 1, total: int = 9, partial: bool = False
+) -> tuple[SamplingAhead[Any, Any], Echo]:
     echo = Echo()
-    ahead = SamplingAhead(Numbers(), echo, lambda: update(0), total_steps=total, max_staleness=staleness, fixed=fixed)  # type: ignore[arg-type]
+    ahead = SamplingAhead(
+        Numbers(), echo, lambda: update(0), total_steps=total, max_staleness=staleness, fixed=fixed, partial=partial
+    )  # type: ignore[arg-type]
     ahead.begin(0)
     return ahead, echo
 
@@ -139,6 +145,26 @@ def test_fully_asynchronous_sampling_takes_the_newest_weights():
     echo.may.release(2)
     assert take(ahead, 2).batch[1] in (0, 1)
     assert take(ahead, 3).batch == (3, 1)
+    ahead.close()
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_partial_sampling_takes_newer_weights_within_a_batch(partial: bool):
+    """The batch counts as old as the weights that it was begun with."""
+    ahead, echo = made(fixed=False, staleness=2, partial=partial)
+    echo.takes_newer = partial
+    echo.may.release()
+    take(ahead, 1)
+    while not echo.busy.locked():  # batch 2 is begun, with the first weights
+        pass
+    ahead.load_weights(update(1))
+    until = time.monotonic() + (30 if partial else 0.1)
+    while echo.version < 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    echo.may.release()
+    drawn = take(ahead, 2)
+    assert drawn.batch == (2, int(partial))
+    assert drawn.metrics["training/staleness"] == 1
     ahead.close()
 
 
@@ -230,6 +256,18 @@ def test_the_end_does_not_wait_for_a_batch_that_nobody_needs():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("ahead"))
+
+
+def test_a_run_learns_from_partial_responses(inputs: Path, tmp_path: Path):
+    """Sampling of one row at a time outlasts the step before, so that weights change within a batch."""
+    options = [*GRPO, *MODES["fully_async"], "actor_rollout_ref.rollout.partial_rollout=True",
+               "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.total_training_steps=4",
+               "algorithm.rollout_correction.rollout_is=token"]  # fmt: skip
+    metrics = measured(train([*base_overrides(inputs, tmp_path), *options]))
+    assert all(metrics[step]["training/staleness"] <= 2 for step in (1, 2, 3, 4))
+    assert all(0 <= metrics[step].get("training/partial_rows", 0.0) <= 1 for step in (1, 2, 3, 4))
+    assert all(map(math.isfinite, metrics[4].values()))
+    assert metrics[4]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

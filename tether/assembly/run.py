@@ -187,6 +187,7 @@ def _sampling_ahead(
         total_steps=schedule.total_steps,
         max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
         fixed=mode == "one_step_off",
+        partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
     )
 
 

@@ -156,7 +156,6 @@ class ShardedSampler:
         found = [(answer, part[0]) for answer, part in zip(answers, dealt, strict=True) if part]
         rollout = join_rollouts([answer for answer, _ in found], [0] * len(found))
         rollout.uid = torch.cat([answer.uid + first for answer, first in found])
-        rollout.policy_version = torch.cat([answer.policy_version for answer, _ in found])
         if on_finished is not None:
             for row, (ids, length) in enumerate(zip(rollout.response_ids, rollout.response_length, strict=True)):
                 on_finished(FinishedResponse(row, ids[: int(length)].tolist()))

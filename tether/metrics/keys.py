@@ -192,6 +192,9 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "training/staleness": MetricInfo(
         "Updates between the weights that sampled the batch and those that learn from it.", when=AHEAD
     ),
+    "training/partial_rows": MetricInfo(
+        "Share of responses within which weights changed.", when="where weights changed while the batch was sampled"
+    ),
     **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats per token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats per token.", "below 0.001"),

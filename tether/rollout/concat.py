@@ -26,6 +26,9 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
     def by_token(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([_with_width(tensor, width) for tensor in tensors])
 
+    versions = [rollout.policy_version for rollout in rollouts if rollout.policy_version is not None]
+    by_rows = [_token_versions(rollout) for rollout in rollouts] if len(versions) == len(rollouts) else None
+    changed = any(rollout.token_versions is not None for rollout in rollouts)
     scores = [rollout.turn_scores for rollout in rollouts if rollout.turn_scores is not None] or None
     return RolloutBatch(
         uid=torch.cat([torch.full_like(r.uid, group) for r, group in zip(rollouts, groups, strict=True)]),
@@ -36,10 +39,19 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         response_mask=by_token([rollout.response_mask for rollout in rollouts]),
         rollout_log_probs=by_token([rollout.rollout_log_probs for rollout in rollouts]),
         truncated=torch.cat([rollout.truncated for rollout in rollouts]),
+        policy_version=torch.cat(versions) if by_rows is not None else None,
+        token_versions=by_token(by_rows) if changed and by_rows is not None else None,
         turn_scores=None if scores is None else by_token(scores),
         kept=_join_kept([rollout.kept for rollout in rollouts if rollout.kept is not None], by_token),
         batch_size=[len(response_length)],
     )
+
+
+def _token_versions(rollout: RolloutBatch) -> Tensor:
+    if rollout.token_versions is not None:
+        return rollout.token_versions
+    assert rollout.policy_version is not None
+    return rollout.policy_version[:, None].expand(rollout.response_ids.shape)
 
 
 def _join_kept(kept: Sequence[KeptTokens], by_token: Callable[[Sequence[Tensor]], Tensor]) -> KeptTokens | None:

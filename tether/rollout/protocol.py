@@ -126,7 +126,11 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """Sample with these weights from now on; free where they are shared."""
+        """Sample with these weights from now on; free where they are shared.
+
+        The native engine takes them from `on_finished` and `on_progress` too: the responses that are not complete go on
+        with them, and `token_versions` of the result says which token is of which.
+        """
         ...
 
 

@@ -10,6 +10,9 @@ At the beginning of step k the batches up to k + `max_staleness` are asked for, 
 asked for (`fixed`, which makes the whole run a function of its inputs), or with the newest of when the sampler gets
 to it, which then depends on how fast either side is.
 
+With `partial` the sampler takes newer weights within a batch, too, each time that a response of it ends: the others go
+on with them. A batch counts as old as the weights that it was begun with, so that the bound is one for every token.
+
 A checkpoint holds the batches that wait for their step. With `fixed` it waits for the one in progress, too, so that a
 resumed run is bitwise the uninterrupted one; without, that batch is sampled anew, with the weights of the checkpoint.
 """
@@ -47,7 +50,7 @@ class _Drawn(Generic[Batch, Details]):
     step: int
     experience: Experience[Batch, Details]
     version: int
-    """Of the weights that it was drawn with."""
+    """Of the weights that it was begun with."""
     position: StateDict
     """State of the source after it."""
 
@@ -62,6 +65,7 @@ class SamplingAhead(Generic[Batch, Details]):
         total_steps: of the run; nothing is sampled for a later step.
         max_staleness: most updates between the weights that draw a batch and those that learn from it, at least 1.
         fixed: see the module.
+        partial: see the module; not with `fixed`.
     """
 
     def __init__(
@@ -73,9 +77,12 @@ class SamplingAhead(Generic[Batch, Details]):
         total_steps: int,
         max_staleness: int,
         fixed: bool,
+        partial: bool = False,
     ) -> None:
+        assert not (fixed and partial)
         self._source, self._rollouts, self._export = source, rollouts, export
         self._total_steps, self._max_staleness, self._fixed = total_steps, max_staleness, fixed
+        self._partial = partial
         self._sampler = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._asked: dict[int, Future[_Drawn[Batch, Details]]] = {}
         self._taken: _Drawn[Batch, Details] | None = None
@@ -130,14 +137,17 @@ class SamplingAhead(Generic[Batch, Details]):
             if self._closing:
                 raise _Closing
             self._progress[step] = (done, total)
+            if self._partial:
+                self._load(self._newest)
 
         with self._alone(weights):
+            assert self._loaded is not None, "`begin` comes first"
+            oldest = self._loaded.version
             begun, source = time.perf_counter(), self._source.metrics()
             experience = self._rollouts.collect(self._source.next(step), step, Timer(), tell)
             seconds = {"timing_s/sampling": time.perf_counter() - begun}
-            assert self._loaded is not None, "`begin` comes first"
             whole = replace(experience, metrics=source | experience.metrics | seconds)
-            return _Drawn(step, whole, self._loaded.version, self._source.state_dict())
+            return _Drawn(step, whole, oldest, self._source.state_dict())
 
     @contextmanager
     def _alone(self, weights: WeightUpdate | None) -> Iterator[None]:
@@ -145,13 +155,15 @@ class SamplingAhead(Generic[Batch, Details]):
         with self._turn:
             self._engine.acquire()
         try:
-            weights = weights or self._newest
-            if weights is not None and weights is not self._loaded:
-                self._rollouts.load_weights(weights)
-                self._loaded = weights
+            self._load(weights or self._newest)
             yield
         finally:
             self._engine.release()
+
+    def _load(self, weights: WeightUpdate | None) -> None:
+        if weights is not None and weights is not self._loaded:
+            self._rollouts.load_weights(weights)
+            self._loaded = weights
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `Rollouts`; they are copied, as training goes on to change them."""

@@ -167,6 +167,15 @@ def sampling_ahead_has_one_device(cfg: RunConfig) -> Problem | None:
     return Problem(key, what, "set it to 1, or trainer.async_mode=off")
 
 
+def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
+    """Servers finish what they have begun."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if cfg.trainer.async_mode != "fully_async" or not rollout.partial_rollout or rollout.name not in SERVERS:
+        return None
+    what = f"True changes weights within responses, and {rollout.name} finishes them with the weights that began them"
+    return Problem(f"{ROLLOUT}.partial_rollout", what, f"leave it out, or set {ROLLOUT}.name=native")
+
+
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
     """Greedy answers to one prompt are all the same."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
@@ -266,6 +275,7 @@ RULES: tuple[Rule, ...] = (
     turns_end,
     ranks_sample_one_turn,
     sampling_ahead_has_one_device,
+    partial_responses_are_sampled_here,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

@@ -148,6 +148,8 @@ class RolloutConfig(Section):
     """Longest prompt and response together: a response that reaches it is cut; null: no such limit."""
     max_staleness: Annotated[Positive, ActsIf("trainer.async_mode", on=("fully_async",))] = 1
     """Most updates between the policy that samples a response and the one that learns from it. (tether's own key.)"""
+    partial_rollout: Annotated[bool, ActsIf("trainer.async_mode", on=("fully_async",))] = False
+    """Change weights within responses: when one of a batch ends, the others go on with the newest. (tether's own.)"""
     server_urls: Annotated[Strings, SERVED] = ()
     """Addresses of servers that somebody else started; empty: tether starts its own."""
     server_timeout: Annotated[PositiveFloat, SERVED] = 600.0

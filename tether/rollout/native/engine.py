@@ -77,6 +77,7 @@ class NativeEngine:
         self._forward: Forward | None = None  # made when it is first used
         self.eos_token_ids = eos_token_ids
         self._version = 0
+        self._call: Generation | None = None  # in progress
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_kept_tokens = max_kept_tokens
@@ -87,6 +88,8 @@ class NativeEngine:
         self._version = weights.version
         if isinstance(self._forward, Decoder):
             self._forward.refresh()
+        if self._call is not None:
+            self._call.renew(self._of_one_call(), self._version)
 
     def generate(
         self,
@@ -108,10 +111,10 @@ class NativeEngine:
         check_prompts(arrays, sampling, context)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
-            forward = self._current_forward()
-            call = Generation(
+            self._prepare_forward()
+            call = self._call = Generation(
                 self._model,
-                ReplayedDecoder(forward) if isinstance(forward, Decoder) else forward,
+                self._of_one_call(),
                 arrays,
                 sampling,
                 key,
@@ -121,16 +124,23 @@ class NativeEngine:
                 max_kept_tokens=self._max_kept_tokens,
                 on_finished=on_finished,
                 partner=partner,
+                version=self._version,
             )
-            while call.step():
-                if on_progress is not None:
-                    on_progress(call.progress())
-        sampled = call.result()
-        sampled.policy_version = torch.full((len(sampled),), self._version, device=sampled.uid.device)
-        return sampled
+            try:
+                while call.step():
+                    if on_progress is not None:
+                        on_progress(call.progress())
+            finally:
+                self._call = None
+        return call.result()
 
-    def _current_forward(self) -> Forward:
-        """The forward pass, with the model's present weights."""
+    def _of_one_call(self) -> Forward:
+        """The forward pass with the weights that the model has now."""
+        assert self._forward is not None
+        return ReplayedDecoder(self._forward) if isinstance(self._forward, Decoder) else self._forward
+
+    def _prepare_forward(self) -> None:
+        """Have the forward pass, with the model's present weights."""
         if self._forward is None:
             self._forward = decoder_for(self._model) or self._by_transformers
             if not isinstance(self._forward, Decoder):
@@ -138,7 +148,6 @@ class NativeEngine:
                 _log.warning("%s is sampled from with transformers' own forward pass, which is slower", name)
         if isinstance(self._forward, Decoder):
             self._forward.refresh()
-        return self._forward
 
     def _by_transformers(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
         output = self._model(

@@ -42,6 +42,7 @@ class Generation:
         max_kept_tokens: int,
         on_finished: Callable[[FinishedResponse], None] | None,
         partner: Partner | None,
+        version: int,
     ) -> None:
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
         self._device = model.device
@@ -49,6 +50,8 @@ class Generation:
         self._prompt_tokens = torch.from_numpy(np.concatenate(prompts)).to(self._device, torch.int64)
         self._prompt_length = torch.tensor([len(prompt) for prompt in prompts])
         self._on_finished, self._partner = on_finished, partner
+        self._version, self._renewed = version, False
+        self._versions: Tensor | None = None  # of each token, once weights have changed
         self._num_rows = len(prompts) * sampling.n
         self._num_started = 0
         self._num_finished = 0
@@ -72,8 +75,22 @@ class Generation:
         recorded = sampling.record_kept and sampling.cuts(vocabulary)
         self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
 
+    def renew(self, forward: Forward, version: int) -> None:
+        """Go on with other weights from the next step on.
+
+        Args:
+            forward: with these weights.
+            version: of them.
+        """
+        if self._versions is None:
+            self._versions = torch.full(self._tokens.shape, self._version, device=self._device)
+        self._forward, self._version, self._renewed = forward, version, True
+
     def step(self) -> bool:
         """Prefill waiting prompts or decode one token for every active row; False when nothing is left to do."""
+        if self._renewed:
+            self._renewed = False
+            self._prefill_again()
         waiting = self._num_rows - self._num_started
         free = self._cache.num_slots - self._active
         if waiting == 0 and self._active == 0 and not self._paused:
@@ -86,6 +103,24 @@ class Generation:
         else:
             self._accept(self._decode())
         return True
+
+    def _prefill_again(self) -> None:
+        """Compute anew, by the present weights, the cache of the rows that are being decoded; drop that of the others."""
+        for row in list(self._kept_prefixes):
+            self._take_prefix(row)
+        counts, first = self._count[: self._active].tolist(), 0
+        contexts = [
+            torch.cat([self._prompt_of(row), self._tokens[row, : count - 1]])
+            for row, count in zip(self._row[: self._active].tolist(), counts, strict=True)
+        ]
+        while first < len(contexts):
+            last, tokens = first, 0
+            while last < len(contexts) and (last == first or tokens + len(contexts[last]) <= self._max_prefill_tokens):
+                tokens += len(contexts[last])
+                last += 1
+            lengths = [len(context) for context in contexts[first:last]]
+            self._prefilled(torch.cat(contexts[first:last]), lengths, [1] * len(lengths), first)
+            first = last
 
     def _go_on(self, free: int) -> None:
         """Wait for the answers to the rows that paused first, half of them, and prefill those that are not over."""
@@ -182,9 +217,9 @@ class Generation:
         self._num_started += len(owner)
         return logits[owner.to(self._device)]
 
-    def _prefilled(self, ids: Tensor, lengths: list[int], copies: list[int]) -> Tensor:
-        """Put contexts that are laid end to end into the next slots, in copies; logits after each."""
-        layout = Prefill.plan(self._cache, lengths, copies, first_slot=self._active)
+    def _prefilled(self, ids: Tensor, lengths: list[int], copies: list[int], first_slot: int | None = None) -> Tensor:
+        """Put contexts that are laid end to end into slots, the next ones, in copies; logits after each."""
+        layout = Prefill.plan(self._cache, lengths, copies, self._active if first_slot is None else first_slot)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self._device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
         return self._forward(ids[None], positions[None], layout, ends)
@@ -216,6 +251,8 @@ class Generation:
         token, log_prob, kept = draw(logits, noise, self._sampling, with_kept=self._kept is not None)
         if self._kept is not None:
             self._kept.add(row, count, kept)
+        if self._versions is not None:
+            self._versions[row, count] = self._version
         self._tokens[row, count] = token
         self._log_probs[row, count] = log_prob.to(self._log_probs.dtype)
         self._token[slots] = token
@@ -292,9 +329,18 @@ class Generation:
             response_mask=sampled,
             rollout_log_probs=self._log_probs[:, :width].to("cpu", copy=True),
             truncated=~torch.isin(response_ids[rows, length - 1], self._eos.cpu()),
+            policy_version=self._oldest(sampled),
+            token_versions=None if self._versions is None else self._versions[:, :width].to("cpu", copy=True),
             kept=None if self._kept is None else self._kept.result(width),
             batch_size=[self._num_rows],
         )
+
+    def _oldest(self, sampled: Tensor) -> Tensor:
+        """[B] version of the oldest weights that drew a token of the row."""
+        if self._versions is None:
+            return torch.full((self._num_rows,), self._version)
+        versions = self._versions[:, : sampled.shape[1]].cpu()
+        return versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(dim=-1)
 
 
 def _length(prefix: Prefix) -> int:

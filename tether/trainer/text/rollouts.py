@@ -34,6 +34,14 @@ def value_metrics(batch: TrainBatch) -> dict[str, float]:
     return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
 
 
+def partial_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Share of rows within which weights changed; nothing where none changed while the batch was sampled."""
+    if batch.token_versions is None or batch.policy_version is None:
+        return {}
+    newest = batch.token_versions.masked_fill(~batch.response_mask, -1).amax(dim=-1)
+    return {"training/partial_rows": float((newest > batch.policy_version).float().mean())}
+
+
 def step_metrics(
     batch: TrainBatch, policy: PolicyOutputs | None, report: RewardReport, time: Timer, max_prompt_length: int
 ) -> dict[str, float]:
@@ -53,6 +61,7 @@ def step_metrics(
     return {
         **data_metrics(batch, max_prompt_length=max_prompt_length),
         **estimator_metrics(batch),
+        **partial_metrics(batch),
         **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
         **report.metrics,
         **entropy,

@@ -1,0 +1,102 @@
+"""Weights that change within responses: every token is drawn by the weights that its version names, and no others."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.rollout.bench import EOS, KEY, PROMPTS, SAMPLING, rows_of, tiny_policy
+from tether.batch import RolloutBatch, WeightUpdate
+from tether.rollout import SamplingParams, join_rollouts
+from tether.rollout.native import NativeEngine
+
+OLD, NEW = tiny_policy(0), tiny_policy(1)
+MORE = SamplingParams(max_new_tokens=12, n=4, temperature=0.8)
+
+
+def engine(**options: int) -> NativeEngine:
+    made = NativeEngine(tiny_policy(0), eos_token_ids=EOS, **options)
+    made.load_weights(update_of(OLD, 3))
+    return made
+
+
+def update_of(model: torch.nn.Module, version: int) -> WeightUpdate:
+    return WeightUpdate(version, model.state_dict().items())
+
+
+def changed_after(count: int, sampler: NativeEngine) -> Callable[[object], None]:
+    """For `on_finished`: other weights after so many responses."""
+    seen: list[object] = []
+
+    def finished(response: object) -> None:
+        seen.append(response)
+        if len(seen) == count:
+            sampler.load_weights(update_of(NEW, 5))
+
+    return finished
+
+
+@torch.no_grad()
+def log_probs_of(rollout: RolloutBatch, models: dict[int, torch.nn.Module]) -> torch.Tensor:
+    """[B, T] by transformers, each token by the model of its version."""
+    found = torch.zeros_like(rollout.rollout_log_probs)
+    for row in range(len(rollout)):
+        prompt = rollout.prompt_ids[row, : rollout.prompt_length[row]]
+        ids = rollout.response_ids[row, : rollout.response_length[row]]
+        for version, model in models.items():
+            logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+            all_of_it = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            mine = rollout.token_versions[row, : len(ids)] == version
+            found[row, : len(ids)][mine] = all_of_it[mine]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 7}], ids=["at once", "in turns", "small prefills"]
+)
+def test_each_token_is_drawn_by_the_weights_that_its_version_names(options: dict[str, int]) -> None:
+    sampler = engine(**options)
+    rollout = sampler.generate(PROMPTS, MORE, KEY, changed_after(2, sampler))
+    mask = rollout.response_mask
+    versions = [set(rollout.token_versions[row][mask[row]].tolist()) for row in range(len(rollout))]
+    assert {3, 5} in versions, "weights changed within a row"
+    assert rollout.policy_version.tolist() == [min(of_row) for of_row in versions]
+    right = (log_probs_of(rollout, {3: OLD, 5: NEW}) - rollout.rollout_log_probs)[mask].abs()
+    assert right.max() < 1e-4
+    wrong = (log_probs_of(rollout, {3: NEW, 5: OLD}) - rollout.rollout_log_probs)[mask].abs()
+    assert wrong.max() > 0.1
+
+
+def test_what_was_drawn_before_stays() -> None:
+    sampler = engine()
+    whole = rows_of(engine().generate(PROMPTS, MORE, KEY))
+    rollout = sampler.generate(PROMPTS, MORE, KEY, changed_after(2, sampler))
+    for row, ids in enumerate(rows_of(rollout)):
+        before = int((rollout.token_versions[row, : len(ids)] == 3).sum())
+        assert ids[:before] == whole[row][:before]
+    assert rows_of(rollout) != whole
+
+
+def test_the_same_weights_again_change_nothing_but_the_version() -> None:
+    """What is computed anew is what there was."""
+    sampler, numbers = engine(), iter(range(10, 1000))
+    again = lambda _: sampler.load_weights(update_of(OLD, next(numbers)))  # noqa: E731
+    rollout = sampler.generate(PROMPTS, MORE, KEY, again)
+    assert rows_of(rollout) == rows_of(engine().generate(PROMPTS, MORE, KEY))
+
+
+def test_the_next_call_is_of_one_version_again() -> None:
+    sampler = engine()
+    sampler.generate(PROMPTS, MORE, KEY, changed_after(2, sampler))
+    rollout = sampler.generate(PROMPTS, SAMPLING, KEY)
+    assert rollout.token_versions is None
+    assert set(rollout.policy_version.tolist()) == {5}
+
+
+def test_rollouts_are_joined_with_their_versions() -> None:
+    sampler = engine()
+    first = sampler.generate(PROMPTS, MORE, KEY, changed_after(2, sampler))
+    joined = join_rollouts([first, sampler.generate(PROMPTS, SAMPLING, KEY)], [0, 1])
+    assert joined.policy_version.tolist() == [*first.policy_version.tolist(), *[5] * 6]
+    assert joined.token_versions.shape == joined.response_ids.shape
+    assert set(joined.token_versions[len(first) :][joined.response_mask[len(first) :]].tolist()) == {5}
