@@ -407,6 +407,7 @@ NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
+    "partial_responses_are_sampled_here",
 }
 """About keys or names that verl does not have."""
 
