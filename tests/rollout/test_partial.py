@@ -100,3 +100,31 @@ def test_rollouts_are_joined_with_their_versions() -> None:
     assert joined.policy_version.tolist() == [*first.policy_version.tolist(), *[5] * 6]
     assert joined.token_versions.shape == joined.response_ids.shape
     assert set(joined.token_versions[len(first) :][joined.response_mask[len(first) :]].tolist()) == {5}
+
+
+class Answers:
+    """Of one token to each of the first three turns; `changes` are made at the second answer."""
+
+    def __init__(self, changes: Callable[[], None]) -> None:
+        self.turns: dict[int, int] = {}
+        self.changes, self.given = changes, 0
+
+    def listen(self, row: int, token_ids: list[int]) -> None:
+        self.turns[row] = self.turns.get(row, 0) + 1
+
+    def answer(self, row: int, room: int) -> list[int] | None:
+        self.given += 1
+        if self.given == 2:
+            self.changes()
+        return [200] if self.turns[row] <= 3 and room >= 1 else None
+
+
+def test_caches_of_rows_that_are_answered_are_not_kept_over_a_change() -> None:
+    sampler = engine()
+    talk = Answers(lambda: sampler.load_weights(update_of(NEW, 5)))
+    rollout = sampler.generate(PROMPTS, SamplingParams(max_new_tokens=30, n=4, temperature=0.8), KEY, partner=talk)
+    mask = rollout.response_mask
+    assert (~mask & (rollout.response_ids == 200)).any()
+    assert {3, 5} in [set(rollout.token_versions[row][mask[row]].tolist()) for row in range(len(rollout))]
+    difference = (log_probs_of(rollout, {3: OLD, 5: NEW}) - rollout.rollout_log_probs)[mask].abs()
+    assert difference.max() < 1e-4

@@ -78,18 +78,23 @@ class NativeEngine:
         self.eos_token_ids = eos_token_ids
         self._version = 0
         self._call: Generation | None = None  # in progress
+        self._next_weights: WeightUpdate | None = None  # that it takes before its next step
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_kept_tokens = max_kept_tokens
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`."""
+        if self._call is None:
+            self._take_over(weights)
+        else:
+            self._next_weights = weights
+
+    def _take_over(self, weights: WeightUpdate) -> None:
         weights.copy_to(self._model)
         self._version = weights.version
         if isinstance(self._forward, Decoder):
             self._forward.refresh()
-        if self._call is not None:
-            self._call.renew(self._of_one_call(), self._version)
 
     def generate(
         self,
@@ -130,9 +135,19 @@ class NativeEngine:
                 while call.step():
                     if on_progress is not None:
                         on_progress(call.progress())
+                    if self._change_weights():
+                        call.renew(self._of_one_call(), self._version)
             finally:
                 self._call = None
+                self._change_weights()
         return call.result()
+
+    def _change_weights(self) -> bool:
+        """Take over weights that came during a call, if any did."""
+        weights, self._next_weights = self._next_weights, None
+        if weights is not None:
+            self._take_over(weights)
+        return weights is not None
 
     def _of_one_call(self) -> Forward:
         """The forward pass with the weights that the model has now."""

@@ -50,7 +50,7 @@ class Generation:
         self._prompt_tokens = torch.from_numpy(np.concatenate(prompts)).to(self._device, torch.int64)
         self._prompt_length = torch.tensor([len(prompt) for prompt in prompts])
         self._on_finished, self._partner = on_finished, partner
-        self._version, self._renewed = version, False
+        self._version = version
         self._versions: Tensor | None = None  # of each token, once weights have changed
         self._num_rows = len(prompts) * sampling.n
         self._num_started = 0
@@ -76,7 +76,7 @@ class Generation:
         self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
 
     def renew(self, forward: Forward, version: int) -> None:
-        """Go on with other weights from the next step on.
+        """Go on with other weights; between two steps.
 
         Args:
             forward: with these weights.
@@ -84,13 +84,11 @@ class Generation:
         """
         if self._versions is None:
             self._versions = torch.full(self._tokens.shape, self._version, device=self._device)
-        self._forward, self._version, self._renewed = forward, version, True
+        self._forward, self._version = forward, version
+        self._prefill_again()
 
     def step(self) -> bool:
         """Prefill waiting prompts or decode one token for every active row; False when nothing is left to do."""
-        if self._renewed:
-            self._renewed = False
-            self._prefill_again()
         waiting = self._num_rows - self._num_started
         free = self._cache.num_slots - self._active
         if waiting == 0 and self._active == 0 and not self._paused:
@@ -105,7 +103,7 @@ class Generation:
         return True
 
     def _prefill_again(self) -> None:
-        """Compute anew, by the present weights, the cache of the rows that are being decoded; drop that of the others."""
+        """Compute anew, by the present weights, the cache of rows that are being decoded, and drop that of others."""
         for row in list(self._kept_prefixes):
             self._take_prefix(row)
         counts, first = self._count[: self._active].tolist(), 0
