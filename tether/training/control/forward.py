@@ -24,8 +24,7 @@ class RolloutOutputs:
     bootstrap_values: Tensor | None
 
 
-def here(values: Tensor | None) -> Tensor | None:
-    """On the CPU, where there are any."""
+def _on_cpu(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.cpu()
 
 
@@ -52,7 +51,7 @@ class RolloutForward:
         mask = batch.valid.unflatten(1, (-1, chunk)) if chunk > 1 else None
         columns = policy.head.evaluate(passed.outputs, actions).log_probs.cpu()
         log_probs = sum_to_level(columns, self.logprob_level, chunk, mask)
-        return RolloutOutputs(log_probs, seen.cpu(), here(passed.values), here(passed.final_values))
+        return RolloutOutputs(log_probs, seen.cpu(), _on_cpu(passed.values), _on_cpu(passed.final_values))
 
 
 @dataclass(frozen=True)
