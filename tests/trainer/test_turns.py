@@ -101,6 +101,16 @@ def test_conversations_resume_exactly(agent: str, inputs: Path, tmp_path: Path) 
     assert_resume_is_exact(inputs, tmp_path, overrides, must_change=must_change)
 
 
+@pytest.mark.parametrize("kept", [0, 65536])
+def test_the_first_ratio_is_one_whatever_is_kept(kept: int, inputs: Path, tmp_path: Path) -> None:
+    """A cache that was filled in pieces differs from one that is filled at once by rounding alone."""
+    options = [*turn_overrides(inputs, tmp_path / "run"), *own(inputs), f"{SECTION}.max_kept_tokens={kept}"]
+    first = measured(train([*options, "trainer.total_training_steps=1"]))[1]
+    assert first["reward/extra/turns/mean"] > 1.2
+    assert first["rollout_corr/k3_kl"] < 1e-9
+    assert first["training/rollout_probs_diff_max"] < 1e-5
+
+
 def test_limits_say_how_often_they_cut(inputs: Path, tmp_path: Path) -> None:
     def cuts(name: str, *more: str) -> tuple[float, float, float]:
         metrics = measured(train([*turn_overrides(inputs, tmp_path / name), *own(inputs), f"{ROLLOUT}.n=64", *more]))
