@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import time
+from typing import ClassVar
 
 SCHEMA = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 
@@ -67,6 +68,25 @@ class Count:
         if said == "raise":
             raise RuntimeError("no more")
         return f"{self.about} {self.count} {self.drawn}", float(self.count), self.count == self.goal
+
+
+class Prepared:
+    """Looks its word up once in a process."""
+
+    words: ClassVar[list[str]] = []
+
+    @classmethod
+    def prepare(cls, word):
+        cls.words.append({"yes": "oui"}[word])
+
+    def __init__(self, word):
+        pass
+
+    def reset(self, messages, row):
+        pass
+
+    def step(self, messages):
+        return " ".join(self.words), 0.0, False
 
 
 class VerlInteraction:

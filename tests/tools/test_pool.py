@@ -79,6 +79,11 @@ def test_an_environment_is_stepped_turn_by_turn():
     assert second.messages[0]["content"].startswith("truth 2 [")
 
 
+def test_an_environment_is_prepared_once_in_a_process():
+    with pool_of(count=EnvironmentSpec(f"{OWN}:Prepared", {"word": "yes"})) as pool:
+        assert [step(pool, "a", row=row).messages[0]["content"] for row in range(2)] == ["oui", "oui"]
+
+
 def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
     """With the same random numbers; the one that ended its process is the only one that fails."""
     with pool_of(count=EnvironmentSpec(f"{OWN}:Count")) as pool:
@@ -97,6 +102,10 @@ def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
         (lambda: pool_of(tool("Broken")), r"Broken cannot be made .*KeyError: 'no server'"),
         (lambda: pool_of(tool(), tool()), "a tool named calculator is there already"),
         (lambda: pool_of(tool("Count", {"function": {"name": "x"}})), "has no method `call`"),
+        (
+            lambda: pool_of(x=EnvironmentSpec(f"{OWN}:Prepared", {"word": "no"}, "here")),
+            r"here: .*Prepared cannot be prepared \(KeyError: 'no'\)",
+        ),
         (lambda: pool_of(tool("Half")), "the schema of .*Half: no mapping"),
         (lambda: pool_of(tool(sides=3)), r"cannot be made with config \{'sides': 3\}"),
         (lambda: pool_of(half=EnvironmentSpec(f"{OWN}:Half")), "no methods `reset` and `step`"),

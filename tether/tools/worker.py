@@ -225,7 +225,11 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
     ):
         raise ValueError(f"{spec.place}: {spec.class_name} has no methods `reset` and `step`")
     if isinstance(spec, EnvironmentSpec) and hasattr(found, "prepare"):
-        found.prepare(**spec.config)
+        try:
+            found.prepare(**spec.config)
+        except Exception as error:
+            why = traceback.format_exception_only(error)[-1].strip()
+            raise ValueError(f"{spec.place}: {spec.class_name} cannot be prepared ({why})") from error
     return found
 
 
