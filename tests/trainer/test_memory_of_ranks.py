@@ -11,6 +11,16 @@ from tether.config import load_config
 from tether.runtime.ranks import RankLost
 
 KEY = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+OTHERS = [
+    f"{key}=2"
+    for key in (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "critic.ppo_micro_batch_size_per_gpu",
+        "critic.forward_micro_batch_size_per_gpu",
+    )
+]
+"""They would inherit the first value, and round otherwise."""
 LOSS = '''
 """The clipped loss, for which rank 1 has memory for one row at a time."""
 
@@ -33,7 +43,8 @@ def vanilla(log_probs, old_log_probs, advantages, response_mask, *, clip_ratio_l
 
 def run(inputs: Path, folder: Path, *more: str) -> Path:
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={inputs / 'loss.py'}:vanilla"
-    return train(load_config(None, [*overrides(inputs, folder, 2, 2), "trainer.preflight=False", loss, *more])).folder
+    given = [*overrides(inputs, folder, 2, 2), "trainer.preflight=False", loss, *OTHERS, *more]
+    return train(load_config(None, given)).folder
 
 
 @pytest.mark.slow
