@@ -24,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 PAD, BOS, IM_START, EOS = "<pad>", "<s>", "<|im_start|>", "<|im_end|>"
@@ -71,6 +72,17 @@ TINY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         }
         | kw
     ),
+    "qwen3_moe": lambda **kw: Qwen3MoeConfig(
+        **_COMMON
+        | {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        }
+        | kw
+    ),
     "deepseek_v3": lambda **kw: DeepseekV3Config(
         **_COMMON
         | {
@@ -92,7 +104,7 @@ TINY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 """Name -> function of config overrides. All fit `tiny_tokenizer` (vocabulary, special ids)."""
 
-MOE = ("qwen2_moe", "deepseek_v3")
+MOE = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:

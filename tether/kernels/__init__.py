@@ -4,6 +4,7 @@
 """
 
 from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
+from tether.kernels.causal_attention import masked_attention, visible_keys
 from tether.kernels.dispatch import kernels_for, maker
 from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
 from tether.kernels.padded_batches import select_rows
@@ -31,6 +32,8 @@ __all__ = [
     "inverse_sample",
     "kernels_for",
     "maker",
+    "masked_attention",
     "matmul_dtype",
     "select_rows",
+    "visible_keys",
 ]

@@ -65,6 +65,7 @@ def test_experts() -> None:
     message = refusal(Layout(expert=3), 3, "qwen2_moe")
     assert "expert_model_parallel_size=3 cannot split 4 experts" in message
     assert "nearest that works is 2" in message
+    assert f"{KEY}sequence_parallel=False" in refusal(Layout(tensor=2), 2, "qwen2_moe")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("megatron.core")
 
@@ -13,42 +14,82 @@ from tests.tiny import save_tiny, save_tiny_reward_model
 from tether.models.megatron import Layout
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+SINGLE_ROUTER = 2e-6  # in float64 of the families whose router computes in float32 at transformers
 LAYERS = {"num_hidden_layers": 4}
-LAYOUTS = {
-    "tensor": (2, Layout(tensor=2)),
-    "fewer key heads than ranks": (4, Layout(tensor=4)),
-    "pipeline": (2, Layout(pipeline=2)),
-    "data": (2, Layout()),
-    "tensor, pipeline": (4, Layout(tensor=2, pipeline=2)),
-    "tensor, pipeline, sequence": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
-    "uneven stages": (2, Layout(pipeline=2, first_stage_layers=3)),
-    "virtual stages": (2, Layout(pipeline=2, virtual_pipeline=2)),
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale_all_dim": 0.8,
 }
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "deepseek_v3")},
+    "llama3": ("llama", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": {**YARN, "mscale_all_dim": None}, "tie_word_embeddings": False}),
+    "moonlight": ("deepseek_v3", {
+        "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 2, "rms_norm_eps": 1e-5, "rope_parameters": YARN,
+    }),
+}  # fmt: skip
+DENSE, SPARSE = ("llama", "qwen2", "qwen3", "mistral"), ("qwen2_moe", "qwen3_moe", "deepseek_v3", "moonlight")
+LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
+    "tensor": (2, Layout(tensor=2), (*DENSE, "llama3", "qwen2_yarn")),
+    "fewer key heads than ranks": (4, Layout(tensor=4), ("qwen2", "qwen3")),
+    "pipeline, data": (4, Layout(pipeline=2), (*DENSE, "moonlight")),
+    "tensor, pipeline": (4, Layout(tensor=2, pipeline=2), ("qwen2",)),
+    "tensor, pipeline, sequence": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), ("qwen3", *SPARSE)),
+    "uneven stages": (2, Layout(pipeline=2, first_stage_layers=3), ("qwen2", "moonlight")),
+    "virtual stages": (2, Layout(pipeline=2, virtual_pipeline=2), ("qwen2", "qwen2_moe")),
+    "experts": (2, Layout(expert=2), SPARSE),
+    "pipeline, experts": (4, Layout(pipeline=2, expert=2), SPARSE),
+    "experts in parts": (4, Layout(tensor=2, expert=2, sequence_parallel=True), ("qwen2_moe", "moonlight")),
+    "context": (2, Layout(context=2), ("llama", "mistral", "qwen2_moe", "deepseek_v3")),
+    "context, tensor": (4, Layout(context=2, tensor=2, sequence_parallel=True), ("llama", "moonlight")),
+}
+
+
+def save(folder: Path, name: str, **overrides: Any) -> Path:
+    """A tiny model whose routers, where it has some that prefer an expert, do so."""
+    family, options = MODELS[name]
+    path = save_tiny(folder / name, family, **options, **overrides)
+    tensors = load_file(path / "model.safetensors")
+    for key, tensor in tensors.items():
+        if key.endswith("e_score_correction_bias"):
+            tensor += torch.linspace(-0.2, 0.2, len(tensor))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def check_cases(folder: Path, ranks: int, layout: Layout, cases: list[Case]) -> None:
     for case, differences in on_ranks(folder, ranks, compare, layout, cases).items():
+        tolerance = TOLERANCE[case.dtype]
+        if case.folder.name in ("qwen3_moe", "deepseek_v3", "moonlight"):
+            tolerance = max(tolerance, SINGLE_ROUTER)
         for name, difference in differences.items():
-            assert difference < TOLERANCE[case.dtype], f"{name} of {case} is {difference} from transformers'"
+            assert difference < tolerance, f"{name} of {case} is {difference} from transformers'"
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    qwen2 = save_tiny(tmp_path / "qwen2", "qwen2")
-    critic = save_tiny_reward_model(tmp_path / "critic", "llama")
-    cases = [Case(qwen2), Case(qwen2, dtype=torch.float32), Case(critic, "critic")]
+    qwen2, critic = save(tmp_path, "qwen2"), save_tiny_reward_model(tmp_path / "critic", "llama")
+    cases = [Case(qwen2, dtype=torch.float32), Case(critic, "critic"), Case(save(tmp_path, "qwen2_moe"))]
     check_cases(tmp_path / "ranks", 2, Layout(tensor=2, sequence_parallel=True), cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_dense_models(tmp_path: Path, name: str) -> None:
-    models = [save_tiny(tmp_path / family, family, **LAYERS) for family in ("llama", "qwen2", "qwen3", "mistral")]
+def test_layouts(tmp_path: Path, name: str) -> None:
+    ranks, layout, models = LAYOUTS[name]
+    folders = [save(tmp_path, model, **LAYERS) for model in models]
     critic = save_tiny_reward_model(tmp_path / "critic", "llama", **LAYERS)
-    recomputed: dict[str, Any] = {
-        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
-    }  # fmt: skip
-    cases = [*map(Case, models), Case(models[0], overrides=recomputed), Case(critic, "critic")]
-    check_cases(tmp_path / "ranks", *LAYOUTS[name], [*cases, Case(models[1], dtype=torch.float32)])
+    cases = [*map(Case, folders), Case(folders[0], dtype=torch.float32), Case(folders[-1], overrides=RECOMPUTED)]
+    if layout.expert == 1:
+        cases.append(Case(critic, "critic"))
+    check_cases(tmp_path / "ranks", ranks, layout, cases)
 
 
 def test_a_split_vocabulary(tmp_path: Path) -> None:
@@ -60,11 +101,12 @@ def test_refusals(tmp_path: Path) -> None:
     save_tiny(tmp_path / "llama", "llama")
     messages = on_ranks(tmp_path / "ranks", 1, refusals, tmp_path / "llama")
     assert "Gemma2Config: has no mapping to Megatron" in messages["family"]
-    assert "llama, mistral, qwen2" in messages["family"]
+    assert "llama, mistral, qwen2, qwen3, qwen2_moe, qwen3_moe, deepseek_v3" in messages["family"]
     assert "override_transformer_config.recompute_granularty='full'" in messages["unknown"]
     assert "Did you mean recompute_granularity?" in messages["unknown"]
     assert "follows from the model" in messages["set elsewhere"]
     assert "hidden_act='gelu'" in messages["activation"]
+    assert "norm_topk_prob=False" in messages["router"]
     assert "its weights lack model.layers.2.input_layernorm.weight" in messages["lacks"]
     assert "has no model.safetensors" in messages["empty"]
     assert "gate_proj.weight and model.layers.0.mlp.up_proj.weight give (96, 32)" in messages["shape"]

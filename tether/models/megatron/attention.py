@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torch import Tensor, nn
 
 from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 from tether.models.layers import Packed
-
-HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
+from tether.models.megatron.without_te import HAS_TRANSFORMER_ENGINE
 
 
 @dataclass

@@ -3,7 +3,8 @@
 Megatron names CUDA in three ways: functions of ``torch.cuda``, the literal ``device="cuda"``, and methods of tensors
 (``.cuda()``, and ``.type()`` compared with ``"torch.cuda.FloatTensor"``). Its modules get a stand-in for the name
 ``torch`` that answers the first two, and the two methods answer code of Megatron differently than anyone else's.
-Nothing outside ``megatron`` sees a difference, and no arithmetic is replaced.
+Gloo, for its part, moves tensors of unlike length by way of equal ones. Nothing outside ``megatron`` sees a difference,
+and no arithmetic is replaced.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _CPU = torch.device("cpu")
@@ -62,7 +64,7 @@ class _Cuda(ModuleType):
 
 
 class _Stream:
-    """Work on a CPU is done when it was asked for."""
+    """A stream, and an event in one: work on a CPU is done when it was asked for."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -70,7 +72,33 @@ class _Stream:
 
     def wait_event(self, *_: object) -> None: ...
 
+    def record(self, *_: object) -> None: ...
+
+    def record_event(self, *_: object) -> _Stream:
+        return self
+
     def synchronize(self) -> None: ...
+
+
+class _Distributed(ModuleType):
+    """``torch.distributed`` with the two operations on parts of unlike length that gloo lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, parts: list[Tensor], part: Tensor, group: Any = None) -> None:
+        """Gather the parts, filled up to the longest."""
+        longest = max(map(len, parts))
+        filled = [part.new_empty(longest, *part.shape[1:]) for _ in parts]
+        dist.all_gather(filled, torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]), group=group)
+        for to, found in zip(parts, filled, strict=True):
+            to.copy_(found[: len(to)])
+
+    def reduce_scatter(self, part: Tensor, parts: list[Tensor], group: Any = None) -> None:
+        """Sum all parts everywhere, and keep this rank's."""
+        total = torch.cat(parts)
+        dist.all_reduce(total, group=group)
+        part.copy_(total.split([len(one) for one in parts])[dist.get_rank(group)])
 
 
 class _Torch(ModuleType):
@@ -85,6 +113,7 @@ def _stand_in() -> ModuleType:
     stand_in, cuda = _Torch("torch"), _Cuda("torch.cuda")
     cuda.Stream = cuda.Event = _Stream  # type: ignore[attr-defined]
     stand_in.cuda = cuda  # type: ignore[attr-defined]
+    stand_in.distributed = _Distributed("torch.distributed")  # type: ignore[attr-defined]
     for name in _FACTORIES:
         setattr(stand_in, name, _on_cpu(getattr(torch, name)))
     return stand_in
@@ -95,6 +124,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # for faster copies to a device
         return make(*args, **kwargs)
 
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from tether.models.megatron.attention import AttentionOptions, head_size, rotary_of
-from tether.models.megatron.layout import Layout, experts_of
+from tether.models.megatron.layout import Layout, experts_of, shared_expert_width
 from tether.spelling import did_you_mean
 
 SET_ELSEWHERE = (
@@ -43,6 +43,7 @@ def check_family(hf_config: Any) -> None:
         ("hidden_act", hf_config.hidden_act, hf_config.hidden_act != "silu"),
         ("rope_type", rope, rope in ("dynamic", "longrope")),  # their angles depend on the length of a sequence
         *((entry, bias, bias) for entry, bias in biases),
+        *(_refused_of_deepseek(hf_config) if hf_config.model_type == "deepseek_v3" else ()),
     ):
         if refused:
             raise ValueError(f"{name}: {entry}={value!r} has no place in Megatron. Train it with strategy=fsdp.")
@@ -67,8 +68,8 @@ def transformer_config(
     _check_overrides(overrides, {field.name for field in fields(kind)})
     entries = {
         **_common(hf_config, layout, dtype),
+        **(_experts(hf_config, dtype) if experts_of(hf_config) else {}),
         **FAMILIES[hf_config.model_type](hf_config),
-        **(_experts(hf_config) if experts_of(hf_config) else {}),
         **overrides,
     }
     if overrides.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
@@ -87,6 +88,17 @@ def expert_layers(hf_config: Any) -> list[bool]:
         return [layer >= hf_config.first_k_dense_replace for layer in layers]
     step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or []
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+
+
+def _refused_of_deepseek(hf_config: Any) -> Iterator[tuple[str, object, bool]]:
+    """Entries with their values, and whether Megatron's router and rotation differ from what they ask for."""
+    yield "rope_interleave", hf_config.rope_interleave, not hf_config.rope_interleave
+    normed = bool(hf_config.norm_topk_prob)
+    yield "norm_topk_prob", normed, not normed
+    chosen, groups = hf_config.num_experts_per_tok, hf_config.topk_group
+    yield "num_experts_per_tok", chosen, chosen < 2  # a single expert's weight is not normalised
+    # Megatron judges a group by as many experts as are chosen of it, transformers by two.
+    yield "topk_group", groups, hf_config.n_group > 1 and chosen // groups != 2
 
 
 def has_value_bias(hf_config: Any) -> bool:
@@ -140,7 +152,7 @@ def _common(hf_config: Any, layout: Layout, dtype: torch.dtype) -> dict[str, Any
     }
 
 
-def _experts(hf_config: Any) -> dict[str, Any]:
+def _experts(hf_config: Any, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "num_moe_experts": experts_of(hf_config),
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
@@ -148,7 +160,8 @@ def _experts(hf_config: Any) -> dict[str, Any]:
         "moe_layer_freq": [int(sparse) for sparse in expert_layers(hf_config)],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": shared_expert_width(hf_config),
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
         "moe_grouped_gemm": False,
     }
 
@@ -165,11 +178,49 @@ def _qwen3(hf_config: Any) -> dict[str, Any]:
     return {"qk_layernorm": True}
 
 
+def _qwen2_moe(hf_config: Any) -> dict[str, Any]:
+    return {**_qwen2(hf_config), **_softmax_router(hf_config), "moe_shared_expert_gate": True}
+
+
+def _qwen3_moe(hf_config: Any) -> dict[str, Any]:
+    return {**_qwen3(hf_config), **_softmax_router(hf_config)}
+
+
+def _softmax_router(hf_config: Any) -> dict[str, Any]:
+    """A softmax over the chosen experts is one over all of them, normalised again."""
+    return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
+
+
+def _deepseek_v3(hf_config: Any) -> dict[str, Any]:
+    rope, grouped = hf_config.rope_parameters, hf_config.n_group > 1
+    return {
+        "multi_latent_attention": True,
+        "num_query_groups": hf_config.num_attention_heads,
+        "q_lora_rank": hf_config.q_lora_rank,
+        "kv_lora_rank": hf_config.kv_lora_rank,
+        "qk_head_dim": hf_config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
+        "v_head_dim": hf_config.v_head_dim,
+        "rope_type": "rope" if rope["rope_type"] == "default" else "yarn",
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # as with transformers, where it stays as it was pretrained
+        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        "moe_router_num_groups": hf_config.n_group if grouped else None,
+        "moe_router_group_topk": hf_config.topk_group if grouped else None,
+    }
+
+
 FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _dense,
     "mistral": _dense,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
 }
 """transformers' model_type -> what its family adds to Megatron's config."""
 

@@ -98,6 +98,14 @@ def experts_of(hf_config: Any) -> int | None:
     return None
 
 
+def shared_expert_width(hf_config: Any) -> int | None:
+    """Columns of the expert that every token passes; None where there is none."""
+    if getattr(hf_config, "n_shared_experts", None):
+        return int(hf_config.n_shared_experts * hf_config.moe_intermediate_size)
+    width = getattr(hf_config, "shared_expert_intermediate_size", None)
+    return int(width) if width else None
+
+
 def _check_sizes(layout: Layout, prefix: str) -> None:
     sizes = {
         "tensor_model_parallel_size": layout.tensor,
@@ -125,7 +133,7 @@ def _check_ranks(layout: Layout, ranks: int, prefix: str) -> None:
             f"{model} ranks, or choose sizes whose product is one of {_divisors(ranks)}."
         )
     experts = layout.expert_ranks * layout.expert * layout.pipeline
-    if layout.expert > 1 and ranks % experts:
+    if ranks % experts:
         works = [e for e in _divisors(ranks) if not ranks % (layout.expert_ranks * layout.pipeline * e)]
         raise ValueError(
             f"{prefix}expert_model_parallel_size={layout.expert} x expert_tensor_parallel_size={layout.expert_ranks} x "
@@ -156,6 +164,11 @@ def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
                 "Set it to 1."
             )
         return
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            f"{prefix}sequence_parallel=False: Megatron trains experts beside tensor parallelism with sequence "
+            f"parallelism only. Set it to True, or {prefix}tensor_model_parallel_size to 1."
+        )
     key = f"{prefix}expert_model_parallel_size"
     if experts % layout.expert:
         raise ValueError(_refusal(key, layout.expert, experts, "experts", _divisors(experts)))
@@ -168,13 +181,10 @@ def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
 def _widths(hf_config: Any) -> list[tuple[int, str]]:
     """Further sizes that tensor parallelism splits."""
     found = [(int(hf_config.intermediate_size), "columns of the MLP")]
-    for name in ("q_lora_rank", "kv_lora_rank"):
-        if getattr(hf_config, name, None):
-            found.append((int(getattr(hf_config, name)), f"columns of {name}"))
-    if getattr(hf_config, "kv_lora_rank", None):
-        found.append((hf_config.kv_lora_rank + hf_config.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim columns"))
-    if getattr(hf_config, "shared_expert_intermediate_size", None):
-        found.append((int(hf_config.shared_expert_intermediate_size), "columns of the shared expert"))
+    if getattr(hf_config, "q_lora_rank", None):
+        found.append((int(hf_config.q_lora_rank), "columns of q_lora_rank"))
+    if shared := shared_expert_width(hf_config):
+        found.append((shared, "columns of the shared expert"))
     return found
 
 

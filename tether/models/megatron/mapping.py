@@ -60,6 +60,8 @@ def _norms() -> Pieces:
 
 
 def _attention(hf_config: Any) -> Pieces:
+    if getattr(hf_config, "kv_lora_rank", None):
+        return _latent_attention(hf_config)
     heads = hf_config.num_attention_heads
     split = QueryKeyValue(heads, hf_config.num_key_value_heads or heads)
     found: Pieces = {
@@ -74,6 +76,27 @@ def _attention(hf_config: Any) -> Pieces:
     return found
 
 
+def _latent_attention(hf_config: Any) -> Pieces:
+    query: Pieces = {"linear_q_proj": (("q_proj",), ROWS)}
+    if hf_config.q_lora_rank:
+        query = {
+            "linear_q_down_proj": (("q_a_proj",), ROWS),
+            "q_layernorm": (("q_a_layernorm",), WHOLE),
+            "linear_q_up_proj": (("q_b_proj",), ROWS),
+        }
+    pieces: Pieces = {
+        **query,
+        "linear_kv_down_proj": (("kv_a_proj_with_mqa",), WHOLE),
+        "kv_layernorm": (("kv_a_layernorm",), WHOLE),
+        "linear_kv_up_proj": (("kv_b_proj",), ROWS),
+        "linear_proj": (("o_proj",), COLUMNS),
+    }
+    return {
+        f"self_attention.{name}.weight": ((f"self_attn.{hf_name}.weight",), split)
+        for name, ((hf_name,), split) in pieces.items()
+    }
+
+
 def _dense(name: str, hf_name: str) -> Pieces:
     prefix = f"{name}." if name else ""
     return {
@@ -84,4 +107,11 @@ def _dense(name: str, hf_name: str) -> Pieces:
 
 def _sparse(hf_config: Any) -> Pieces:
     """What a layer with experts has besides them."""
-    return {"mlp.router.weight": (("mlp.gate.weight",), WHOLE)}
+    found: Pieces = {"mlp.router.weight": (("mlp.gate.weight",), WHOLE)}
+    if hf_config.model_type == "qwen2_moe":
+        found |= _dense("mlp.shared_experts", "mlp.shared_expert")
+        found["mlp.shared_experts.gate_weight"] = (("mlp.shared_expert_gate.weight",), WHOLE)
+    if hf_config.model_type == "deepseek_v3":
+        found["mlp.router.expert_bias"] = (("mlp.gate.e_score_correction_bias",), WHOLE)
+        found |= _dense("mlp.shared_experts", "mlp.shared_experts") if hf_config.n_shared_experts else {}
+    return found

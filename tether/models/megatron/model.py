@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
 from megatron.core import parallel_state as groups
 from megatron.core.models.gpt import GPTModel
@@ -17,17 +16,18 @@ from torch import Tensor, nn
 
 from tether.kernels import AttentionLayout
 from tether.models.layers import Packed
-from tether.models.megatron import cpu
+from tether.models.megatron import cpu, without_te
 from tether.models.megatron.attention import (
-    HAS_TRANSFORMER_ENGINE,
     Norm,
     PackedAttention,
     PackedTokens,
     Rotary,
     rotary_of,
 )
+from tether.models.megatron.context import Filled, ZigZag
 from tether.models.megatron.families import check_family, has_value_bias, transformer_config
 from tether.models.megatron.head import ValueHead, replace_output_layer
+from tether.models.megatron.latent import describe_norms, finish_attention
 from tether.models.megatron.layout import Layout
 from tether.models.megatron.transfer import Placed, export_weights, load_weights
 from tether.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
@@ -56,6 +56,10 @@ class MegatronModel:
     def run(self, chunk: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
         """One chunk's forward pass, as a schedule of Megatron wants it from ``forward_step_func``.
 
+        Megatron's schedule divides a loss by the number of micro-batches and multiplies it by that of context ranks;
+        its DistributedDataParallel takes the mean over data and context ranks. So a sum over all tokens, of which each
+        rank adds up its own, is to be multiplied by the micro-batches and the data-parallel replicas.
+
         Args:
             chunk: one of `chunks`, or what a wrapper (DistributedDataParallel) made of it.
             input_ids: [1, N] tokens, packed end to end.
@@ -70,6 +74,16 @@ class MegatronModel:
         packed = PackedTokens(qkv_format="sbhd", layout=layout, positions=position_ids[0])
         out: Tensor = chunk(input_ids, position_ids, None, packed_seq_params=packed)
         return out[0, :tokens] if _ends(chunk) else out
+
+    def shared(self, packed: Packed) -> ZigZag | None:
+        """With context parallelism the layout of this rank's tokens, whose `places` among the packed ones it knows.
+
+        `run` then takes the tokens and positions at these places, and returns their states.
+        """
+        if self.layout.context == 1:
+            return None
+        group = groups.get_context_parallel_group()
+        return ZigZag(packed, groups.get_context_parallel_rank(), self.layout.context, group)
 
     def log_probs(
         self,
@@ -127,15 +141,13 @@ class MegatronModel:
     def _filled(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor, AttentionLayout]:
-        """With a sequence of zeros behind, where tensor-parallel ranks hold equal parts of the tokens."""
+        """With zeros behind, where tensor-parallel ranks hold equal parts of the tokens."""
         tokens = input_ids.shape[1]
         missing = -tokens % self.layout.tensor if self.layout.splits_tokens else 0
         if not missing:
             return input_ids, position_ids, layout
-        assert isinstance(layout, Packed)
-        prefixes = None if layout.prefixes is None else (*layout.prefixes, None)
         input_ids, position_ids = (nn.functional.pad(x, (0, missing)) for x in (input_ids, position_ids))
-        return input_ids, position_ids, Packed((*layout.lengths, missing), prefixes)
+        return input_ids, position_ids, Filled(layout, tokens)
 
 
 def build(
@@ -162,8 +174,7 @@ def build(
     """
     check_family(hf_config)
     config = transformer_config(hf_config, layout, dtype, overrides or {})
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # Megatron 0.16 asks for it without Transformer Engine
+    without_te.correct()
     cpu.install()
     stages = layout.virtual_pipeline or 1
     chunks = [_chunk(hf_config, config, role, stage if stages > 1 else None) for stage in range(stages)]
@@ -179,7 +190,7 @@ def describe() -> str:
     """Which attention and layers run, for the log."""
     if not torch.cuda.is_available():
         return "its own layers on the CPU, with tether's packed attention and norms"
-    attention = "Transformer Engine's" if HAS_TRANSFORMER_ENGINE else "tether's packed"
+    attention = "Transformer Engine's" if without_te.HAS_TRANSFORMER_ENGINE else "tether's packed"
     return f"its own layers on CUDA, with {attention} attention and tether's norms"
 
 
@@ -195,9 +206,11 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
         position_embedding_type="rope",
         vp_stage=stage,
     )
-    inverse_frequencies, _ = rotary_of(hf_config)
-    if not config.multi_latent_attention:
-        chunk.rotary_pos_emb = Rotary(inverse_frequencies, latent=False)
+    if config.multi_latent_attention:
+        for layer in chunk.decoder.layers:
+            finish_attention(layer.self_attention, hf_config)
+    else:
+        chunk.rotary_pos_emb = Rotary(rotary_of(hf_config)[0], latent=False)
     if chunk.post_process:
         replace_output_layer(chunk, role, has_value_bias(hf_config))
     return chunk
@@ -211,7 +224,9 @@ def _layers(config: Any, stage: int | None) -> Any:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            describe_norms(attention)
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
     return block
 

@@ -1,0 +1,49 @@
+"""Multi-head latent attention: what Megatron's layers lack without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tether.models.megatron.attention import Norm, Rotary, rotary_of
+
+_LATENT_EPS = 1e-6  # of the norms of latents, which transformers does not take from the config
+
+
+class KeyValueDown(nn.Module):
+    """The projection to the latent of keys and values and to the shared rotary key, whole on each rank.
+
+    Megatron's own layer splits the outputs and gathers them again. Each rank's heads read the rotary key, and the
+    gradient that they give to other ranks' columns is lost on the way back. Here each rank projects its part of the
+    tokens (`tether.models.megatron.layout.check` demands sequence parallelism beside tensor parallelism), as Megatron
+    does with Transformer Engine.
+    """
+
+    def __init__(self, like: nn.Module, config: Any) -> None:
+        super().__init__()
+        weight: Tensor = like.weight  # type: ignore[assignment]
+        rows = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, dtype=weight.dtype, device=weight.device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[N, 1, E] -> [N, 1, latent and rotary key]."""
+        return nn.functional.linear(hidden, self.weight), None
+
+
+def describe_norms(attention: Any) -> None:
+    """Put norms on the latents in Megatron's description of a layer."""
+    attention.q_layernorm = attention.kv_layernorm = Norm
+
+
+def finish_attention(attention: Any, hf_config: Any) -> None:
+    """Replace parts of a layer that Megatron built."""
+    inverse_frequencies, scale = rotary_of(hf_config)
+    scaled = attention.config.rope_type == "yarn"
+    attention.rotary_pos_emb = Rotary(inverse_frequencies, latent=True, scale=scale if scaled else None)
+    attention.linear_kv_down_proj = KeyValueDown(attention.linear_kv_down_proj, attention.config)
+    for norm in (getattr(attention, "q_layernorm", None), attention.kv_layernorm):
+        if norm is not None:
+            norm.eps = _LATENT_EPS
