@@ -92,7 +92,7 @@ class Bench:
             threading.Thread(target=self.there.serve_forever, daemon=True).start()
             self.server = Server(self.dialect, f"http://127.0.0.1:{self.there.server_port}", 120)
         else:
-            self.server = Server(self.dialect, _launch(kind, python, folder, options), 300)
+            self.server = Server(self.dialect, _launch(kind, python, folder, options), 900)
         self.engine = self.engine_of(self.server)
 
     def close(self) -> None:
