@@ -3,7 +3,7 @@ import pytest
 from tests.rewards.sandbox.machine import needs_prlimit
 from tether.rewards import router
 from tether.rewards.router import REWARDS, check_sources, find_reward
-from tether.rewards.rules import gsm8k, math, reasoning_gym
+from tether.rewards.rules import gsm8k, math, reasoning_gym, search
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.rewards.sandbox.reward import ProgramReward
 
@@ -20,6 +20,9 @@ PROGRAMS = ProgramOptions(unconfined=True)
         ("math_dapo", math.dapo),
         ("aime2024", math.dapo),
         ("aime_2025", math.dapo),
+        ("numina_cn_k12", math.numina),
+        ("hiyouga/geometry3k", math.geo3k),
+        ("searchR1_nq", search.exact_match),
         ("reasoning_gym/chain_sum", reasoning_gym.score),
     ],
 )

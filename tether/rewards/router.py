@@ -19,6 +19,9 @@ _MATH = "tether.rewards.rules.math:boxed"
 _DAPO = "tether.rewards.rules.math:dapo"
 _PROGRAM = "tether.rewards.sandbox.reward:ProgramReward"
 
+_NUMINA = tuple(
+    f"numina_{name}" for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+)
 # Import paths, not functions: a worker process loads only the rules that its rows need.
 REWARDS: dict[str, str] = {
     "openai/gsm8k": "tether.rewards.rules.gsm8k:strict",
@@ -28,11 +31,14 @@ REWARDS: dict[str, str] = {
     "math_dapo": _DAPO,
     "math_dapo_reasoning": _DAPO,
     "math": _DAPO,
+    **dict.fromkeys(_NUMINA, "tether.rewards.rules.math:numina"),
+    "hiyouga/geometry3k": "tether.rewards.rules.math:geo3k",
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco", "codeparrot/apps", "BAAI/TACO"), _PROGRAM),
     **dict.fromkeys(("openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp"), _PROGRAM),
 }
 REWARDS_BY_PREFIX: dict[str, str] = {
     "aime": _DAPO,
+    "searchR1_": "tether.rewards.rules.search:exact_match",
     "livecodebench/": _PROGRAM,
     "reasoning_gym/": "tether.rewards.rules.reasoning_gym:score",
 }

@@ -16,7 +16,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_ANSWER_PHRASE = re.compile(r"(?i)answers?(?:\s*:|\s+is\b|\s+are\b)\s*([^\n]+)")
+_THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _DAPO_WINDOW = 300
+_FORMAT = 0.1  # share of geo3k's score
 
 
 def equal(answer: str, ground_truth: str) -> bool:
@@ -61,3 +64,20 @@ def dapo(data_source: str, solution_str: str, ground_truth: object, extra_info: 
     answer = lines[-1].strip().rstrip(".").strip("$") if lines else last_boxed(solution_str)
     right = answer is not None and equal(_unboxed(answer), expected)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}
+
+
+def numina(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, object]) -> float:
+    r"""1.0 if the last ``\boxed{...}``, else what follows the last "answer is" or "answer:", equals `ground_truth`."""
+    expected = _unboxed(required(ground_truth))
+    phrases = _ANSWER_PHRASE.findall(solution_str)
+    answer = last_boxed(solution_str) or (phrases[-1].strip().rstrip(".").strip("$") if phrases else None)
+    return float(answer is not None and equal(answer, expected))
+
+
+def geo3k(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, object]
+) -> dict[str, object]:
+    r"""0.9 for the right answer in the last ``\boxed{...}``, 0.1 for ``<think>...</think>`` before it; with "acc"."""
+    right = boxed(data_source, solution_str, ground_truth, extra_info)
+    formatted = _THOUGHT.fullmatch(solution_str) is not None
+    return {"score": (1 - _FORMAT) * right + _FORMAT * formatted, "acc": bool(right)}
