@@ -151,6 +151,8 @@ def _answer_megatron_differently() -> None:
     Tensor.type, Tensor.cuda, torch.nn.Module.cuda = type_, cuda, module_cuda  # type: ignore[assignment,method-assign]
     # No random numbers are drawn: dropout is always off and weights are loaded.
     megatron_random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
