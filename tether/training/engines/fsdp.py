@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,23 +26,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
 from tether.models.language.packing_check import compare_packing, refuse_broken
 from tether.models.language.unread import give_memory, read_rows, sources_of
 from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
-from tether.training.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch, tensors_of
+from tether.training.engines.autograd import tensors_of
 from tether.training.engines.copies import empty_copy, kept, kept_tree, with_weights
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.engines.ranks import RanksEngine, from_all
 from tether.training.engines.shares import Writing, writers
-from tether.training.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
 from tether.training.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 from tether.types import StateDict
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Sharding:
     """Its state is moved there between updates."""
 
 
-class FsdpEngine(AutogradEngine[Outputs]):
+class FsdpEngine(RanksEngine[Outputs]):
     """One rank's share of a model that is run and updated on many; every method is called on all ranks alike.
 
     `infer` and `learn` take the rows of this rank. Each rank writes whole weights of some layers and their part of the
@@ -95,6 +92,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
         self._writing = Writing()
         self._compute_dtype = compute_dtype or model.dtype
         self.sharding, self._device = sharding, model.device
+        self.speakers = range(0, dist.get_world_size(), sharding.sequence)
         self._sequence = _sequence_ranks(model.device, sharding.sequence)
         sources = sources_of(model)
         self._root = _cut(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
@@ -107,7 +105,7 @@ class FsdpEngine(AutogradEngine[Outputs]):
     def _check(self) -> None:
         """What `prepare_for_packing` does, with weights that only now are here."""
         shards = [(name, _shard(parameter)) for name, parameter in self.model.named_parameters()]
-        broken = _from_all([name for name, shard in shards if not torch.isfinite(shard).all()])
+        broken = from_all([name for name, shard in shards if not torch.isfinite(shard).all()])
         refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))
         with torch.no_grad(), self._weights_here():
             self._root(lambda: compare_packing(self.model, self._compute_dtype))
@@ -240,55 +238,11 @@ class FsdpEngine(AutogradEngine[Outputs]):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _rounds(self, count: int) -> int:
-        return max(_from_all(count))
-
-    def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
-        where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
-        try:
-            with named_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
-                return attempt(micro)
-        except OutOfMemory as error:
-            if smaller is None:
-                raise
-            raise MicroBatchTooLarge(str(error), smaller.setting) from None
-
-    def _of_all(
-        self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
-    ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
-        every = self._from_groups((measured, shares))
-        totals: dict[str, Tensor] = {}
-        for name, share in chain.from_iterable(of_rank.items() for _, of_rank in every):
-            totals[name] = totals.get(name, 0.0) + share
-        return list(chain.from_iterable(of_rank for of_rank, _ in every)), totals
-
-    def _prepared(
-        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch, draws: torch.Generator
-    ) -> TrainBatch:
-        assert loss.prepare
-        outputs = self._infer(mini, loss.forward, self.micro)
-        every = [piece for piece in self._from_groups((part.places, mini, outputs)) if len(piece[0])]
-        whole = _put_together([(places, rows) for places, rows, _ in every])
-        loss.prepare(whole, _put_together([(places, found) for places, _, found in every]), draws)
-        rows: TrainBatch = whole[part.places]
-        return rows
-
-    def _from_groups(self, value: Found) -> list[Found]:
-        """The value of each group of ranks that share their rows."""
-        return _from_all(value)[:: self.sharding.sequence]
-
     def _clip_gradients(self, limit: float) -> float:
         return float(_whole(torch.nn.utils.clip_grad_norm_(self.trained, limit)))
 
-    def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
-        whole = self._whole_model()
-        every = [piece for piece in self._from_groups((part.places, mini)) if len(piece[0])]
-        if whole is not None:
-            rows = _put_together(every)
-            self._incidents.keep(step, whole, SkippedMiniBatch(whole, self.reference, rows, loss))
-
-    def _whole_model(self) -> PreTrainedModel | None:
-        """A copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
+    def whole_model(self) -> PreTrainedModel | None:
+        """See `RanksEngine.whole_model`."""
         weights = [_on_first_rank(parameter) for parameter in self.model.parameters()]
         return with_weights(self._empty, weights) if dist.get_rank() == 0 else None
 
@@ -405,16 +359,3 @@ def _shard_of(value: Any, parameter: nn.Parameter) -> Any:
         return value
     value = value.to(parameter.device)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
-
-
-def _from_all(value: Found) -> list[Found]:
-    """The value of each rank, in the order of ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _put_together(pieces: Sequence[tuple[Tensor, Any]]) -> Any:
-    """Rows of parts of a mini-batch, in its own order."""
-    order = torch.cat([places for places, _ in pieces]).argsort()
-    return torch.cat([rows for _, rows in pieces])[order]

@@ -1,0 +1,92 @@
+"""What engines on several ranks have in common: each rank learns from its part of a mini-batch, and all agree."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tether.algorithms import Metric
+from tether.batch import TrainBatch
+from tether.training.division import MiniBatch
+from tether.training.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch
+from tether.training.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
+from tether.training.protocol import LossSpec, Outputs
+from tether.training.text.micro_batches import MicroBatching
+
+Found = TypeVar("Found")
+
+
+class RanksEngine(AutogradEngine[Outputs]):
+    """One rank's share of a model; every method is called on all ranks alike."""
+
+    speakers: Sequence[int]
+    """Of each group of ranks that share their rows, the rank that has the model's outputs."""
+
+    @abstractmethod
+    def whole_model(self) -> PreTrainedModel | None:
+        """A copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
+
+    def _rounds(self, count: int) -> int:
+        return max(from_all(count))
+
+    def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
+        where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
+        try:
+            with named_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
+                return attempt(micro)
+        except OutOfMemory as error:
+            if smaller is None:
+                raise
+            raise MicroBatchTooLarge(str(error), smaller.setting) from None
+
+    def _of_all(
+        self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
+    ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
+        every = self._from_groups((measured, shares))
+        totals: dict[str, Tensor] = {}
+        for name, share in chain.from_iterable(of_rank.items() for _, of_rank in every):
+            totals[name] = totals.get(name, 0.0) + share
+        return list(chain.from_iterable(of_rank for of_rank, _ in every)), totals
+
+    def _prepared(
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch, draws: torch.Generator
+    ) -> TrainBatch:
+        assert loss.prepare
+        outputs = self._infer(mini, loss.forward, self.micro)
+        every = [piece for piece in self._from_groups((part.places, mini, outputs)) if len(piece[0])]
+        whole = _put_together([(places, rows) for places, rows, _ in every])
+        loss.prepare(whole, _put_together([(places, found) for places, _, found in every]), draws)
+        rows: TrainBatch = whole[part.places]
+        return rows
+
+    def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
+        whole = self.whole_model()
+        every = [piece for piece in self._from_groups((part.places, mini)) if len(piece[0])]
+        if whole is not None:
+            rows = _put_together(every)
+            self._incidents.keep(step, whole, SkippedMiniBatch(whole, self.reference, rows, loss))
+
+    def _from_groups(self, value: Found) -> list[Found]:
+        """The value of each group of ranks that share their rows."""
+        every = from_all(value)
+        return [every[rank] for rank in self.speakers]
+
+
+def from_all(value: Found) -> list[Found]:
+    """The value of each rank, in the order of ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _put_together(pieces: Sequence[tuple[Tensor, Any]]) -> Any:
+    """Rows of parts of a mini-batch, in its own order."""
+    order = torch.cat([places for places, _ in pieces]).argsort()
+    return torch.cat([rows for _, rows in pieces])[order]
