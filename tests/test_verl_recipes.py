@@ -129,6 +129,7 @@ def made_small(name: str, folder: Path) -> list[str]:
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
         "actor_rollout_ref.rollout.dtype": "float32",
         "critic.model.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.strategy": "fsdp",
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
         "trainer.n_gpus_per_node": 1,
@@ -180,6 +181,23 @@ def test_a_recipe_is_sampled_by_vllm(kind: str, tmp_path: Path, monkeypatch: pyt
     sizes = [f"actor_rollout_ref.rollout.{size}" for size in ("gpu_memory_utilization=0.05", "enforce_eager=True")]
     assert of_script == [f"{ENGINE}=vllm"]
     check_run(name, [*small, *of_script, *sizes])
+
+
+SMALL_LAYOUTS: dict[str, dict[str, str]] = {
+    "run_deepseek_math_gsm8k_megatron": {},
+    "run_qwen2-7b_math_gsm8k_megatron": {},
+}
+"""Sizes that fit a tiny model on four devices, where those of the script do not."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL_LAYOUTS)
+def test_a_recipe_runs_in_megatron(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("megatron.core")
+    sizes = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in SMALL_LAYOUTS[name].items()]
+    chosen = "actor_rollout_ref.actor.strategy=megatron"
+    check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=4", chosen, *sizes])
 
 
 @pytest.mark.slow

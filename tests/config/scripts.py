@@ -147,6 +147,8 @@ _MEGATRON = {
     **_without(_BASE, "_offload", "use_remove_padding", "enable_gradient_checkpointing"),
     **_data(_GSM8K_AND_MATH),
     **_MEGATRON_SIZES,
+    "actor_rollout_ref.actor.strategy": "megatron",  # as in the ppo_megatron_trainer.yaml that they name
+    "critic.strategy": "megatron",
     "data.max_prompt_length": "1024",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "4",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "4",

@@ -393,7 +393,77 @@ CASES |= {
         *((ACTOR, PACKS), ("actor_rollout_ref.ref", PACKS), ("critic", "critic.model.use_remove_padding")),
     )
 }
+ON_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=4"]
+SIZES = f"{ACTOR}.megatron"
+CASES |= {
+    "megatron_has_all_models": (
+        [*ON_MEGATRON, "critic.strategy=fsdp"],
+        "critic.strategy",
+        f"fsdp contradicts {ACTOR}.strategy=megatron",
+        ["critic.strategy=megatron"],
+    ),
+    "megatron_has_the_reference_too": (
+        [*ON_MEGATRON, f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.ref.strategy=fsdp2"],
+        "actor_rollout_ref.ref.strategy",
+        f"fsdp2 contradicts {ACTOR}.strategy=megatron",
+        ["actor_rollout_ref.ref.strategy=megatron"],
+    ),
+    "megatron_has_one_layout": (
+        [*ON_MEGATRON, f"{SIZES}.tensor_model_parallel_size=2", "critic.megatron.tensor_model_parallel_size=1"],
+        "critic.megatron.tensor_model_parallel_size",
+        f"1 contradicts {SIZES}.tensor_model_parallel_size=2: all models of a run share a layout",
+        ["critic.megatron.tensor_model_parallel_size=2"],
+    ),
+    "megatron_has_one_layout_with_the_reference": (
+        [
+            *ON_MEGATRON,
+            f"{ACTOR}.use_kl_loss=True",
+            f"{SIZES}.pipeline_model_parallel_size=2",
+            "actor_rollout_ref.ref.megatron.override_transformer_config={num_layers_in_first_pipeline_stage: 1}",
+        ],
+        "actor_rollout_ref.ref.megatron.override_transformer_config",
+        f"its num_layers_in_first_pipeline_stage contradicts that of {SIZES}.override_transformer_config",
+        [f"{SIZES}.override_transformer_config={{num_layers_in_first_pipeline_stage: 1}}"],
+    ),
+    "megatron_sizes_divide_the_devices": (
+        [*ON_MEGATRON, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.pipeline_model_parallel_size=3"],
+        f"{SIZES}.tensor_model_parallel_size",
+        "= 6 does not divide the 4 devices",
+        [f"{SIZES}.pipeline_model_parallel_size=2"],
+    ),
+    "megatron_experts_divide_the_devices": (
+        [*ON_MEGATRON, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.expert_model_parallel_size=4"],
+        f"{SIZES}.expert_model_parallel_size",
+        "expert 4 x expert tensor 2",
+        [f"{SIZES}.expert_tensor_parallel_size=1"],
+    ),
+    "megatron_pieces_have_a_pipeline": (
+        [*ON_MEGATRON, f"{SIZES}.virtual_pipeline_model_parallel_size=2"],
+        f"{SIZES}.virtual_pipeline_model_parallel_size",
+        "2 pieces take turns on a pipeline",
+        [f"{SIZES}.pipeline_model_parallel_size=2"],
+    ),
+    "megatron_has_whole_sequences": (
+        [*ON_MEGATRON, f"{SIZES}.context_parallel_size=2"],
+        f"{SIZES}.context_parallel_size",
+        "2 devices for each sequence are not supported",
+        [f"{SIZES}.context_parallel_size=1"],
+    ),
+    "megatron_trains_whole_models": (
+        [*ON_MEGATRON, "actor_rollout_ref.model.lora_rank=8"],
+        "actor_rollout_ref.model.lora_rank",
+        "8 asks for adapters",
+        ["actor_rollout_ref.model.lora_rank=0"],
+    ),
+    "megatron_has_one_model_at_a_time": (
+        [*ON_MEGATRON, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"],
+        f"{ACTOR}.kl_loss_type",
+        "full runs the reference beside the policy",
+        [f"{ACTOR}.kl_loss_type=low_var_kl"],
+    ),
+}
 NOT_TAKEN_BY_VERL = {
+    *(name for name in CASES if name.startswith("megatron_")),
     *(name for name in CASES if name.startswith(("rows_of_", "shared_rows_of_"))),
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(

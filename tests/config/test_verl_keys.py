@@ -66,8 +66,8 @@ def test_two_names_in_one_file_that_disagree_are_refused(tmp_path):
     ("override", "why"),
     [
         ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
-        ("+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=3", "Megatron"),
+        ("actor_rollout_ref.actor.megatron.use_dist_checkpointing=True", "Hugging Face directory"),
+        ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.num_layers=3", "config.json"),
         ("actor_rollout_ref.model.lora.rank=8", "lora_rank"),
         ("reward_model.model.override_config={rope_theta: 1}", "config.json"),
         ("distillation.enabled=True", "teacher"),
@@ -83,8 +83,8 @@ def test_what_verl_would_act_on_is_refused(override, why):
 
 
 def test_what_is_read_nowhere_is_noted_by_name_and_reason():
-    notes = load("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.rollout.scheduling_policy=lifo").notes
-    assert "no effect: actor_rollout_ref.actor.strategy=megatron (tether trains with an engine of its own)" in notes
+    notes = load("actor_rollout_ref.actor.megatron.seed=7", "actor_rollout_ref.rollout.scheduling_policy=lifo").notes
+    assert any("actor.megatron.seed=7 (weights are read, never drawn" in note for note in notes)
     assert any("scheduling_policy=lifo (tether sets up its inference servers" in note for note in notes)
 
 
@@ -182,6 +182,19 @@ def test_verls_own_configurations_stand_for_its_defaults(files, name, path):
     output = command(*path, f"--config-name={name}", "data.train_batch_size=512")
     assert f"note: {name.removesuffix('.yaml')} stands for verl's defaults" in output
     assert output.endswith("sound\n")
+
+
+def test_verls_megatron_configuration_chooses_megatron(files):
+    for name in ("ppo_megatron_trainer", "ppo_trainer"):
+        config = load_config(Path(f"{name}.yaml"), BASE).config
+        expected = "megatron" if "megatron" in name else "fsdp"
+        assert (config.actor_rollout_ref.actor.strategy, config.critic.strategy) == (expected, expected)
+    folder = files(mine="defaults: [ppo_megatron_trainer, _self_]\ndata: {train_batch_size: 512}\n")
+    assert load(path=folder / "mine.yaml").config.actor_rollout_ref.actor.strategy == "megatron"
+    folder = files(
+        mine="defaults: [actor@actor_rollout_ref.actor: megatron_actor, _self_]\ndata: {train_batch_size: 512}\n"
+    )
+    assert load(path=folder / "mine.yaml").config.critic.strategy == "megatron"
 
 
 def test_a_configuration_is_named_as_hydra_names_it(files):

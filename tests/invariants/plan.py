@@ -49,6 +49,8 @@ def _entries(
 def _leaf(value: Any) -> str | None:
     if isinstance(value, LEAVES):
         return repr(value)
+    if isinstance(value, Tensor) and value.is_meta:
+        return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {hashlib.sha1(content).hexdigest()}"
@@ -108,7 +110,10 @@ class GivenEngine:
         self.model, self.given, self.options = model, given, options
 
     def export(self) -> WeightUpdate:
-        return WeightUpdate(0, self.model.state_dict().items())
+        return WeightUpdate(0, [(name, value) for name, value in self.model.state_dict().items() if not value.is_meta])
+
+    def place(self) -> tuple[int, bool]:
+        return 0, True
 
 
 class Loader:

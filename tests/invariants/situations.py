@@ -194,6 +194,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
     return {
         "data.train_files": [f"{folder / 'ragged.jsonl'}"],
         f"{ROLLOUT}.name": ["vllm"],
+        **{f"{role}.strategy": ["megatron"] for role in ("actor_rollout_ref.ref", "critic")},
         f"{ROLLOUT}.server_urls": ["[http://127.0.0.1:9]"],
         f"{ROLLOUT}.load_format": ["auto"],
         f"{ROLLOUT}.engine_kwargs.vllm": ["{swap_space: 3}"],

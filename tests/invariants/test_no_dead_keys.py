@@ -139,6 +139,8 @@ class Bench:
         patch.setattr(rewards, "RewardPool", self.pools)
         patch.setattr(roles, "_start_group", OnRanks)
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
+        if HAS_MEGATRON:
+            patch.setattr(importlib.import_module("tether.training.engines.megatron"), "MegatronEngine", GivenEngine)
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),
             (learners, "load_critic", deepcopy),
@@ -198,6 +200,7 @@ def untimed(metrics: Mapping[str, float]) -> dict[str, float | str]:
     }
 
 
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 HAS_ENVS = importlib.util.find_spec("gymnasium") is not None
 needs_envs = pytest.mark.skipif(not HAS_ENVS, reason="embodied runs need gymnasium")
 
@@ -245,6 +248,8 @@ def is_read_by_text_runs(path: str) -> bool:
 
 @pytest.mark.parametrize("path", filter(is_read_by_text_runs, live_keys()))
 def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench) -> None:
+    if ".megatron." in path:
+        pytest.importorskip("megatron.core")
     assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 
 

@@ -1,6 +1,7 @@
 """Training on several devices: the run of one device, and checkpoints without a number of devices."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def same(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
-def saved_again(inputs: Path, folder: Path, devices: int, checkpoint: Path) -> bool:
+def saved_again(inputs: Path, folder: Path, devices: int, checkpoint: Path, more: Sequence[str] = ()) -> bool:
     """Whether a run that resumes on so many devices holds the bits of the checkpoint."""
-    run = build_run(load_config(None, overrides(inputs, folder, devices, 3)))
+    run = build_run(load_config(None, [*overrides(inputs, folder, devices, 10), *more]))
     try:
         for role, learner in (("actor", run.trainer.actor), ("critic", run.trainer.critic)):
             again = folder / f"again_{devices}"

@@ -19,6 +19,7 @@ from tether.assembly.learners import (
     critic_engine,
     load_policy,
     load_reference,
+    load_value_model,
 )
 from tether.assembly.run import Run, build_run
 from tether.batch import TrainBatch
@@ -153,7 +154,9 @@ def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) 
 def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
     config = config_of(inputs, *GAE, *overrides)
     read = build_inputs(config)
-    critic = build_critic(config, critic_engine(config, read.critic_path, CPU, read.tokenizer, 3, tmp_path))
+    critic = build_critic(
+        config, critic_engine(config, load_value_model(config, read.critic_path, CPU), read.tokenizer, 3, tmp_path)
+    )
     assert critic.loss.function == expected
 
 

@@ -38,9 +38,10 @@ from tether.models.language.save import join_parts, write_model
 from tether.models.language.unread import is_unread
 from tether.rollout.native import eos_token_ids
 from tether.training.division import mini_batches
-from tether.training.engines.fsdp import FsdpEngine, move_state
+from tether.training.engines.fsdp import FsdpEngine
 from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
+from tether.training.engines.optimizer import move_state
 from tether.training.engines.shares import join_shares
 from tether.training.protocol import LossSpec, UpdatePlan
 from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward

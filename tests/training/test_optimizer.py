@@ -23,6 +23,17 @@ from tether.training.engines.optimizer import OptimizerOptions, build_adamw, lea
         (OptimizerOptions(1.0, schedule="cosine", total_steps=4, min_lr_ratio=0.2), [1, 0.6 + 0.4 / math.sqrt(2), 0.6]),
         # a whole wave: down, and up again
         (OptimizerOptions(1.0, schedule="cosine", total_steps=4, num_cycles=1.0), [1, 0.5, 0, 0.5, 1]),
+        # towards a rate above 0, and there before the run ends
+        (OptimizerOptions(1.0, schedule="linear", total_steps=4, min_lr=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
+        (OptimizerOptions(1.0, schedule="linear", total_steps=9, decay_steps=2), [1, 0.5, 0, 0]),
+        (OptimizerOptions(1.0, warmup_steps=2, warmup_init=0.5), [0.5, 0.75, 1, 1]),
+        # sqrt(1 / step) after one step of warm-up
+        (OptimizerOptions(1.0, schedule="inverse-square-root", warmup_steps=1), [0, 1, 0.5**0.5, 3**-0.5, 0.5]),
+        # 1 until two steps before the end, then down: half-way 1/2, and 2 * 0.5^0.5 - 1
+        (OptimizerOptions(1.0, schedule="WSD", total_steps=4, wsd_steps=2, wsd_style="linear"), [1, 1, 1, 0.5, 0]),
+        (OptimizerOptions(1.0, schedule="WSD", total_steps=4, wsd_steps=2), [1, 1, 1, math.sqrt(2) - 1, 0]),
+        (OptimizerOptions(1.0, schedule="WSD", total_steps=2, wsd_steps=2, wsd_style="cosine"), [1, 0.5, 0]),
+        (OptimizerOptions(1.0, schedule="WSD", total_steps=4, wsd_steps=4, wsd_style="minus_sqrt"), [1, 0.5]),
         # all warm-up: nothing is left to divide by
         (OptimizerOptions(1.0, schedule="cosine", warmup_steps=2, total_steps=2), [0, 0.5, 1]),
     ],

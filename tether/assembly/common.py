@@ -102,17 +102,23 @@ def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, 
 def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
     """Optimizer and schedule of one model."""
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    schedule = optim.lr_scheduler_type if optim.lr_decay_style == "constant" else optim.lr_decay_style
     return OptimizerOptions(
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
         eps=optim.eps,
         grad_clip=optim.clip_grad,
-        schedule=optim.lr_scheduler_type,
+        schedule=schedule,
         warmup_steps=warmup,
         total_steps=total_steps,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
+        min_lr=0.0 if schedule == "constant" else optim.min_lr,
+        warmup_init=optim.lr_warmup_init,
+        decay_steps=optim.lr_decay_steps,
+        wsd_steps=optim.lr_wsd_decay_steps,
+        wsd_style=optim.lr_wsd_decay_style,
     )
 
 

@@ -263,20 +263,11 @@ def build_reference(config: RunConfig, engine: PolicyEngine) -> Reference:
     return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding))
 
 
-def critic_engine(
-    config: RunConfig,
-    path: Path | str,
-    device: torch.device,
-    tokenizer: PreTrainedTokenizerBase,
-    total_steps: int,
-    incidents: Path | None,
-    make: MakeEngine = LocalEngine,
-    *,
-    unread: bool = False,
-) -> Any:
-    """The engine of the critic at `path`."""
+def load_value_model(
+    config: RunConfig, path: Path | str, device: torch.device, *, unread: bool = False
+) -> PreTrainedModel:
+    """The critic at `path`, to train."""
     critic = config.critic
-    packed = critic.model.use_remove_padding
     model = load_critic(
         path,
         dtype=torch.float32,
@@ -287,6 +278,20 @@ def critic_engine(
     on_device(model, device)
     if critic.model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
+    return model
+
+
+def critic_engine(
+    config: RunConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    incidents: Path | None,
+    make: MakeEngine = LocalEngine,
+) -> Any:
+    """What runs and updates the critic."""
+    critic = config.critic
+    packed = critic.model.use_remove_padding
     return make(
         model,
         _update_micro(config, critic, packed),

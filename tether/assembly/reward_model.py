@@ -14,7 +14,7 @@ from tether.assembly.number_formats import DTYPES, number_format
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import ScoringServerConfig
-from tether.execution import Group, ShardedEngine
+from tether.execution import Group, Replicas, ShardedEngine
 from tether.models.language.critic import check_reward_model, load_reward_model
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
@@ -94,7 +94,7 @@ def build_reward_model(config: RunConfig, group: Group | None = None) -> Rewards
         engine = reward_engine(config, resolve_device(config.trainer.device))
     else:
         assign = balanced if config.trainer.balance_batch else in_order
-        engine = ShardedEngine(group, SCORER, assign=assign)
+        engine = ShardedEngine(group, SCORER, Replicas.in_a_row(group.size, 1), assign)
     return ModelRewards(RewardModel(engine, _reader(config, path)))
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from tether.assembly.inputs import Inputs
 from tether.assembly.learners import (
     Reference,
     Role,
@@ -26,18 +25,21 @@ from tether.assembly.learners import (
     critic_engine,
     load_policy,
     load_reference,
+    load_value_model,
     needs_full_kl,
     reference_engine,
     reference_ranks,
     sequence_ranks,
 )
+from tether.assembly.megatron import megatron_parts, uses_megatron
 from tether.assembly.number_formats import DTYPES
+from tether.assembly.parts import RankSampler, Sources
 from tether.assembly.reward_model import SCORER, asks_reward_model, reward_engine
 from tether.assembly.servers import PolicyCard, build_servers
-from tether.batch import RolloutBatch, TrainBatch
+from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import SERVERS, CriticConfig, TrainedFsdpConfig
-from tether.execution import Group, ShardedEngine, ShardedSampler
+from tether.execution import Group, Replicas, ShardedEngine, ShardedSampler
 from tether.models.language.unread import is_unread
 from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
@@ -53,20 +55,6 @@ from tether.training.text import PolicyOutputs, ValueOutputs
 
 
 @dataclass(frozen=True)
-class Sources:
-    """The sources of the models of a run; picklable, for they are built where they run."""
-
-    model_path: Path | str
-    critic_path: Path | str
-    """Of the checkpoint, where there is one."""
-    tokenizer: PreTrainedTokenizerBase
-    checkpoint: Path | None
-    device: torch.device
-    total_steps: int
-    incidents: Path
-
-
-@dataclass(frozen=True)
 class Roles:
     """The models of a run."""
 
@@ -76,32 +64,6 @@ class Roles:
     reference: Reference | None
     """None where no KL is estimated from it."""
     sampler: RolloutEngine
-
-
-class RankSampler:
-    """Samples on one rank, with a whole copy of the actor's weights."""
-
-    def __init__(self, engine: NativeEngine, actor: Any) -> None:
-        self._engine, self._actor = engine, actor
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take over the actor's weights."""
-        self._engine.load_weights(self._actor.export())
-
-    def generate(self, *arguments: Any) -> RolloutBatch:
-        """See `RolloutEngine.generate`."""
-        return self._engine.generate(*arguments)
-
-    def ends(self) -> frozenset[int]:
-        """Tokens that end a response."""
-        return self._engine.eos_token_ids
-
-
-def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **rest: Any) -> Sources:
-    """`rest`: the other fields."""
-    critic = checkpoint / "critic" if checkpoint else inputs.critic_path
-    return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **rest)
 
 
 def build_roles(
@@ -131,13 +93,10 @@ def build_roles(
         served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
         return _roles(config, engines, served or engines["sampler"], sources.total_steps)
     group.build(build_parts, config, sources)
-    parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
-    if config.critic.enable:
-        parts["critic"] = sequence_ranks(config, config.critic)
-    if asks_reference(config):
-        parts["reference"] = reference_ranks(config)
     assign = balanced if config.trainer.balance_batch else in_order
-    engines = {name: ShardedEngine[Any](group, name, sequence, assign) for name, sequence in parts.items()}
+    engines = {
+        name: ShardedEngine[Any](group, name, replicas, assign) for name, replicas in _replicas(config, group).items()
+    }
     first_rank = [(), *[None] * (group.size - 1)]
     if config.actor_rollout_ref.rollout.name in SERVERS:
         card = group.call("card", "read", first_rank)[0]
@@ -145,6 +104,18 @@ def build_roles(
     else:
         sampler = ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0])
     return _roles(config, engines, sampler, sources.total_steps)
+
+
+def _replicas(config: RunConfig, group: Group) -> dict[str, Replicas]:
+    """Of each model, which ranks share its rows."""
+    parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
+    if config.critic.enable:
+        parts["critic"] = sequence_ranks(config, config.critic)
+    if asks_reference(config):
+        parts["reference"] = reference_ranks(config)
+    if uses_megatron(config):
+        return dict.fromkeys(parts, Replicas.asked(group, "actor"))
+    return {name: Replicas.in_a_row(group.size, each) for name, each in parts.items()}
 
 
 def _served(
@@ -181,7 +152,8 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
             options["optimizer_rests_on_host"] = settings.optimizer_offload
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
-    parts = _engines(config, sources, make, sharded=True) | {"trace": ProcessTrace()}
+    models = megatron_parts(config, sources) if uses_megatron(config) else _engines(config, sources, make, sharded=True)
+    parts = models | {"trace": ProcessTrace()}
     if asks_reward_model(config):
         parts[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
     return parts
@@ -213,16 +185,8 @@ def _engines(config: RunConfig, sources: Sources, make: Callable[[Role], Any], *
         )
         parts["sampler"] = RankSampler(native, actor) if sharded else native
     if config.critic.enable:
-        parts["critic"] = critic_engine(
-            config,
-            sources.critic_path,
-            sources.device,
-            tokenizer,
-            steps,
-            incidents,
-            make(config.critic),
-            unread=sharded,
-        )
+        critic = load_value_model(config, sources.critic_path, sources.device, unread=sharded)
+        parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
     if reference is not None and asks_reference(config):
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference.model is policy:  # with LoRA

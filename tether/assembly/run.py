@@ -31,6 +31,7 @@ from tether.assembly.common import (
     find_start,
 )
 from tether.assembly.inputs import Inputs, build_inputs
+from tether.assembly.megatron import check_megatron
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -39,9 +40,10 @@ from tether.assembly.off_policy import (
     build_rollout_files,
     old_log_probs_from,
 )
+from tether.assembly.parts import sources_of
 from tether.assembly.reward_model import reward_model_path
 from tether.assembly.rewards import build_rewards
-from tether.assembly.roles import build_group, build_roles, sources_of
+from tether.assembly.roles import build_group, build_roles
 from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
@@ -53,6 +55,7 @@ from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
+from tether.tools import ToolPool
 from tether.trainer import (
     Persistence,
     SamplingAhead,
@@ -94,7 +97,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         tools = build_tool_pool(config)
         if tools:
             resources.callback(tools.close)
-        inputs = build_inputs(config, tools)
+        inputs = _inputs(config, tools)
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
@@ -197,6 +200,13 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
         return None
     few = [prompts[row].token_ids for row in range(min(ROWS, len(prompts)))]
     return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
+
+
+def _inputs(config: RunConfig, tools: ToolPool | None) -> Inputs:
+    """What a run reads, fit for the engine that trains on it."""
+    inputs = build_inputs(config, tools)
+    check_megatron(config, inputs.model_path, inputs.critic_path)
+    return inputs
 
 
 def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:

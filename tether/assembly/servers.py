@@ -41,13 +41,14 @@ class PolicyCard:
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> PolicyCard:
-        """Of a whole model."""
+        """Of a whole model, or of one without its weights."""
         seen: set[int] = set()
         names = set()
         for name, value in policy.state_dict(keep_vars=True).items():
-            if value.data_ptr() in seen:
+            place = id(value) if value.is_meta else value.data_ptr()
+            if place in seen:
                 names.add(name)
-            seen.add(value.data_ptr())
+            seen.add(place)
         ends = eos_token_ids(policy)
         return cls(policy.config, policy.generation_config, ends, policy.dtype, frozenset(names))
 

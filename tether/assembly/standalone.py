@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tether.assembly.inputs import build_dataset, build_tokenizer
-from tether.assembly.learners import build_critic, critic_engine, update_plan
+from tether.assembly.learners import build_critic, critic_engine, load_value_model, update_plan
 from tether.assembly.loading import load_engine
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
@@ -156,7 +156,9 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     path = resolve_model_path(config.critic.model.path, cache_dir())
     tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    learner = build_critic(config, critic_engine(config, path, device, tokenizer, steps, incidents=None))
+    learner = build_critic(
+        config, critic_engine(config, load_value_model(config, path, device), tokenizer, steps, incidents=None)
+    )
     assert isinstance(learner.loss.function, CriticLoss)
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))

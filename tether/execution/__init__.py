@@ -3,7 +3,7 @@
 `ray_group` starts the processes in a `cluster`; both are imported only where they are used, since Ray is an extra.
 """
 
-from tether.execution.handles import ShardedEngine, ShardedSampler
+from tether.execution.handles import Replicas, ShardedEngine, ShardedSampler
 from tether.execution.worker import Group
 
-__all__ = ["Group", "ShardedEngine", "ShardedSampler", "cluster", "ray_group"]
+__all__ = ["Group", "Replicas", "ShardedEngine", "ShardedSampler", "cluster", "ray_group"]

@@ -27,23 +27,45 @@ LINEAR = 24576
 (verl's figure)."""
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Which ranks share their rows, and which of them answers."""
+
+    of: tuple[int, ...]
+    """Of each rank the number of its replica."""
+    speakers: tuple[int, ...]
+    """Of each replica the rank that has the model's outputs."""
+
+    @classmethod
+    def in_a_row(cls, ranks: int, each: int) -> Replicas:
+        """Of so many ranks that follow one another; the first of them answers."""
+        return cls(tuple(rank // each for rank in range(ranks)), tuple(range(0, ranks, each)))
+
+    @classmethod
+    def asked(cls, group: Group, part: str) -> Replicas:
+        """As the ranks themselves know: each says its replica, and whether it answers for it."""
+        places: list[tuple[int, bool]] = group.call(part, "place", [()] * group.size)
+        speakers = {replica: rank for rank, (replica, speaks) in enumerate(places) if speaks}
+        return cls(tuple(replica for replica, _ in places), tuple(speakers[number] for number in sorted(speakers)))
+
+
 class ShardedEngine(Generic[Outputs]):
-    """Stands for the `FsdpEngine` of each rank; see `tether.training.protocol.Engine`.
+    """Stands for the `FsdpEngine` or `MegatronEngine` of each rank; see `tether.training.protocol.Engine`.
 
     Args:
         group: the ranks.
         part: what the engine is called there.
-        sequence: ranks that share their rows, see `tether.training.engines.fsdp.Sharding`.
-        assign: which rank gets which rows.
+        replicas: ranks that share their rows.
+        assign: which replica gets which rows.
     """
 
-    def __init__(self, group: Group, part: str, sequence: int = 1, assign: Assign = balanced) -> None:
-        self._group, self._part, self._sequence, self._assign = group, part, sequence, assign
+    def __init__(self, group: Group, part: str, replicas: Replicas, assign: Assign = balanced) -> None:
+        self._group, self._part, self._replicas, self._assign = group, part, replicas, assign
         self.version = 0
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         """See `tether.training.protocol.Engine.infer`."""
-        dealt = self._assign(_work(batch), self._group.size // self._sequence)
+        dealt = self._assign(_work(batch), len(self._replicas.speakers))
         # A rank without rows runs along on one that is another's.
         found = self._call_groups("infer", [(batch[torch.tensor(rows or [0])], forward) for rows in dealt])
         answers = [(answer, torch.tensor(rows)) for answer, rows in zip(found, dealt, strict=True) if rows]
@@ -55,7 +77,7 @@ class ShardedEngine(Generic[Outputs]):
         """See `tether.training.protocol.Engine.update`."""
         minis = mini_batches(batch.response_mask, plan, step)
         work = _work(batch)
-        shares = divide(minis, work, self._group.size // self._sequence, self._assign)
+        shares = divide(minis, work, len(self._replicas.speakers), self._assign)
         found = self._call_groups("learn", [(batch[rows], loss, plan, parts, step) for rows, parts in shares])
         self.version += 1
         outputs, places = [], []
@@ -107,9 +129,9 @@ class ShardedEngine(Generic[Outputs]):
         self.version = max(self._call("load_state", [(file,)] * self._group.size))
 
     def _call_groups(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Of each group of ranks that share their rows, the answer of the first."""
-        every = [given for given in arguments for _ in range(self._sequence)]
-        return self._call(method, every)[:: self._sequence]
+        """The answer of each replica, whose ranks all get the same."""
+        every = self._call(method, [arguments[replica] for replica in self._replicas.of])
+        return [every[rank] for rank in self._replicas.speakers]
 
     def _call(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         return self._group.call(self._part, method, arguments)

@@ -195,7 +195,6 @@ def test_values_of_embodied_runs(imported, overrides, native):
         (TEXT, "data.type=vision_language", "text prompts"),
         (TEXT, "algorithm.loss_agg_func=mean", "no such aggregation"),
         (TEXT, "critic.use_critic_model=False", "needs values"),
-        (TEXT, "actor.model.tensor_model_parallel_size=2", "one device"),
         (TEXT, "runner.seq_length=[1]", "is not a whole number above 0"),
         (TEXT, "algorithm.sampling_params.top_k=many", "many is of the wrong type"),
         (EMBODIED, "algorithm.loss_agg_func=mean", "no such aggregation"),

@@ -63,6 +63,7 @@ def test_the_text_example():
     config = load_config(HERE / "page_reasoning.yaml", []).config
     actor = config.actor_rollout_ref.actor
     assert config.critic.enable
+    assert (actor.strategy, config.critic.strategy) == ("megatron", "megatron")
     assert (config.algorithm.adv_estimator, config.algorithm.gamma, config.algorithm.lam) == ("gae", 1.0, 1.0)
     assert (actor.clip_ratio_c, config.critic.cliprange_value, actor.loss_agg_mode) == (3.0, 0.2, "token-mean")
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (4, 2)

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tether.config import ConfigError
-from tether.config.importers.rlinf.importer import _is_without_effect
+from tether.config.importers.rlinf.importer import _without_effect
 from tether.config.importers.rlinf.rows import NoEffect, to
 from tether.config.importers.rlinf.values import RESOLVERS, resolvers, values_of
 from tether.config.loading.compose import compose
@@ -20,7 +20,7 @@ def composed(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text.replace("HERE", str(tmp_path)))
         path = tmp_path / "run.yaml"
-        return compose(path, read_yaml(path), _is_without_effect)
+        return compose(path, read_yaml(path), _without_effect)
 
     return run
 

@@ -33,21 +33,21 @@ class Entry:
 
 
 def compose(
-    path: Path, tree: Mapping[object, object], is_built_in: Callable[[str], bool]
+    path: Path, tree: Mapping[object, object], built_in: Callable[[str], Mapping[object, object] | None]
 ) -> tuple[dict[str, object], list[Problem]]:
     """Put the presets of a file under its own keys.
 
     Args:
         path: the file, beside which its presets are looked up.
         tree: its content, still with `defaults` and `hydra`.
-        is_built_in: of a group and name, whether that preset may be missing: it says nothing that a run needs to know.
+        built_in: of a group and name, what a preset says that may be missing; None: it may not.
 
     Raises:
         ConfigError: a preset is no YAML file.
     """
     problems: list[Problem] = []
     folders = (path.parent, *_search_path(tree))
-    lookup = _Lookup(folders, is_built_in, problems)
+    lookup = _Lookup(folders, built_in, problems)
     layers = list(_layers(tree, Entry(path.stem, ""), lookup, (path.stem,)))
     merged = OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=False)
     assert isinstance(merged, dict)
@@ -57,7 +57,7 @@ def compose(
 @dataclass(frozen=True)
 class _Lookup:
     folders: Sequence[Path]
-    is_built_in: Callable[[str], bool]
+    built_in: Callable[[str], Mapping[object, object] | None]
     problems: list[Problem]
 
 
@@ -78,7 +78,9 @@ def _layers(
             yield from _layers(read_yaml(file), entry, lookup, (*stack, entry.name))
         elif file is not None:
             lookup.problems.append(Problem("defaults", f"{entry.name} includes itself", "take the entry out"))
-        elif not lookup.is_built_in(entry.name):
+        elif (shipped := lookup.built_in(entry.name)) is not None:
+            yield from _layers(shipped, entry, lookup, stack) if shipped else ()
+        else:
             lookup.problems.append(_missing(entry, lookup.folders))
 
 

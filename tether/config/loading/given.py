@@ -58,15 +58,17 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     problems: list[Problem] = []
     notes: list[str] = []
     parsed, unreadable = parse_overrides(overrides)
-    shipped = path is not None and path.stem in composed_files() and not path.is_file()
-    tree = {} if path is None or shipped else read_yaml(path)
+    shipped = composed_files().get(path.stem) if path is not None and not path.is_file() else None
+    tree = shipped if shipped is not None else {} if path is None else read_yaml(path)
     if path is not None and is_rlinf(tree):
         imported = import_file(path, parsed)
         given, parsed = _translated(imported, path.name), list(imported.rest)
         problems += [*imported.refusals(), *imported.problems]
         notes += _import_notes(imported, path)
-    elif path is not None and shipped:
+    elif path is not None and shipped is not None:
         notes.append(f"{path.stem} stands for verl's defaults; docs/coming-from-verl.md lists those that differ here")
+        chosen = [item for name in shipped for item in _flatten(str(name), shipped[name])]
+        problems += _store(given, chosen, path.stem, 0)
     elif path is not None:
         tree, missing = _composed(path, tree)
         problems += missing
@@ -89,7 +91,7 @@ def _composed(path: Path, tree: dict[object, object]) -> tuple[dict[object, obje
     """The keys of a file over those of Hydra's defaults list, of which verl's own files say nothing new."""
     if not {"defaults", "hydra"} & tree.keys():
         return tree, []
-    composed, problems = compose(path, tree, composed_files().__contains__)
+    composed, problems = compose(path, tree, composed_files().get)
     hydra = tree.get("hydra")
     rest = {name: value for name, value in hydra.items() if name != "searchpath"} if isinstance(hydra, dict) else None
     return composed | ({"hydra": rest} if rest else {}), problems

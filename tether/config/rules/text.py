@@ -12,6 +12,7 @@ from functools import reduce
 from tether.config.problems import Problem
 from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
+from tether.config.rules.megatron import MEGATRON_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
 from tether.config.rules.rewards import REWARD_RULES
@@ -287,6 +288,7 @@ RULES: tuple[Rule, ...] = (
     *REWARD_RULES,
     *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
+    *MEGATRON_RULES,
 )
 EMBODIED_RULES: tuple[Rule, ...] = (
     ACTOR_WARMUP,

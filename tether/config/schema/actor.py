@@ -6,8 +6,13 @@ from typing import Annotated, Literal
 
 from tether.config.schema.algorithm import KlKind
 from tether.config.schema.engine import (
+    IN_SHARDS,
+    MEGATRON,
     ON_RANKS,
+    MegatronConfig,
     RefFsdpConfig,
+    RefMegatronConfig,
+    Strategy,
     TrainedFsdpConfig,
 )
 from tether.config.schema.optim import OptimConfig
@@ -119,9 +124,12 @@ class ActorConfig(Section):
     optim: Annotated[OptimConfig, EMBODIED_TOO]
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
-    ulysses_sequence_parallel_size: Annotated[Positive, ON_RANKS] = 1
+    strategy: Annotated[Strategy, ON_RANKS] = "fsdp"
+    """Engine of several devices: FSDP2 (fsdp and fsdp2 are the same here) or megatron; one device needs neither."""
+    ulysses_sequence_parallel_size: Annotated[Positive, IN_SHARDS] = 1
     """Devices that share each packed row of tokens (Ulysses): for rows that are too long for one."""
     fsdp_config: TrainedFsdpConfig
+    megatron: Annotated[MegatronConfig, MEGATRON]
     use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
     """Another name of model.use_remove_padding."""
     tau_pos: Annotated[PositiveFloat, SAPO, EMBODIED_TOO] = 1.0
@@ -149,8 +157,11 @@ class RefConfig(Section):
         ActsIf(".log_prob_use_dynamic_bsz", on=(True,)),
     ]
     """Tokens a forward pass when log_prob_use_dynamic_bsz is on."""
+    strategy: Annotated[Strategy, Inherits("actor_rollout_ref.actor.strategy"), ON_RANKS]
+    """Engine of several devices: the actor's."""
     ulysses_sequence_parallel_size: Annotated[
-        Positive, Inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size"), ON_RANKS
+        Positive, Inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size"), IN_SHARDS
     ]
     """Devices that share each packed row of tokens."""
     fsdp_config: RefFsdpConfig
+    megatron: Annotated[RefMegatronConfig, MEGATRON]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from tether.config.schema.actor import LossAggMode
-from tether.config.schema.engine import ON_RANKS
+from tether.config.schema.engine import IN_SHARDS, MEGATRON, ON_RANKS, CriticMegatronConfig, Strategy
 from tether.config.schema.model import CriticModelConfig
 from tether.config.schema.optim import CriticOptimConfig
 from tether.config.schema.section import (
@@ -66,6 +66,9 @@ class CriticConfig(Section):
     optim: CriticOptimConfig
     grad_clip: Annotated[PositiveFloat | None, AliasOf(".optim.clip_grad")] = None
     """Another name of optim.clip_grad."""
-    ulysses_sequence_parallel_size: Annotated[Positive, ON_RANKS] = 1
+    strategy: Annotated[Strategy, Inherits("actor_rollout_ref.actor.strategy"), ON_RANKS]
+    """Engine of several devices: the actor's."""
+    ulysses_sequence_parallel_size: Annotated[Positive, IN_SHARDS] = 1
     """Devices that share each packed row of tokens; needs critic.model.use_remove_padding."""
+    megatron: Annotated[CriticMegatronConfig, MEGATRON]
     model: CriticModelConfig

@@ -1,4 +1,4 @@
-"""Number formats and shards, in the section that actor, reference and critic share."""
+"""Number formats, shards and Megatron's parallel sizes, in the sections that actor, reference and critic share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from tether.config.schema.section import ActsIf, Inherits, Says, Section
+from tether.config.schema.section import ActsIf, Inherits, Options, Positive, Says, Section
 
 SHORT = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 """Short names of number formats."""
@@ -27,6 +27,11 @@ Reduce = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_spelled_out)
 Shards = Annotated[int, AfterValidator(_whole_number), Says("a whole number above 0 (-1: all)")]
 ON_RANKS = ActsIf("trainer.n_gpus_per_node", off=(1,), other=ActsIf("trainer.nnodes", off=(1,)))
 """Acts where several devices train."""
+STRATEGY = "actor_rollout_ref.actor.strategy"
+"""Chooses the engine of several devices for all models of a run."""
+IN_SHARDS = ActsIf(STRATEGY, off=("megatron",))
+MEGATRON = ActsIf(STRATEGY, on=("megatron",))
+Strategy = Literal["fsdp", "fsdp2", "megatron"]
 
 
 class FsdpConfig(Section):
@@ -39,13 +44,13 @@ class FsdpConfig(Section):
 class ShardConfig(FsdpConfig):
     """`*.fsdp_config`: the number format, and how several devices share the model."""
 
-    fsdp_size: Annotated[Shards, ON_RANKS] = -1
+    fsdp_size: Annotated[Shards, IN_SHARDS] = -1
     """Devices among which the weights are cut; fewer than there are: so many copies of the model; -1: all devices."""
-    reshard_after_forward: Annotated[bool, ON_RANKS] = True
+    reshard_after_forward: Annotated[bool, IN_SHARDS] = True
     """Gather a layer's weights again for the backward pass: less memory, more to send."""
-    param_offload: Annotated[bool, ON_RANKS] = False
+    param_offload: Annotated[bool, IN_SHARDS] = False
     """Keep the weights in the host's memory while the model does not run."""
-    offload_policy: Annotated[bool, ON_RANKS] = False
+    offload_policy: Annotated[bool, IN_SHARDS] = False
     """Keep weights, gradients and optimizer in the host's memory; a layer's weights come when it runs."""
 
 
@@ -59,13 +64,82 @@ class RefFsdpConfig(ShardConfig):
 class MixedPrecisionConfig(Section):
     """`*.fsdp_config.mixed_precision`: formats beside that of the forward and backward pass."""
 
-    reduce_dtype: Annotated[Reduce, ON_RANKS] = "float32"
+    reduce_dtype: Annotated[Reduce, IN_SHARDS] = "float32"
     """Number format in which gradients are summed over devices."""
 
 
 class TrainedFsdpConfig(ShardConfig):
     """That of a model that is trained."""
 
-    optimizer_offload: Annotated[bool, ON_RANKS] = False
+    optimizer_offload: Annotated[bool, IN_SHARDS] = False
     """Keep the optimizer's state in the host's memory between updates."""
     mixed_precision: MixedPrecisionConfig
+
+
+class MegatronConfig(Section):
+    """`actor.megatron`: how several devices share the model, and what of Megatron's own config is changed."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Devices that share each layer's matrices; best within one machine."""
+    pipeline_model_parallel_size: Positive = 1
+    """Devices that have some layers each, one after the other."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Pieces of the model on each device of a pipeline, which take turns: less idle time, more to send."""
+    context_parallel_size: Positive = 1
+    """Devices that share each sequence; so far 1."""
+    expert_model_parallel_size: Positive = 1
+    """Devices among which the experts of a layer are dealt."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Devices that share each expert's matrices; null: as tensor_model_parallel_size."""
+    sequence_parallel: bool = True
+    """Tensor-parallel devices hold a part of the tokens each where they share no matrix: less memory."""
+    override_transformer_config: Options
+    """Fields of Megatron's TransformerConfig to change, such as num_layers_in_first_pipeline_stage."""
+    param_offload: bool = False
+    """Keep the weights in the host's memory while the model does not run."""
+    grad_offload: bool = False
+    """Give the memory of the gradients back between updates."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in the host's memory between updates."""
+    use_distributed_optimizer: bool = True
+    """Data-parallel devices keep a part of the optimizer's state each."""
+
+
+def _actors(name: str) -> Inherits:
+    return Inherits(f"actor_rollout_ref.actor.megatron.{name}")
+
+
+class RefMegatronConfig(Section):
+    """`ref.megatron`: as the actor's, whose devices the reference shares."""
+
+    tensor_model_parallel_size: Annotated[Positive, _actors("tensor_model_parallel_size")]
+    """Devices that share each layer's matrices."""
+    pipeline_model_parallel_size: Annotated[Positive, _actors("pipeline_model_parallel_size")]
+    """Devices that have some layers each."""
+    virtual_pipeline_model_parallel_size: Annotated[Positive | None, _actors("virtual_pipeline_model_parallel_size")]
+    """Pieces of the model on each device of a pipeline."""
+    context_parallel_size: Annotated[Positive, _actors("context_parallel_size")]
+    """Devices that share each sequence."""
+    expert_model_parallel_size: Annotated[Positive, _actors("expert_model_parallel_size")]
+    """Devices among which the experts of a layer are dealt."""
+    expert_tensor_parallel_size: Annotated[Positive | None, _actors("expert_tensor_parallel_size")]
+    """Devices that share each expert's matrices."""
+    sequence_parallel: Annotated[bool, _actors("sequence_parallel")]
+    """Tensor-parallel devices hold a part of the tokens each where they share no matrix."""
+    override_transformer_config: Annotated[
+        dict[str, object], Says("a {key: value} mapping"), _actors("override_transformer_config")
+    ]
+    """Fields of Megatron's TransformerConfig to change."""
+    param_offload: Annotated[bool, _actors("param_offload")]
+    """Keep the weights in the host's memory while the model does not run."""
+
+
+class CriticMegatronConfig(RefMegatronConfig):
+    """`critic.megatron`: as the actor's, whose devices the critic shares."""
+
+    grad_offload: Annotated[bool, _actors("grad_offload")]
+    """Give the memory of the gradients back between updates."""
+    optimizer_offload: Annotated[bool, _actors("optimizer_offload")]
+    """Keep the optimizer's state in the host's memory between updates."""
+    use_distributed_optimizer: Annotated[bool, _actors("use_distributed_optimizer")]
+    """Data-parallel devices keep a part of the optimizer's state each."""

@@ -12,9 +12,13 @@ from tether.config.schema.section import (
     Fraction,
     NonNegative,
     OffOrEvery,
+    Positive,
     PositiveFloat,
     Section,
 )
+
+FALLS = ActsIf(".lr_scheduler_type", off=("constant",), other=ActsIf(".lr_decay_style", off=("constant",)))
+WSD = ActsIf(".lr_decay_style", on=("WSD",))
 
 
 class OptimConfig(Section):
@@ -36,9 +40,27 @@ class OptimConfig(Section):
     """AdamW's term in the denominator."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """The learning rate after the warm-up."""
-    min_lr_ratio: Annotated[Fraction, ActsIf(".lr_scheduler_type", on=("cosine", "linear"))] = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """Megatron's name of the schedule; where it is not constant, it decides. WSD: constant, then a short decay."""
+    lr_decay_steps: Annotated[Positive | None, FALLS] = None
+    """Training steps until the rate is at its lowest, warm-up included; null: all."""
+    min_lr: Annotated[NonNegative, FALLS] = 0.0
+    """The rate falls from lr towards it. (Megatron's; min_lr_ratio is a share of lr.)"""
+    lr_warmup_init: NonNegative = 0.0
+    """The rate that the warm-up begins at."""
+    lr_wsd_decay_steps: Annotated[Positive | None, WSD] = None
+    """WSD: steps of the decay at the end; null: a tenth of lr_decay_steps."""
+    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = "exponential"
+    """WSD: shape of that decay."""
+    min_lr_ratio: Annotated[
+        Fraction,
+        ActsIf(".lr_scheduler_type", on=("cosine", "linear"), other=ActsIf(".lr_decay_style", on=("cosine", "linear"))),
+    ] = 0.0
     """Cosine and linear: the rate never falls below this share of lr."""
-    num_cycles: Annotated[PositiveFloat, ActsIf(".lr_scheduler_type", on=("cosine",))] = 0.5
+    num_cycles: Annotated[
+        PositiveFloat,
+        ActsIf(".lr_scheduler_type", on=("cosine",), other=ActsIf(".lr_decay_style", on=("cosine",))),
+    ] = 0.5
     """Cosine: periods over the run; 0.5 ends at the minimum."""
     warmup_style: Annotated[Literal["constant", "cosine"] | None, AliasOf(".lr_scheduler_type")] = None
     """Older name of lr_scheduler_type."""

@@ -69,9 +69,9 @@ def renamed(path: str) -> str:
 
 
 @cache
-def composed_files() -> frozenset[str]:
-    """Configuration files that verl ships, without their ending; they hold its defaults."""
-    return frozenset(_file()["files"])
+def composed_files() -> dict[str, dict[Any, Any]]:
+    """Configuration files that verl ships, without their ending, and what they say beside its defaults."""
+    return {name: {} for name in _file()["files"]} | _file()["says"]
 
 
 def unread_problems(given: Mapping[str, Any], values: Mapping[str, object]) -> list[Problem]:

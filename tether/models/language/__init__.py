@@ -5,6 +5,8 @@
 
 __all__ = [
     "critic",
+    "empty",
+    "fused_experts",
     "gradient_checkpointing",
     "load",
     "lora",

@@ -151,6 +151,17 @@ def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
+    """A new critic of the class that `load_critic` gives for a model with this config.
+
+    Raises:
+        ValueError: transformers has no class for it.
+    """
+    config.num_labels = 1
+    for_sequences = (config.architectures or [""])[0].endswith(CRITIC_CLASSES[1])
+    return _empty_critic(config, _CLASS_OF_CONFIG[1:] if for_sequences else _CLASS_OF_CONFIG)
+
+
 def _empty_critic(config: PreTrainedConfig, classes: Sequence[Any]) -> PreTrainedModel:
     for class_of in classes:
         if type(config) in class_of:

@@ -6,4 +6,4 @@ Only `layout` loads without Megatron (``pip install "tether[megatron]"``). A pro
 
 from tether.models.megatron.layout import Layout, check
 
-__all__ = ["Layout", "check", "cpu", "families", "groups", "model"]
+__all__ = ["Layout", "check", "cpu", "families", "groups", "head", "layout", "model"]

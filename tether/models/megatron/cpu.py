@@ -149,6 +149,9 @@ def _answer_megatron_differently() -> None:
         return self if _is_megatron(sys._getframe(1)) else module_move(self, *args, **kwargs)
 
     Tensor.type, Tensor.cuda, torch.nn.Module.cuda = type_, cuda, module_cuda  # type: ignore[assignment,method-assign]
+    # Recomputation keeps and restores the states of a device's generator.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
     # No random numbers are drawn: dropout is always off and weights are loaded.
     megatron_random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tether.models.megatron.splits import Slices
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class GivenTensors:
+    """Whole tensors by the names of files."""
+
+    folder = "the weights that were given"
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Slices:
+        return _Whole(self._tensors[name])
+
+
+class _Whole:
+    """See `Slices`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: tuple[slice, ...] | slice) -> Tensor:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
 
 
 class WeightFiles:

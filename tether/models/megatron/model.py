@@ -120,13 +120,13 @@ class MegatronModel:
         head: ValueHead = self.chunks[-1].output_layer
         return head.values(states)
 
-    def load(self, folder: Path | str) -> None:
-        """Read this rank's slices of the safetensors of a directory that transformers saved.
+    def load(self, source: Path | str | Mapping[str, Tensor]) -> None:
+        """Read this rank's slices of the safetensors of a directory that transformers saved, or of whole tensors.
 
         Raises:
             ValueError: no safetensors, a tensor that they lack, or one of another shape.
         """
-        load_weights(self._placed(), Path(folder))
+        load_weights(self._placed(), Path(source) if isinstance(source, str) else source)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor under the name and in the shape in which transformers saves it, on each rank.

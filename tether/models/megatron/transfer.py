@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.core import parallel_state as groups
 from torch import Tensor
 
 from tether.models.megatron.families import has_value_bias
-from tether.models.megatron.files import WeightFiles
+from tether.models.megatron.files import GivenTensors, WeightFiles
 from tether.models.megatron.layout import Layout, experts_of
 from tether.models.megatron.mapping import Held, held_tensors
 from tether.models.megatron.splits import Whole
@@ -43,10 +44,11 @@ class Placed:
         return held_tensors(self.hf_config, self.role, has_value_bias(self.hf_config))
 
 
-def load_weights(model: Placed, folder: Path) -> None:
-    """Read this rank's slices of safetensors; see `tether.models.megatron.model.MegatronModel.load`."""
+def load_weights(model: Placed, source: Path | Mapping[str, Tensor]) -> None:
+    """Read this rank's slices; see `tether.models.megatron.model.MegatronModel.load`."""
     here = _tensors_here(model)
-    with WeightFiles(folder) as files, torch.no_grad():
+    opened = WeightFiles(source) if isinstance(source, Path) else nullcontext(GivenTensors(source))
+    with opened as files, torch.no_grad():
         for held in model.held():
             expert_rank, place = _place(model, held)
             is_here = place in here and expert_rank == _expert_rank(held)
@@ -119,7 +121,7 @@ def _ranks(held: Held) -> tuple[int, int, Any]:
     return dist.get_rank(group), dist.get_world_size(group), group
 
 
-def _fill(tensor: Tensor, held: Held, files: WeightFiles) -> None:
+def _fill(tensor: Tensor, held: Held, files: WeightFiles | GivenTensors) -> None:
     rank, ranks, _ = _ranks(held)
     part = held.split.read([files[name] for name in held.hf_names], rank, ranks)
     if part.shape != tensor.shape:

@@ -34,7 +34,7 @@ from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import tensors_of
 from tether.training.engines.copies import empty_copy, kept, kept_tree, with_weights
-from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.engines.optimizer import OptimizerOptions, move_state
 from tether.training.engines.ranks import RanksEngine, from_all
 from tether.training.engines.shares import Writing, writers
 from tether.training.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
@@ -279,12 +279,6 @@ class _Root(nn.Module):
             return None, []
         outputs = outputs.clone()
         return outputs, tensors_of(outputs)
-
-
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move what an optimizer keeps for each weight; its count of steps stays where it is."""
-    for moments in optimizer.state.values():
-        moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})
 
 
 def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding: Sharding) -> Any:

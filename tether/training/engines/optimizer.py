@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +24,56 @@ class OptimizerOptions:
     total_steps: int = 1
     min_lr_ratio: float = 0.0
     num_cycles: float = 0.5
+    min_lr: float = 0.0
+    """What the rate falls towards."""
+    warmup_init: float = 0.0
+    decay_steps: int | None = None
+    """Steps after which it has arrived there; None: `total_steps`."""
+    wsd_steps: int | None = None
+    """Of ``WSD``, steps of its decay; None: a tenth of `decay_steps`."""
+    wsd_style: str = "exponential"
 
 
 def learning_rate(options: OptimizerOptions, step: int) -> float:
     """Learning rate of training step `step`, counted from 0.
 
-    Warm-up is linear from 0 over `warmup_steps`; afterwards ``constant``; ``linear``: ``lr * max(min, 1 - progress)``;
-    or ``cosine``: ``lr * max(min, (1 + min) / 2 + (1 - min) / 2 * cos(2 pi num_cycles progress))``.
+    Warm-up is linear from `warmup_init` over `warmup_steps`; afterwards the rate is ``min_lr + (lr - min_lr) * share``
+    with a share (`_share`) that begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at least
+    `min_lr`. The shapes are those of Megatron-core's ``OptimizerParamScheduler`` and, with `min_lr_ratio` and
+    `num_cycles`, of transformers' cosine schedule.
     """
     if step < options.warmup_steps:
-        return options.lr * step / options.warmup_steps
+        return options.warmup_init + (options.lr - options.warmup_init) * step / options.warmup_steps
+    if options.schedule == "inverse-square-root":
+        return max(options.min_lr, options.lr * math.sqrt(max(1, options.warmup_steps) / max(1, step)))
+    return options.min_lr + (options.lr - options.min_lr) * _share(options, step)
+
+
+def _share(options: OptimizerOptions, step: int) -> float:
+    """``constant``: 1; ``linear``: ``max(min, 1 - progress)``; ``cosine``: ``max(min, (1 + min) / 2 + (1 - min) / 2 *
+    cos(2 pi num_cycles progress))``; ``WSD`` (warm-up, stable, decay): 1 until the last `wsd_steps`.
+    """
     if options.schedule == "constant":
-        return options.lr
-    progress = (step - options.warmup_steps) / max(1, options.total_steps - options.warmup_steps)
+        return 1.0
+    end = options.decay_steps or options.total_steps
+    progress = min(1.0, (step - options.warmup_steps) / max(1, end - options.warmup_steps))
     low = options.min_lr_ratio
     if options.schedule == "linear":
-        return options.lr * max(low, 1 - progress)
-    wave = math.cos(2 * math.pi * options.num_cycles * progress)
-    return options.lr * max(low, (1 + low) / 2 + (1 - low) / 2 * wave)
+        return max(low, 1 - progress)
+    if options.schedule == "cosine":
+        wave = math.cos(2 * math.pi * options.num_cycles * progress)
+        return max(low, (1 + low) / 2 + (1 - low) / 2 * wave)
+    length = options.wsd_steps or max(1, end // 10)
+    decayed = min(1.0, max(0.0, (step - (end - length)) / length))
+    return WSD_SHAPES[options.wsd_style](decayed)
+
+
+WSD_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda decayed: 1 - decayed,
+    "cosine": lambda decayed: 0.5 + 0.5 * math.cos(math.pi * decayed),
+    "exponential": lambda decayed: 2 * 0.5**decayed - 1,
+    "minus_sqrt": lambda decayed: 1 - math.sqrt(decayed),
+}
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -> torch.optim.AdamW:
@@ -56,3 +88,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move what an optimizer keeps for each weight; its count of steps stays where it is."""
+    for moments in optimizer.state.values():
+        moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tensordict import TensorClass
@@ -19,7 +20,7 @@ from tether.kernels import select_rows
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
 from tether.models.layers import SequenceRanks
-from tether.models.output import KeptSets, full_kl_of_hidden, lm_head_of, token_log_probs
+from tether.models.output import KeptSets, LogProbs, full_kl_of_hidden, lm_head_of, token_log_probs
 from tether.training.text.packing import TokenRows, token_rows
 
 
@@ -78,14 +79,29 @@ class PolicyForward:
         ranks: SequenceRanks | None = None,
     ) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token, computed where `ranks` have it."""
-        rows, head, kept = token_rows(batch, packed=self.packed, ranks=ranks), lm_head_of(model), None
-        if batch.kept is not None:
-            kept = on_device(KeptSets.read(batch.kept, rows.slots, len(head.weight)), head.weight.device)
-        rows = on_device(rows, head.weight.device)
+        head = lm_head_of(model)
+        rows = on_device(token_rows(batch, packed=self.packed, ranks=ranks), head.weight.device)
         states = select_rows(_states(model, rows), rows.predicts)
-        tokens = token_log_probs(
-            states,
-            head,
+        outputs = self.outputs(batch, rows, partial(token_log_probs, states, head), len(head.weight))
+        if self.with_full_kl:
+            outputs.full_kl = rows.scatter(self._full_kl(model, states, rows, reference))
+        return outputs
+
+    def outputs(
+        self, batch: TrainBatch, rows: TokenRows, log_probs: Callable[..., LogProbs], vocabulary: int
+    ) -> PolicyOutputs:
+        """What is asked for but the full KL.
+
+        Args:
+            batch: the rows.
+            rows: the same for the model, on its device.
+            log_probs: gives those of targets [M]; the keywords are those of `token_log_probs`.
+            vocabulary: tokens of the head.
+        """
+        kept = None
+        if batch.kept is not None:
+            kept = on_device(KeptSets.read(batch.kept, rows.slots.cpu(), vocabulary), rows.slots.device)
+        tokens = log_probs(
             rows.targets,
             temperature=self.temperature,
             kept=kept,
@@ -96,7 +112,6 @@ class PolicyForward:
             log_probs=rows.scatter(tokens.log_probs),
             entropy=rows.scatter(tokens.entropy) if tokens.entropy is not None else None,
             sum_pi_squared=rows.scatter(tokens.sum_pi_squared) if tokens.sum_pi_squared is not None else None,
-            full_kl=rows.scatter(self._full_kl(model, states, rows, reference)) if self.with_full_kl else None,
             batch_size=batch.batch_size,
         )
 
@@ -129,14 +144,26 @@ class ValueForward:
         """Value before each response token, and after the last where that is asked for."""
         head = value_head_of(model)
         rows = on_device(token_rows(batch, packed=self.packed, ranks=ranks), next(head.parameters()).device)
-        states = _states(model, rows)
+        return self.outputs(batch, rows, _states(model, rows), partial(values_from_hidden, head=head))
+
+    def outputs(
+        self, batch: TrainBatch, rows: TokenRows, states: Tensor, values: Callable[[Tensor], Tensor]
+    ) -> ValueOutputs:
+        """What is asked for.
+
+        Args:
+            batch: the rows.
+            rows: the same for the model, on its device.
+            states: [N, E] under the head.
+            values: gives those of states.
+        """
         after = None
         if self.with_bootstrap:
             here = batch.truncated.to(states.device) & (rows.ends >= 0)
-            after = torch.where(here, values_from_hidden(states[rows.ends], head), 0.0)
-            after = after if ranks is None else ranks.sum(after)
+            after = torch.where(here, values(states[rows.ends]), 0.0)
+            after = after if rows.ranks is None else rows.ranks.sum(after)
         return ValueOutputs(
-            values=rows.scatter(values_from_hidden(select_rows(states, rows.predicts), head)),
+            values=rows.scatter(values(select_rows(states, rows.predicts))),
             bootstrap_values=after,
             batch_size=batch.batch_size,
         )

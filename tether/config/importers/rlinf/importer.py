@@ -94,8 +94,8 @@ def is_rlinf(tree: Mapping[object, object]) -> bool:
     return marked and not native & set(map(str, tree))
 
 
-def _is_without_effect(preset: str) -> bool:
-    return preset.split("/")[0] in HARMLESS
+def _without_effect(preset: str) -> dict[object, object] | None:
+    return {} if preset.split("/")[0] in HARMLESS else None
 
 
 def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
@@ -108,7 +108,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     Raises:
         ConfigError: the file or a preset of it cannot be read at all.
     """
-    tree, problems = compose(path, read_yaml(path), _is_without_effect)
+    tree, problems = compose(path, read_yaml(path), _without_effect)
     tree = _override(tree, [override for override in overrides if _section(override) in MARKS])
     task = _task(tree)
     if isinstance(task, Problem):

@@ -35,9 +35,12 @@ FILTER_GROUPS = "algorithm.filter_groups"
 UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
 ITS_OWN = NoEffect("the model's own config.json says so")
-MEGATRON = NoEffect("acts inside Megatron, and the native engine trains here")
+MEGATRON = NoEffect("tether sets up Megatron by itself")
 READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
-ONE_DEVICE = Refuses("tether trains on one device so far", fine=(1, None))
+SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
 
@@ -178,6 +181,11 @@ def decay_length(section: str) -> Convert:
     return convert
 
 
+def given(value: object, values: Values) -> object:
+    """Null says nothing."""
+    return UNSET if value is None else value
+
+
 def recomputed(value: object, values: Values) -> object:
     """RLinf recomputes log-probs wherever it is to correct for the sampler's."""
     return not (values.get("algorithm.recompute_logprobs", True) or values.get("algorithm.importance_sampling_fix"))
@@ -188,7 +196,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
     optim, schedule = f"{section}.optim", f"{section}.lr_sched"
     return {
         f"{section}.group_name": NAME,
-        f"{section}.training_backend": NoEffect("one device trains with the native engine, to the same result"),
+        f"{section}.training_backend": to(f"{native}.strategy", by=only(("fsdp", "megatron"), "no such backend")),
         f"{section}.strategy": SHARDS,
         f"{section}.mcore_gpt": MEGATRON,
         f"{section}.spec_name": MEGATRON,
@@ -200,11 +208,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.model.precision": to(f"{fsdp}.dtype", by=model_format(section)),
         f"{section}.model.model_path": to(f"{model}.path", by=path),
         f"{section}.model.model_type": ITS_OWN,
-        f"{section}.model.tensor_model_parallel_size": ONE_DEVICE,
-        f"{section}.model.pipeline_model_parallel_size": ONE_DEVICE,
-        f"{section}.model.context_parallel_size": ONE_DEVICE,
-        f"{section}.model.expert_model_parallel_size": ONE_DEVICE,
-        f"{section}.model.expert_tensor_parallel_size": ONE_DEVICE,
+        **{f"{section}.model.{size}": to(f"{native}.megatron.{size}", by=given) for size in SIZES},
         f"{section}.model.recompute_granularity": to(f"{model}.enable_gradient_checkpointing", by=recomputes(section)),
         f"{section}.model.recompute_*": MEGATRON,
         f"{section}.model.seq_length": NoEffect("lengths follow from runner.seq_length"),
@@ -213,7 +217,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.model.add_bias_linear": ITS_OWN,
         f"{section}.model.normalization": ITS_OWN,
         f"{section}.model.position_embedding_type": ITS_OWN,
-        f"{section}.model.sequence_parallel": MEGATRON,
+        f"{section}.model.sequence_parallel": to(f"{native}.megatron.sequence_parallel"),
         f"{section}.model.apply_rope_fusion": MEGATRON,
         f"{section}.model.bias_dropout_fusion": MEGATRON,
         f"{section}.model.bias_activation_fusion": MEGATRON,
@@ -233,7 +237,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{optim}.min_lr": NoEffect("the schedule ends at lr_sched.min_lr"),
         f"{optim}.bf16": NoEffect("weights and optimizer state stay fp32"),
         f"{optim}.fp16": Refuses("number formats are bf16 and fp32", fine=(False, None)),
-        f"{optim}.use_distributed_optimizer": MEGATRON,
+        f"{optim}.use_distributed_optimizer": to(f"{native}.megatron.use_distributed_optimizer"),
         f"{optim}.overlap_*": MEGATRON,
         f"{optim}.optimizer_enable_pin": MEMORY,
         f"{schedule}.max_lr": to(f"{native}.optim.lr"),

@@ -1,0 +1,103 @@
+"""Runs that Megatron trains: those of one process, checkpoints of any layout, and what is refused before."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import save_tiny
+from tests.trainer.test_devices import overrides, saved_again
+from tests.trainer.tiny_run import measured, train, weights, write_inputs
+from tether.assembly.run import build_run
+from tether.config import load_config
+from tether.metrics.loggers.jsonl import read_samples
+
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core: pip install 'tether[megatron]'")
+ACTOR = "actor_rollout_ref.actor"
+SIZES = f"{ACTOR}.megatron"
+STRATEGY = f"{ACTOR}.strategy=megatron"
+TP, PP = f"{SIZES}.tensor_model_parallel_size", f"{SIZES}.pipeline_model_parallel_size"
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def close(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    for step in range(1, STEPS + 1):
+        assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
+        for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/kl_loss"):
+            assert found[step][name] == pytest.approx(expected[step][name], rel=1e-2, abs=1e-5)
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_layouts_train_as_one_process_and_resume_each_others_checkpoints(inputs: Path, tmp_path: Path) -> None:
+    """Steps of one process, of TP 2 x PP 2, and of PP 2 that continues where TP 2 x PP 2 stopped."""
+    pytest.importorskip("ray")
+    kl = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.optim.lr=1e-4", "critic.optim.lr=1e-4"]
+    one = train([*overrides(inputs, tmp_path / "one", 1, STEPS), *kl])
+    four = [STRATEGY, f"{TP}=2", f"{PP}=2", *kl]
+    train([*overrides(inputs, tmp_path / "split", 4, STEPS // 2), *four])
+    checkpoint = tmp_path / f"split/global_step_{STEPS // 2}"
+    assert saved_again(inputs, tmp_path / "split", 1, checkpoint, kl)
+    two = [STRATEGY, f"{PP}=2", *kl]
+    assert saved_again(inputs, tmp_path / "split", 2, checkpoint, two)
+    resumed = train([*overrides(inputs, tmp_path / "split", 2, STEPS), *two])
+    assert read_samples(resumed) == read_samples(one)
+    close(measured(resumed), measured(one))
+    left, right = weights(one / f"global_step_{STEPS}"), weights(resumed / f"global_step_{STEPS}")
+    for name in left:
+        torch.testing.assert_close(right[name], left[name], rtol=1e-2, atol=1e-4)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "heads": ([f"{TP}=8", "trainer.n_gpus_per_node=8"], f"{TP}=8 cannot split 4 attention heads"),
+    "layers": ([f"{PP}=4"], f"{PP}=4: cannot deal out 2 layers over 4 pipeline ranks"),
+    "experts": ([f"{SIZES}.expert_model_parallel_size=2"], f"{SIZES}.expert_model_parallel_size=2: LlamaConfig has no"),
+    "unknown key": (
+        [f"{SIZES}.override_transformer_config={{recompute_granularty: full}}"],
+        f"{SIZES}.override_transformer_config.recompute_granularty",
+    ),
+    "key set elsewhere": (
+        [f"{SIZES}.override_transformer_config={{num_layers: 3}}"],
+        f"{SIZES}.override_transformer_config.num_layers=3: follows from the model",
+    ),
+    "layers of a stage": (
+        [f"{SIZES}.override_transformer_config={{num_layers_in_last_pipeline_stage: two}}"],
+        "num_layers_in_last_pipeline_stage='two': is not a whole number above 0",
+    ),
+}
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", BAD)
+def test_a_layout_that_does_not_fit_is_refused_before_it_starts(name: str, inputs: Path, tmp_path: Path) -> None:
+    bad, message = BAD[name]
+    with pytest.raises(ValueError) as error:
+        build_run(load_config(None, [*overrides(inputs, tmp_path, 4, 1), STRATEGY, *bad]))
+    assert message in str(error.value)
+
+
+@needs_megatron
+def test_a_model_without_a_mapping_is_refused(inputs: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "gemma", "gemma2")
+    given = [*overrides(inputs, tmp_path, 2, 1), STRATEGY, f"actor_rollout_ref.model.path={tmp_path / 'gemma'}"]
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM: has no mapping to Megatron. .*strategy=fsdp"):
+        build_run(load_config(None, given))
+
+
+def test_without_megatron_the_extra_is_named(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("megatron") else found(name))
+    with pytest.raises(ValueError, match=r"strategy=megatron: needs the package megatron-core, .*'tether\[megatron\]'"):
+        build_run(load_config(None, [*overrides(inputs, tmp_path, 2, 1), STRATEGY]))

@@ -1,0 +1,252 @@
+"""What the ranks of a layout do in test_megatron.py: update a tiny model as one process does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy, same_bits, weights
+from tests.training.batches import gradients as local_gradients
+from tests.training.fsdp_ranks import OPTIONS, costs
+from tests.training.test_fsdp import same_state, saved_state
+from tether.batch import TrainBatch
+from tether.checkpoints import save_state
+from tether.models.language.empty import empty_model
+from tether.models.language.save import write_model
+from tether.models.megatron import Layout
+from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
+from tether.training.engines.incident import replay
+from tether.training.engines.local import LocalEngine
+from tether.training.engines.megatron import MegatronEngine, MegatronOptions
+from tether.training.engines.megatron_shards import main_grad
+from tether.training.protocol import LossSpec, Updated, UpdatePlan
+from tether.training.text.forward import PolicyForward, ValueForward
+from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
+from tether.training.text.micro_batches import MicroBatching
+
+LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))
+SELECTING = LossSpec(
+    PolicyForward(),
+    PolicyLoss("clip_cov"),
+    TokenSelection("clip_cov", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 0.2,
+                                "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}),
+)  # fmt: skip
+VALUES = LossSpec(ValueForward(), CriticLoss())
+PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
+ONE_ROW, FOUR_ROWS, TOKENS = MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)
+BAD_ROW = 3
+MEMORY = ("weights_rest_on_host", "gradients_rest", "optimizer_rests_on_host")
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative to the size of the expected tensor, at the worst parameter."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+def make_megatron(model: PreTrainedModel, micro: MicroBatching, layout: Layout, **rest: Any) -> MegatronEngine[Any]:
+    """An engine with the weights of a whole model, which is a policy where it has an output head."""
+    role = "policy" if model.get_output_embeddings() is not None else "critic"
+    names = [field.name for field in dataclasses.fields(MegatronOptions)]
+    options = {name: rest.pop(name) for name in names if name in rest}
+    return MegatronEngine(
+        empty_model("", model.config, critic=role == "critic"),
+        micro,
+        rest.pop("optimizer", OPTIONS),
+        weights=dict(model.state_dict()),
+        device=torch.device("cpu"),
+        role=role,
+        options=MegatronOptions(layout, **options),
+        compute_dtype=rest.pop("compute_dtype", model.dtype),
+        **rest,
+    )
+
+
+def share(
+    engine: MegatronEngine[Any], batch: TrainBatch, minis: list[MiniBatch], assign: Assign = balanced
+) -> tuple[Tensor, list[MiniBatch]]:
+    """The rows of this rank's replica, and its part of each mini-batch."""
+    return divide(minis, costs(batch), len(engine.speakers), assign)[engine.place()[0]]
+
+
+def learn(engine: MegatronEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> Updated:
+    """An update of which each replica gets its rows only."""
+    rows, parts = share(engine, batch, mini_batches(batch.response_mask, plan, step))
+    return engine.learn(batch[rows], loss, plan, parts, step)
+
+
+def whole_gradients(
+    engine: MegatronEngine[Any], batch: TrainBatch, loss: LossSpec, assign: Assign = balanced
+) -> dict[str, Tensor]:
+    """The gradient of the loss of all rows as one mini-batch, by the names of transformers."""
+    minis = mini_batches(batch.response_mask, UpdatePlan(mini_batch_rows=len(batch)), 0)
+    rows, (part,) = share(engine, batch, minis, assign)
+    engine.accumulate_gradients(batch[rows][part.rows], loss, part.sizes)
+    with engine.shards.holding([main_grad(shard.parameter) for shard in engine.shards]):
+        return whole_weights(engine)
+
+
+def whole_weights(engine: MegatronEngine[Any]) -> dict[str, Tensor]:
+    """As exported, on each rank."""
+    return {name: tensor.clone() for name, tensor in engine.export().tensors}
+
+
+def gradients(estimator: str, layout: Layout) -> Iterator[tuple[str, float]]:
+    """How far gradients of a policy are from one process's, for several ways to cut the rows."""
+    batch = make_batch(make_policy(), make_critic(), estimator)
+    engine = make_engine(make_policy())
+    engine.accumulate_gradients(batch, LOSS)
+    expected = local_gradients(engine.model)
+    for micro in (ONE_ROW, FOUR_ROWS, TOKENS):
+        yield (
+            f"{estimator}, {micro}",
+            distance(whole_gradients(make_megatron(make_policy(), micro, layout), batch, LOSS), expected),
+        )
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    engine = make_megatron(make_policy(), TOKENS, layout, overrides=recomputed)
+    yield f"{estimator}, recomputed", distance(whole_gradients(engine, batch, LOSS), expected)
+
+
+def critic_gradients(layout: Layout) -> Iterator[tuple[str, float]]:
+    """The same of a critic."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_critic())
+    engine.accumulate_gradients(batch, VALUES)
+    megatron = make_megatron(make_critic(), FOUR_ROWS, layout)
+    yield "critic", distance(whole_gradients(megatron, batch, VALUES), local_gradients(engine.model))
+
+
+def averaged_gradients(layout: Layout) -> float:
+    """The negative control: denominators of the rows of a replica."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_policy())
+    engine.accumulate_gradients(batch, LOSS)
+    megatron = make_megatron(make_policy(), FOUR_ROWS, layout)
+    rows, _ = share(megatron, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+    megatron.accumulate_gradients(batch[rows[: len(rows) // 2 + 1]], LOSS)
+    with megatron.shards.holding([main_grad(shard.parameter) for shard in megatron.shards]):
+        return distance(whole_weights(megatron), local_gradients(engine.model))
+
+
+def inferred(layout: Layout) -> dict[str, float]:
+    """How far outputs of this replica's rows are from those of one process, at the worst token; of a speaker."""
+    policy, critic = make_policy(), make_critic()
+    batch = make_batch(policy, critic)
+    whole = PolicyForward(temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
+    far = {}
+    for model, forward in ((policy, whole), (critic, ValueForward(with_bootstrap=True))):
+        with torch.no_grad():
+            expected = forward(model, batch)
+        engine = make_megatron(model, FOUR_ROWS, layout, optimizer=None)
+        rows, _ = share(engine, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+        found = engine.infer(batch[rows], forward)
+        assert (found is not None) == engine.place()[1] or dist.get_world_size() > len(engine.speakers)
+        for field in dataclasses.fields(expected):
+            value = getattr(expected, field.name)
+            if value is not None and found is not None:
+                assert value.abs().sum() > 0
+                far[field.name] = float((getattr(found, field.name) - value[rows]).abs().max())
+    return far
+
+
+def updates(loss: LossSpec, layout: Layout, **options: Any) -> tuple[float, dict[str, float], dict[str, float], float]:
+    """How far weights are after an update, metrics here and of one process, and how far log-probs are."""
+    batch = make_batch(make_policy(), make_critic())
+    engine, megatron = make_engine(make_policy(), FOUR_ROWS), make_megatron(make_policy(), FOUR_ROWS, layout, **options)
+    for step in range(2):
+        expected, found = engine.update(batch, loss, PLAN, step), learn(megatron, batch, loss, PLAN, step)
+    rows, parts = share(megatron, batch, mini_batches(batch.response_mask, PLAN, 1))
+    first = torch.cat([part.rows for part in parts if part.epoch == 0])  # later epochs deal rows to other ranks
+    far = 0.0
+    if found.outputs is not None:
+        far = float((found.outputs.log_probs[first] - expected.outputs.log_probs[rows][first]).abs().max())
+    return distance(whole_weights(megatron), weights(engine.model)), found.metrics, expected.metrics, far
+
+
+def narrow(layout: Layout) -> tuple[float, float]:
+    """How far weights are that were updated in bfloat16 beside float32 masters; and the masters themselves."""
+    batch = make_batch(make_policy(), make_critic())
+    for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        setattr(batch, name, getattr(batch, name).float())
+    policies = [make_policy(dtype=torch.float32, tie_word_embeddings=True) for _ in range(2)]
+    engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=torch.bfloat16)
+    megatron = make_megatron(policies[1], FOUR_ROWS, layout, compute_dtype=torch.bfloat16)
+    for step in range(2):
+        engine.update(batch, LOSS, PLAN, step)
+        learn(megatron, batch, LOSS, PLAN, step)
+    exported, whole = whole_weights(megatron), megatron.whole_model()
+    assert engine.masters
+    assert all(value.dtype == torch.bfloat16 for value in exported.values())
+    with engine.masters.installed():
+        expected = weights(engine.model)
+    found = weights(whole) if whole is not None else expected
+    assert all(value.dtype == torch.float32 for value in found.values())
+    rounded = {name: tensor.float() for name, tensor in exported.items()}
+    return distance(found, expected), distance(rounded, {name: expected[name] for name in rounded})
+
+
+def skipped(folder: Path, layout: Layout) -> tuple[float, float, list[int]]:
+    """Skipped updates, how far weights moved, and the bad rows of the incident that was kept."""
+    batch = make_batch(make_policy(), make_critic())
+    batch.advantages[BAD_ROW, 0] = math.nan
+    megatron = make_megatron(make_policy(), FOUR_ROWS, layout, incident_dir=folder)
+    updated = learn(megatron, batch, LOSS, UpdatePlan(ROWS))
+    moved = distance(whole_weights(megatron), weights(make_policy()))
+    dist.barrier()
+    return updated.metrics["skipped_updates"], moved, replay(folder / "step_1") if dist.get_rank() == 0 else []
+
+
+def resumed(folder: Path, layout: Layout) -> bool:
+    """State goes from one process to these ranks and back without a bit lost, and so do the weights."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_policy(), FOUR_ROWS)
+    engine.update(batch, LOSS, PLAN, 0)
+    state, before = copy.deepcopy(engine.state_dict()), weights(engine.model)
+    megatron = make_megatron(engine.model, FOUR_ROWS, layout, save=write_model)
+    folder.mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        save_state(folder / "one.pt", state)
+    dist.barrier()
+    assert megatron.load_state(folder / "one.pt") == 1
+    back = saved_state(megatron, folder / "ranks")
+    if dist.get_rank() > 0:
+        return True
+    read = LlamaForCausalLM.from_pretrained(folder / "ranks/actor", dtype=torch.float64)
+    return same_state(back, state) and same_bits(weights(read), before)
+
+
+def of_speaker(engine_value: Any) -> Any:
+    """The value of the last rank, which always has outputs where replicas are not split by context."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, engine_value)
+    return every
+
+
+def everything(folder: Path, layout: Layout, full: bool) -> dict[str, Any]:
+    """All of the above; without `full` once each."""
+    estimators = ("gae", "grpo") if full else ("gae",)
+    found: dict[str, Any] = {
+        "gradients": dict(far for estimator in estimators for far in gradients(estimator, layout)),
+        "critic": dict(critic_gradients(layout)),
+        "averaged": averaged_gradients(layout),
+        "inferred": of_speaker(inferred(layout)),
+        "updates": [of_speaker(updates(loss, layout)) for loss in (LOSS, SELECTING)],
+        "skipped": skipped(folder / "incidents", layout),
+        "resumed": resumed(folder / "saved.pt", layout),
+    }
+    if full:
+        found["memory"] = {
+            str(options): updates(LOSS, layout, **options)[0]
+            for options in (dict.fromkeys(MEMORY, True), {"distributed_optimizer": False})
+        }
+        found["narrow"] = narrow(layout)
+    return found

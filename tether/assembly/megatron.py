@@ -1,0 +1,195 @@
+"""Runs with ``strategy=megatron``: what is refused before a model loads, and the parts of one rank."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from tether.assembly.learners import actor_engine, asks_reference, critic_engine, reference_engine
+from tether.assembly.loading import on_device
+from tether.assembly.number_formats import DTYPES
+from tether.assembly.parts import RankSampler, Sources
+from tether.assembly.servers import PolicyCard
+from tether.config import RunConfig
+from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
+from tether.models.language.empty import empty_model
+from tether.models.language.load import is_gguf, load_causal_lm, load_config
+from tether.models.megatron import Layout, check
+from tether.rollout.native import NativeEngine, eos_token_ids
+from tether.runtime.objects import is_object
+from tether.training.text import ReferenceModel
+
+Role = ActorConfig | CriticConfig | RefConfig
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
+"""Entries that tether's own attention and the layout stand in for."""
+
+
+def uses_megatron(config: RunConfig) -> bool:
+    """Whether Megatron trains the models of a run."""
+    return config.trainer.devices > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """The layout that all models of a run have."""
+    sizes = config.actor_rollout_ref.actor.megatron
+    given = sizes.override_transformer_config
+    return Layout(
+        tensor=sizes.tensor_model_parallel_size,
+        pipeline=sizes.pipeline_model_parallel_size,
+        virtual_pipeline=sizes.virtual_pipeline_model_parallel_size,
+        context=sizes.context_parallel_size,
+        expert=sizes.expert_model_parallel_size,
+        expert_tensor=sizes.expert_tensor_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
+        first_stage_layers=_layers(given, FIRST),
+        last_stage_layers=_layers(given, LAST),
+    )
+
+
+def _layers(given: dict[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        key = f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}"
+        raise ValueError(f"{key}={value!r}: is not a whole number above 0. Give the layers of that pipeline stage.")
+    return value
+
+
+def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
+    """Entries of Megatron's config that a role changes; gradient checkpointing recomputes layers."""
+    given = role.megatron.override_transformer_config
+    found = {name: value for name, value in given.items() if value is not None and name not in NOT_MEGATRONS}
+    model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+    if "recompute_granularity" not in found and model.enable_gradient_checkpointing:
+        found["recompute_granularity"] = "full"
+    if found.get("recompute_granularity") == "full":
+        found = {"recompute_method": "uniform", "recompute_num_layers": 1} | found
+    if found.get("recompute_granularity") != "selective":
+        found.pop("recompute_modules", None)  # verl's default names some, and switches the granularity off
+    return found
+
+
+def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
+    """Refuse what Megatron cannot train, before anything loads.
+
+    Args:
+        config: of the run.
+        policy: where the policy's config is.
+        critic: where the critic's is.
+
+    Raises:
+        ValueError: Megatron is not installed, a model without a mapping, or one that the layout cannot split.
+    """
+    if not uses_megatron(config):
+        return
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise ValueError(
+            "actor_rollout_ref.actor.strategy=megatron: needs the package megatron-core, which is not installed. "
+            "Run: pip install 'tether[megatron]', or set actor_rollout_ref.actor.strategy=fsdp."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it misses apex and Transformer Engine, and goes on without
+        families = importlib.import_module("tether.models.megatron.families")
+    settings, layout = config.actor_rollout_ref, layout_of(config)
+    roles: list[tuple[str, Role, Path | str]] = [("actor_rollout_ref.actor", settings.actor, policy)]
+    roles += [("actor_rollout_ref.ref", settings.ref, policy)] if asks_reference(config) else []
+    roles += [("critic", config.critic, critic)] if config.critic.enable else []
+    for name, role, path in roles:
+        if is_object(path) or is_gguf(path):
+            what = "a model that is an object" if is_object(path) else f"{path}: a GGUF file"
+            raise ValueError(
+                f"{what} cannot be read by Megatron's ranks, which take slices of safetensors. Save the model once as "
+                "a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
+            )
+        hf_config = load_config(path, trust_remote_code=settings.model.trust_remote_code)
+        prefix = f"{name}.megatron."
+        families.check_family(hf_config)
+        check(layout, hf_config, config.trainer.devices, prefix)
+        try:
+            families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
+        except (AssertionError, TypeError, ValueError) as error:
+            said = str(error) if str(error).startswith("override_transformer_config") else f"Megatron refuses: {error}"
+            raise ValueError(f"{prefix}{said}") from error
+
+
+def megatron_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
+    """The parts of one rank; called on each."""
+    engine = importlib.import_module("tether.training.engines.megatron")
+    settings, layout = config.actor_rollout_ref, layout_of(config)
+    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+
+    def make(section: Role, weights: Path, **rest: Any) -> Any:
+        sizes, trained = section.megatron, not isinstance(section, RefConfig)
+        options = engine.MegatronOptions(
+            layout=layout,
+            overrides=overrides_of(config, section),
+            distributed_optimizer=trained and getattr(sizes, "use_distributed_optimizer"),  # noqa: B009
+            weights_rest_on_host=sizes.param_offload,
+            gradients_rest=trained and getattr(sizes, "grad_offload"),  # noqa: B009
+            optimizer_rests_on_host=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
+        )
+        return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **rest)
+
+    start = _folder(sources.model_path)
+    folder = sources.checkpoint / "actor" if sources.checkpoint else start
+    hf_config = load_config(
+        folder, trust_remote_code=settings.model.trust_remote_code, override_config=settings.model.override_config
+    )
+    policy = empty_model(folder, hf_config)
+    actor = actor_engine(config, policy, None, tokenizer, steps, incidents, make(settings.actor, folder))
+    parts: dict[str, Any] = {"actor": actor}
+    if settings.rollout.name in SERVERS:
+        parts["card"] = PolicyCard.of(policy)
+    else:
+        parts["sampler"] = RankSampler(_sampler(config, folder, sources), actor)
+    if config.critic.enable:
+        where = _folder(sources.critic_path)
+        critic = empty_model(
+            where,
+            load_config(
+                where,
+                trust_remote_code=config.critic.model.trust_remote_code,
+                override_config=config.critic.model.override_config,
+            ),
+            critic=True,
+        )
+        of_critic = make(config.critic, where, role="critic")
+        parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
+    if asks_reference(config):
+        dtype = DTYPES[settings.ref.fsdp_config.dtype]
+        of_reference = make(settings.ref, start, compute_dtype=dtype)
+        alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
+        parts["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
+    return parts
+
+
+def _sampler(config: RunConfig, folder: Path, sources: Sources) -> NativeEngine:
+    """The native engine with a whole copy of the policy, in the format that it is trained in."""
+    settings = config.actor_rollout_ref
+    model = load_causal_lm(
+        folder,
+        dtype=DTYPES[settings.actor.fsdp_config.dtype],
+        trust_remote_code=settings.model.trust_remote_code,
+        override_config=settings.model.override_config,
+    )
+    return NativeEngine(
+        on_device(model, sources.device).requires_grad_(False),
+        eos_token_ids=eos_token_ids(model),
+        max_num_seqs=settings.rollout.max_num_seqs,
+        dtype=DTYPES[settings.rollout.dtype],
+    )
+
+
+def _folder(path: Path | str) -> Path:
+    """The directory of a model, which a hub id first fills."""
+    return path if isinstance(path, Path) else Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _dtype(role: Role) -> str:
+    return role.model.fsdp_config.dtype if isinstance(role, CriticConfig) else role.fsdp_config.dtype

@@ -1,0 +1,55 @@
+"""What the models of a run are made of, and the sampler of one rank; they travel to where the models are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tether.assembly.inputs import Inputs
+from tether.batch import RolloutBatch
+from tether.config import RunConfig
+from tether.rollout.native import NativeEngine
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the models of a run are made of; it travels to where they are."""
+
+    model_path: Path | str
+    critic_path: Path | str
+    """Of the checkpoint, where there is one."""
+    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Path | None
+    device: torch.device
+    total_steps: int
+    incidents: Path
+
+
+class RankSampler:
+    """Samples on one rank, with a whole copy of the actor's weights."""
+
+    def __init__(self, engine: NativeEngine, actor: Any) -> None:
+        self._engine, self._actor = engine, actor
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the actor's weights."""
+        self._engine.load_weights(self._actor.export())
+
+    def generate(self, *arguments: Any) -> RolloutBatch:
+        """See `RolloutEngine.generate`."""
+        return self._engine.generate(*arguments)
+
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        return self._engine.eos_token_ids
+
+
+def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **rest: Any) -> Sources:
+    """`rest`: the other fields."""
+    critic = checkpoint / "critic" if checkpoint else inputs.critic_path
+    return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **rest)

@@ -1,0 +1,146 @@
+"""Contradictions of runs that Megatron trains; what depends on the model is looked at once its config is read."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from tether.config.keys import show
+from tether.config.problems import Problem
+from tether.config.rules.shapes import Condition, Rule
+from tether.config.schema.root import RunConfig
+
+ACTOR = "actor_rollout_ref.actor"
+SIZES = f"{ACTOR}.megatron"
+ONE_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+)  # fmt: skip
+EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+def trains(cfg: RunConfig) -> bool:
+    """Whether Megatron does."""
+    return cfg.trainer.devices > 1 and cfg.actor_rollout_ref.actor.strategy == "megatron"
+
+
+def same_engine(role: str, when: Condition) -> Rule:
+    """All models of a run are on the same devices."""
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        mine, actors = _at(cfg, f"{role}.strategy"), cfg.actor_rollout_ref.actor.strategy
+        if cfg.trainer.devices == 1 or not when(cfg) or (mine == "megatron") == (actors == "megatron"):
+            return None
+        what = f"{mine} contradicts {ACTOR}.strategy={actors}: all models of a run have one engine"
+        return Problem(f"{role}.strategy", what, f"leave {role}.strategy out")
+
+    return rule
+
+
+def same_layout(role: str, when: Condition) -> Rule:
+    """Megatron holds one set of process groups in a process."""
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        if not trains(cfg) or not when(cfg):
+            return None
+        for name in ONE_LAYOUT:
+            mine, actors = (_at(cfg, f"{section}.megatron.{name}") for section in (role, ACTOR))
+            if mine != actors:
+                what = f"{show(mine)} contradicts {SIZES}.{name}={show(actors)}: all models of a run share a layout"
+                return Problem(f"{role}.megatron.{name}", what, f"leave {role}.megatron.{name} out")
+        for name in EDGES:
+            mine, actors = (_at(cfg, f"{section}.megatron.override_transformer_config") for section in (role, ACTOR))
+            if mine.get(name) != actors.get(name):
+                key = f"{role}.megatron.override_transformer_config"
+                what = f"its {name} contradicts that of {SIZES}.override_transformer_config: all models share a layout"
+                return Problem(key, what, f"leave {name} out of {key}")
+        return None
+
+    return rule
+
+
+def sizes_divide_devices(cfg: RunConfig) -> Problem | None:
+    """What is left of the devices after the other kinds are data-parallel replicas."""
+    if cfg.actor_rollout_ref.actor.strategy != "megatron":
+        return None
+    sizes, devices = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.devices
+    split = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
+    each = reduce(int.__mul__, split)
+    fix = f"choose sizes whose product divides {devices}, or another number of devices"
+    where = f"the {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+    if devices % each:
+        tensor, pipeline, context = split
+        what = (
+            f"tensor {tensor} x pipeline {pipeline} ({SIZES}.pipeline_model_parallel_size) x context {context} "
+            f"({SIZES}.context_parallel_size) = {each} does not divide {where}"
+        )
+        return Problem(f"{SIZES}.tensor_model_parallel_size", what, fix)
+    expert, ranks = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or split[0]
+    if expert > 1 and devices % (expert * ranks * split[1]):
+        what = (
+            f"expert {expert} x expert tensor {ranks} ({SIZES}.expert_tensor_parallel_size) x pipeline {split[1]} "
+            f"({SIZES}.pipeline_model_parallel_size) = {expert * ranks * split[1]} does not divide {where}"
+        )
+        return Problem(f"{SIZES}.expert_model_parallel_size", what, fix)
+    return None
+
+
+def virtual_stages_have_a_pipeline(cfg: RunConfig) -> Problem | None:
+    """Pieces take turns with those of other devices."""
+    sizes, key = cfg.actor_rollout_ref.actor.megatron, f"{SIZES}.virtual_pipeline_model_parallel_size"
+    pieces = sizes.virtual_pipeline_model_parallel_size or 1
+    if not trains(cfg) or pieces == 1 or sizes.pipeline_model_parallel_size > 1:
+        return None
+    what = f"{pieces} pieces take turns on a pipeline, and {SIZES}.pipeline_model_parallel_size=1 has none"
+    return Problem(key, what, f"leave {key} out")
+
+
+def sequences_are_whole(cfg: RunConfig) -> Problem | None:
+    """The engine gives every rank of a replica all tokens."""
+    size = cfg.actor_rollout_ref.actor.megatron.context_parallel_size
+    if not trains(cfg) or size == 1:
+        return None
+    key = f"{SIZES}.context_parallel_size"
+    return Problem(key, f"{size} devices for each sequence are not supported by tether's Megatron yet", "set it to 1")
+
+
+def whole_models_train(cfg: RunConfig) -> Problem | None:
+    """Adapters have no place in Megatron's layers."""
+    key, rank = "actor_rollout_ref.model.lora_rank", cfg.actor_rollout_ref.model.lora_rank
+    if not trains(cfg) or not rank:
+        return None
+    return Problem(
+        key, f"{rank} asks for adapters, which Megatron ({ACTOR}.strategy) does not hold", f"leave {key} out"
+    )
+
+
+def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
+    """The KL over the vocabulary runs both models on one micro-batch, and a pipeline has one of them at a time."""
+    actor, key = cfg.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_type"
+    if not trains(cfg) or not actor.use_kl_loss or actor.kl_loss_type != "full":
+        return None
+    what = f"full runs the reference beside the policy, which a pipeline ({ACTOR}.strategy=megatron) cannot"
+    return Problem(key, what, "set it to low_var_kl, or another estimator from sampled tokens")
+
+
+def _at(cfg: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), cfg)
+
+
+def _has_critic(cfg: RunConfig) -> bool:
+    return cfg.critic.enable
+
+
+def _has_reference(cfg: RunConfig) -> bool:
+    return cfg.algorithm.use_kl_in_reward or cfg.actor_rollout_ref.actor.use_kl_loss
+
+
+ROLES: tuple[tuple[str, Condition], ...] = (("actor_rollout_ref.ref", _has_reference), ("critic", _has_critic))
+MEGATRON_RULES: tuple[Rule, ...] = (
+    *(rule(role, when) for role, when in ROLES for rule in (same_engine, same_layout)),
+    sizes_divide_devices,
+    virtual_stages_have_a_pipeline,
+    sequences_are_whole,
+    whole_models_train,
+    reference_is_not_beside_the_policy,
+)

@@ -1,0 +1,34 @@
+"""A model of transformers without its weights: class, config and names of what lies in parts elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from tether.models.language.critic import empty_critic
+from tether.models.language.packing_check import disable_dropout
+from tether.models.layers import use_tether_attention
+
+
+def empty_model(path: Path | str, config: PreTrainedConfig, *, critic: bool = False) -> PreTrainedModel:
+    """The model of a directory as `load_causal_lm` or `load_critic` would load it, with weights on the meta device.
+
+    Raises:
+        ValueError: a critic of a family that has no class with a scalar head.
+    """
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        model = empty_critic(config) if critic else AutoModelForCausalLM.from_config(config)
+    for module in model.modules():
+        if not any(True for _ in module.children()) and any(True for _ in module.buffers(recurse=False)):
+            module.__dict__.update(type(module)(config).__dict__)  # rotary angles, which no file has
+    if model.can_generate():
+        with suppress(OSError):  # it has none, and keeps what follows from its config
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    disable_dropout(model)
+    use_tether_attention(model)
+    return model.eval()
