@@ -84,7 +84,7 @@ class MegatronConfig(Section):
     pipeline_model_parallel_size: Positive = 1
     """Devices that have some layers each, one after the other."""
     virtual_pipeline_model_parallel_size: Positive | None = None
-    """Pieces of the model on each device of a pipeline, which take turns: less idle time, more to send."""
+    """Pieces of the model on each device of a pipeline; so far 1."""
     context_parallel_size: Positive = 1
     """Devices that share each sequence; so far 1."""
     expert_model_parallel_size: Positive = 1
