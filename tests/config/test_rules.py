@@ -344,22 +344,6 @@ CASES |= {
         [f"{FILTER}.metric=acc"],
     ),
 }
-
-
-@pytest.mark.parametrize("rule", CASES)
-def test_contradiction(rule):
-    overrides, path, message, _ = CASES[rule]
-    problems = problems_of(*overrides)
-    assert list(problems) == [path]
-    assert message in problems[path]
-
-
-@pytest.mark.parametrize("rule", CASES)
-def test_mended(rule):
-    overrides, _, _, mended = CASES[rule]
-    load(*overrides, *mended)
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
 CASES |= {
     f"shards_of_{model}_divide_the_devices": (
@@ -462,6 +446,22 @@ CASES |= {
         [f"{ACTOR}.kl_loss_type=low_var_kl"],
     ),
 }
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_contradiction(rule):
+    overrides, path, message, _ = CASES[rule]
+    problems = problems_of(*overrides)
+    assert list(problems) == [path]
+    assert message in problems[path]
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_mended(rule):
+    overrides, _, _, mended = CASES[rule]
+    load(*overrides, *mended)
+
+
 NOT_TAKEN_BY_VERL = {
     *(name for name in CASES if name.startswith("megatron_")),
     *(name for name in CASES if name.startswith(("rows_of_", "shared_rows_of_"))),
