@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.tiny import tiny_model
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy, same_bits, weights
 from tests.training.batches import gradients as local_gradients
 from tests.training.fsdp_ranks import OPTIONS, costs
@@ -22,6 +23,7 @@ from tether.batch import TrainBatch
 from tether.checkpoints import save_state
 from tether.models.language.empty import empty_model
 from tether.models.language.save import write_model
+from tether.models.layers.attention import use_tether_attention
 from tether.models.megatron import Layout
 from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.training.engines.incident import replay
@@ -44,7 +46,15 @@ VALUES = LossSpec(ValueForward(), CriticLoss())
 PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
 ONE_ROW, FOUR_ROWS, TOKENS = MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)
 BAD_ROW = 3
+Make = Callable[[], PreTrainedModel]
 MEMORY = ("weights_rest_on_host", "gradients_rest", "optimizer_rests_on_host")
+
+
+def make_mixture() -> PreTrainedModel:
+    """A policy whose layers have experts, and one that all tokens share."""
+    model = tiny_model("qwen2_moe", dtype=torch.float64)
+    use_tether_attention(model)
+    return model
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -100,19 +110,19 @@ def whole_weights(engine: MegatronEngine[Any]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.export().tensors}
 
 
-def gradients(estimator: str, layout: Layout) -> Iterator[tuple[str, float]]:
+def gradients(estimator: str, layout: Layout, make: Make = make_policy) -> Iterator[tuple[str, float]]:
     """How far gradients of a policy are from one process's, for several ways to cut the rows."""
-    batch = make_batch(make_policy(), make_critic(), estimator)
-    engine = make_engine(make_policy())
+    batch = make_batch(make(), make_critic(), estimator)
+    engine = make_engine(make())
     engine.accumulate_gradients(batch, LOSS)
     expected = local_gradients(engine.model)
     for micro in (ONE_ROW, FOUR_ROWS, TOKENS):
         yield (
             f"{estimator}, {micro}",
-            distance(whole_gradients(make_megatron(make_policy(), micro, layout), batch, LOSS), expected),
+            distance(whole_gradients(make_megatron(make(), micro, layout), batch, LOSS), expected),
         )
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    engine = make_megatron(make_policy(), TOKENS, layout, overrides=recomputed)
+    engine = make_megatron(make(), TOKENS, layout, overrides=recomputed)
     yield f"{estimator}, recomputed", distance(whole_gradients(engine, batch, LOSS), expected)
 
 
@@ -158,10 +168,12 @@ def inferred(layout: Layout) -> dict[str, float]:
     return far
 
 
-def updates(loss: LossSpec, layout: Layout, **options: Any) -> tuple[float, dict[str, float], dict[str, float], float]:
+def updates(
+    loss: LossSpec, layout: Layout, make: Make = make_policy, **options: Any
+) -> tuple[float, dict[str, float], dict[str, float], float]:
     """How far weights are after an update, metrics here and of one process, and how far log-probs are."""
-    batch = make_batch(make_policy(), make_critic())
-    engine, megatron = make_engine(make_policy(), FOUR_ROWS), make_megatron(make_policy(), FOUR_ROWS, layout, **options)
+    batch = make_batch(make(), make_critic())
+    engine, megatron = make_engine(make(), FOUR_ROWS), make_megatron(make(), FOUR_ROWS, layout, **options)
     for step in range(2):
         expected, found = engine.update(batch, loss, PLAN, step), learn(megatron, batch, loss, PLAN, step)
     rows, parts = share(megatron, batch, mini_batches(batch.response_mask, PLAN, 1))
@@ -205,10 +217,10 @@ def skipped(folder: Path, layout: Layout) -> tuple[float, float, list[int]]:
     return updated.metrics["skipped_updates"], moved, replay(folder / "step_1") if dist.get_rank() == 0 else []
 
 
-def resumed(folder: Path, layout: Layout) -> bool:
+def resumed(folder: Path, layout: Layout, make: Make = make_policy) -> bool:
     """State goes from one process to these ranks and back without a bit lost, and so do the weights."""
-    batch = make_batch(make_policy(), make_critic())
-    engine = make_engine(make_policy(), FOUR_ROWS)
+    batch = make_batch(make(), make_critic())
+    engine = make_engine(make(), FOUR_ROWS)
     engine.update(batch, LOSS, PLAN, 0)
     state, before = copy.deepcopy(engine.state_dict()), weights(engine.model)
     megatron = make_megatron(engine.model, FOUR_ROWS, layout, save=write_model)
@@ -220,7 +232,7 @@ def resumed(folder: Path, layout: Layout) -> bool:
     back = saved_state(megatron, folder / "ranks")
     if dist.get_rank() > 0:
         return True
-    read = LlamaForCausalLM.from_pretrained(folder / "ranks/actor", dtype=torch.float64)
+    read = AutoModelForCausalLM.from_pretrained(folder / "ranks/actor", dtype=torch.float64)
     return same_state(back, state) and same_bits(weights(read), before)
 
 
@@ -242,11 +254,20 @@ def everything(folder: Path, layout: Layout, full: bool) -> dict[str, Any]:
         "updates": [of_speaker(updates(loss, layout)) for loss in (LOSS, SELECTING)],
         "skipped": skipped(folder / "incidents", layout),
         "resumed": resumed(folder / "saved.pt", layout),
+        "narrow": narrow(layout),
     }
     if full:
         found["memory"] = {
             str(options): updates(LOSS, layout, **options)[0]
             for options in (dict.fromkeys(MEMORY, True), {"distributed_optimizer": False})
         }
-        found["narrow"] = narrow(layout)
     return found
+
+
+def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
+    """Gradients, updates and state of a mixture of experts."""
+    return {
+        "gradients": dict(gradients("gae", layout, make_mixture)),
+        "updates": of_speaker(updates(LOSS, layout, make_mixture)),
+        "resumed": resumed(folder / "saved.pt", layout, make_mixture),
+    }

@@ -1,6 +1,7 @@
 """An engine in Megatron's parts gives what one process gives, whatever the layout."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tether.models.megatron import Layout
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 pytestmark = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core: pip install 'tether[megatron]'")
 TOLERANCE = 1e-10
+OF_EXPERTS_TOLERANCE = 1e-7  # transformers rounds the weights of experts to float32
 LAYOUTS: dict[str, tuple[int, Layout]] = {
     "TP 2": (2, Layout(tensor=2)),
     "PP 2": (2, Layout(pipeline=2)),
@@ -20,6 +22,11 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "PP 2, 2 replicas": (4, Layout(pipeline=2)),
 }
 QUICK = "TP 2"
+OF_EXPERTS: dict[str, tuple[int, Layout]] = {
+    "EP 2": (2, Layout(expert=2)),
+    "PP 2, EP 2": (4, Layout(pipeline=2, expert=2)),
+    "TP 2, EP 2, whole experts": (4, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
+}
 
 
 @pytest.fixture(
@@ -69,6 +76,26 @@ def test_state_has_no_layout(group: tuple[str, dict[str, Any]]) -> None:
 
 def test_where_parts_lie_changes_no_result(group: tuple[str, dict[str, Any]]) -> None:
     assert all(far < 1e-8 for far in group[1].get("memory", {}).values())
-    masters, exported = group[1].get("narrow", (0.0, 0.0))
+
+
+def test_bfloat16_trains_its_float32_masters(group: tuple[str, dict[str, Any]]) -> None:
+    """Weights that do not move are 0.2 away."""
+    masters, exported = group[1]["narrow"]
     assert masters < 0.1
     assert exported < 0.1
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "EP 2" else pytest.param(name, marks=pytest.mark.slow) for name in OF_EXPERTS]
+)
+def test_mixtures_of_experts_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    """Also the gradient's norm, in which each expert counts once."""
+    work = importlib.import_module("tests.training.megatron_ranks").of_experts
+    ranks, layout = OF_EXPERTS[name]
+    found = on_ranks(tmp_path, ranks, work, tmp_path, layout)
+    assert {case: far for case, far in found["gradients"].items() if not far < OF_EXPERTS_TOLERANCE} == {}
+    for far, metrics, expected, log_probs in found["updates"]:
+        assert far < 1e-8
+        assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert log_probs < 1e-8
+    assert found["resumed"]

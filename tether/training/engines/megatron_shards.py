@@ -57,6 +57,7 @@ class Shards:
             part = parameter.data.view(-1)[span]
             wide = torch.promote_types(part.dtype, torch.float32)
             self._shards.append(Shard(parameter, group, span, nn.Parameter(part.to(wide))))
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)
@@ -138,3 +139,10 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
     """The sum of gradients that Megatron keeps for a parameter."""
     found: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return found
+
+
+def _add_to_main_grad(parameter: Tensor) -> None:
+    """As Megatron's own hook, which is lost when ``parameter.data`` changes its format or device."""
+    assert parameter.grad is not None
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
