@@ -159,8 +159,8 @@ def check_run(name: str, small: list[str]) -> None:
     assert all(map(math.isfinite, (value for values in metrics.values() for value in values.values())))
     assert all(metrics[step][f"{role}/grad_norm"] > 0 for step in (1, 2) for role in ("actor", "critic"))
     assert any(key.startswith("val-") for key in metrics[2]) == ("trainer.test_freq=1" in small)
-    saved = directory / "global_step_2/actor/model.safetensors"
-    assert saved.exists() == ("trainer.save_freq=2" in small)
+    saved = (directory / "global_step_2/actor").glob("model*.safetensors")  # several devices write a file each
+    assert any(saved) == ("trainer.save_freq=2" in small)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])
