@@ -22,6 +22,7 @@ from tests.training.test_fsdp import same_state, saved_state
 from tether.batch import TrainBatch
 from tether.checkpoints import save_state
 from tether.models.language.empty import empty_model
+from tether.models.language.packing_check import hidden_states
 from tether.models.language.save import write_model
 from tether.models.layers.attention import use_tether_attention
 from tether.models.megatron import Layout
@@ -34,6 +35,7 @@ from tether.training.protocol import LossSpec, Updated, UpdatePlan
 from tether.training.text.forward import PolicyForward, ValueForward
 from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
+from tether.training.text.packing import token_rows
 
 LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))
 SELECTING = LossSpec(
@@ -264,10 +266,36 @@ def everything(folder: Path, layout: Layout, full: bool) -> dict[str, Any]:
     return found
 
 
+def balanced_gradients(layout: Layout) -> tuple[float, float]:
+    """How far gradients are with an auxiliary loss from those by its formula (Switch Transformer, equation 4), and
+    from those without: the mean over two rows, weighed by their tokens."""
+    coefficient, batch, model = 0.5, make_batch(make_mixture(), make_critic())[:2], make_mixture()
+    engine = make_engine(model)
+    engine.accumulate_gradients(batch, LOSS)
+    without, inputs = local_gradients(engine.model), []
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    chosen, lengths = model.config.num_experts_per_tok, costs(batch)
+    for row, length in enumerate(lengths):
+        inputs.clear()
+        rows = token_rows(batch[[row]], packed=True)
+        hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
+        for gate, states in zip(gates, inputs, strict=True):
+            shares = (states.view(-1, states.shape[-1]) @ gate.weight.T).softmax(-1)
+            counts = torch.bincount(shares.topk(chosen).indices.flatten(), minlength=shares.shape[1])
+            loss = shares.shape[1] * (counts / len(shares) / chosen * shares.mean(0)).sum()
+            (coefficient * length / sum(lengths) * loss).backward(retain_graph=True)
+    megatron = make_megatron(make_mixture(), ONE_ROW, layout, overrides={"moe_aux_loss_coeff": coefficient})
+    found = whole_gradients(megatron, batch, LOSS)
+    return distance(found, local_gradients(engine.model)), distance(found, without)
+
+
 def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
     """Gradients, updates and state of a mixture of experts."""
     return {
         "gradients": dict(gradients("gae", layout, make_mixture)),
+        "balanced": balanced_gradients(layout),
         "updates": of_speaker(updates(LOSS, layout, make_mixture)),
         "resumed": resumed(folder / "saved.pt", layout, make_mixture),
     }

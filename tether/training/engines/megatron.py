@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -114,6 +115,10 @@ class MegatronEngine(RanksEngine[Outputs]):
         config = self.megatron.config
         config.calculate_per_token_loss = True  # sums, where Megatron would average over micro-batches and replicas
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
+        self._balance: Any = config.moe_aux_loss_coeff
+        for module in (module for chunk in self.megatron.chunks for module in chunk.modules()):
+            if isinstance(module, TopKRouter):
+                module.calculate_per_token_loss = True  # it was built before
         self._chunks: list[Any] = self.megatron.chunks
         self.shards = Shards([], distributed=False)
         if trains:
@@ -217,6 +222,8 @@ class MegatronEngine(RanksEngine[Outputs]):
         rounds = self._rounds(len(micros))
         micros = [*micros, *(padding_row() for _ in range(rounds - len(micros)))]
         laid = [on_device(token_rows(micro, packed=True), self._device) for micro in micros]
+        if self._balance and not forward_only:
+            self._average_balance(sum(rows.input_ids.numel() for rows in laid))
 
         def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -238,6 +245,16 @@ class MegatronEngine(RanksEngine[Outputs]):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _average_balance(self, tokens: int) -> None:
+        """Average the auxiliary losses of micro-batches, which Megatron multiplies by their tokens."""
+        group = parallel_state.get_data_parallel_group()
+        total = torch.tensor(tokens, device=self._device)
+        dist.all_reduce(total, group=group)
+        every = self._balance if isinstance(self._balance, list) else [self._balance]
+        coefficients = [coefficient / int(total) for coefficient in every]
+        config = self.megatron.config
+        config.moe_aux_loss_coeff = coefficients if isinstance(self._balance, list) else coefficients[0]
 
     def _outputs(self, forward: Any, batch: TrainBatch, rows: TokenRows, states: Tensor) -> Any:
         """Outputs of a forward, from the states at the end of the pipeline."""
