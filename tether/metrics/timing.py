@@ -1,15 +1,10 @@
-"""Time, speed and memory of a training step."""
+"""Time of a training step."""
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-
-import torch
-from torch.profiler import record_function
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -23,11 +18,17 @@ class Timer:
 
     Args:
         on_phase: called with the name of the phase that begins, and with the enclosing one when it ends.
+        around: a context for each phase, by its name: what a profiler records it with.
     """
 
-    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_phase: Callable[[str], None] | None = None,
+        around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.seconds: dict[str, float] = {}
         self._on_phase = on_phase
+        self._around = around
         self._open: list[str] = []
 
     @contextmanager
@@ -36,7 +37,7 @@ class Timer:
         self._enter(phase)
         start = time.perf_counter()
         try:
-            with record_function(phase):  # for `trainer.profile_steps`
+            with self._around(phase):
                 yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -76,32 +77,3 @@ def timing_per_token_ms(seconds: Mapping[str, float], *, num_response_tokens: in
         for phase, divisor in divisors.items()
         if phase in seconds and divisor
     }
-
-
-GIB = 2**30
-
-
-def throughput_metrics(num_tokens: int, seconds: float, *, num_devices: int = 1) -> dict[str, float]:
-    """Speed of a step.
-
-    Args:
-        num_tokens: prompt and response tokens of the step.
-        seconds: duration of the step.
-        num_devices: how many devices shared the work.
-    """
-    return {
-        "perf/total_num_tokens": float(num_tokens),
-        "perf/time_per_step": seconds,
-        "perf/throughput": num_tokens / (seconds * num_devices),
-    }
-
-
-def memory_metrics() -> dict[str, float]:
-    """Largest memory that this process has held so far, in GiB: of the host, and of the GPU if there is one."""
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    metrics = {"perf/cpu_memory_peak_gb": peak / GIB}
-    if torch.cuda.is_available():
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
-    return metrics

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torch.profiler import record_function
+
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.global_rng import rng_state, set_rng_state
@@ -117,7 +119,7 @@ class Trainer:
 
     def step(self, tasks: Any) -> dict[str, float]:
         """Do one training step with what the source dealt; returns its metrics."""
-        number, time = self.step_number + 1, Timer(on_phase=self.loggers.phase)
+        number, time = self.step_number + 1, Timer(self.loggers.phase, record_function)
         with time("step"):
             experience = self.rollouts.collect(tasks, number, time, self._show("gen"))
             batch, metrics, policy = experience.batch, dict(experience.metrics), None
@@ -250,7 +252,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Validate the current policy; returns its metrics and logs samples."""
-        time = Timer(on_phase=self.loggers.phase)
+        time = Timer(self.loggers.phase, record_function)
         with time("testing"):
             result = self.rollouts.evaluate(self.step_number, self._show("testing"))
         if result.samples:
@@ -266,7 +268,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of the current step; how long training waited for it is logged under the step, too."""
-        time = Timer(on_phase=self.loggers.phase)
+        time = Timer(self.loggers.phase, record_function)
         with time("save_checkpoint"):
             self.collect_saved(wait=True)
             rng = rng_state()

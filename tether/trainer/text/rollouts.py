@@ -13,7 +13,8 @@ from tether.batch import Prompt, TrainBatch, WeightUpdate
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
 from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
-from tether.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_per_token_ms
+from tether.metrics.perf import memory_metrics, throughput_metrics
+from tether.metrics.timing import Timer, timing_per_token_ms
 from tether.rewards import RewardReport
 from tether.rollout import NoiseKey, SamplingParams
 from tether.trainer.parts.collector import Collector, ScoredResponses
