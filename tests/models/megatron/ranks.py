@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.tiny import TINY_CONFIGS
+from tests.tiny import PAD_ID, TINY_CONFIGS
 from tether.models.language.critic import load_critic, value_head_of, values_from_hidden
 from tether.models.language.load import load_causal_lm, load_config
 from tether.models.language.packing_check import hidden_states
@@ -73,6 +73,7 @@ def batches(vocabulary: int) -> list[tuple[Tensor, Tensor, Packed]]:
         lengths = LENGTHS[number % 2 :]
         tokens = sum(lengths)
         ids = torch.randint(0, vocabulary, (1, tokens), generator=generator)
+        ids[:, 1::4] = PAD_ID  # the embedding of this token gets no gradient
         weights = torch.randn(tokens, generator=generator, dtype=torch.float64)
         last = torch.tensor(lengths).cumsum(0) - 1
         weights[last] = 0.0  # predicts nothing

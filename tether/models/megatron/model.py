@@ -211,9 +211,24 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
             finish_attention(layer.self_attention, hf_config)
     else:
         chunk.rotary_pos_emb = Rotary(rotary_of(hf_config)[0], latent=False)
+    if chunk.pre_process and hf_config.pad_token_id is not None:
+        chunk.embedding.word_embeddings.register_forward_hook(_NoGradient(hf_config.pad_token_id))
     if chunk.post_process:
         replace_output_layer(chunk, role, has_value_bias(hf_config))
     return chunk
+
+
+@dataclass(frozen=True)
+class _NoGradient:
+    """Keeps the gradient from the embedding of one token, as ``padding_idx`` of `torch.nn.Embedding` does."""
+
+    token: int
+
+    def __call__(self, embedding: Any, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
+        (ids,) = inputs  # [1, N]
+        if embedding.reduce_scatter_embeddings:  # embedded is [N / ranks, 1, E]
+            ids = ids.T.chunk(groups.get_tensor_model_parallel_world_size())[groups.get_tensor_model_parallel_rank()]
+        return torch.where((ids == self.token)[..., None], embedded.detach(), embedded)
 
 
 def _layers(config: Any, stage: int | None) -> Any:
