@@ -175,12 +175,15 @@ def test_a_served_reward_model_scores_as_one_of_this_process(
         ({"api_key_env": "NO_SUCH_KEY"}, r"j\.api_key_env=NO_SUCH_KEY: this environment variable is not set"),
         ({"prompt": "{prompt}"}, r"j\.prompt: it does not show the response"),
         ({"prompt": "nowhere.txt"}, r"j\.prompt: nowhere\.txt cannot be read \(No such file"),
+        ({"prompt": "latin.txt"}, r"j\.prompt: latin\.txt cannot be read \(it is no UTF-8 text"),
     ],
 )  # fmt: skip
 def test_a_judge_that_cannot_be_asked_is_refused_before_any_weight_is_loaded(
     inputs: Path, tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch, options, says
 ) -> None:
     monkeypatch.setattr("tether.assembly.learners.load_causal_lm", lambda *args, **kwargs: pytest.fail("was loaded"))
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes("{response} prêt".encode("latin-1"))
     parts = {"r": {"kind": "rules"}, "j": judge(server, **options)}
     with pytest.raises(ValueError, match=says):
         train(*given(inputs, tmp_path / "run", parts))

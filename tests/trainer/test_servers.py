@@ -129,6 +129,24 @@ def test_without_a_server_its_command_is_named(inputs: Path, monkeypatch: pytest
     assert not missing_inputs(load_config(None, [*overrides, f"{ROLLOUT}.server_urls=[http://localhost:1]"]).config)
 
 
+@pytest.mark.parametrize("url", ["here", "127.0.0.1:8000", "https://host", "http://:80", "http://h:x", "http://h:1/v1"])
+def test_what_is_no_address_of_a_server_is_refused(inputs: Path, url: str) -> None:
+    overrides = [*base_overrides(inputs, inputs / "run"), *VLLM, f"{ROLLOUT}.server_urls=['{url}']"]
+    with pytest.raises(ConfigError, match=f"{ROLLOUT}.server_urls.*{url}: is no address of a server; give http://HOST"):
+        load_config(None, overrides, missing_inputs)
+    with pytest.raises(ValueError, match=f"{ROLLOUT}.server_urls={url}: is no address of a server"):
+        build(load_config(None, overrides))
+
+
+def test_a_wait_for_a_server_is_said(inputs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dead = [f"{ROLLOUT}.server_urls=[http://127.0.0.1:9]", f"{ROLLOUT}.server_timeout=1"]
+    with pytest.raises(
+        ValueError, match=r"http://127\.0\.0\.1:9: no vLLM server answers within .*server_timeout=1 seconds"
+    ):
+        train([*base_overrides(inputs, inputs / "run"), *VLLM, *dead])
+    assert "http://127.0.0.1:9 does not answer; the run waits up to 1 seconds for it" in caplog.text
+
+
 def command_of(inputs: Path, *settings: str) -> tuple[set[str], Mapping[str, str]]:
     """The words of the server's command line, and its environment."""
     run = build_run(load_config(None, [*base_overrides(inputs, inputs / "run"), *settings]))

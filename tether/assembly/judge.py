@@ -74,9 +74,10 @@ def _text(key: str, prompt: str) -> str:
     if not prompt.endswith(TEMPLATES) or "\n" in prompt:
         return prompt
     try:
-        return Path(prompt).expanduser().read_text()
-    except OSError as error:
-        raise ValueError(f"{key}.prompt: {prompt} cannot be read ({error.strerror})") from error
+        return Path(prompt).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ValueError(f"{key}.prompt: {prompt} cannot be read ({why})") from error
 
 
 class EngineAnswers:

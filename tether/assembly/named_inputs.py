@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tether.config import FunctionPart, JudgePart, Problem, RunConfig, part_problems, read_parts
 from tether.config.schema import SERVERS
@@ -63,6 +64,8 @@ def _of_text(config: RunConfig) -> Named:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name in SERVERS and not rollout.server_urls:
         yield "actor_rollout_ref.rollout.name", rollout.name, server_python
+    elif rollout.name in SERVERS:
+        yield from (("actor_rollout_ref.rollout.server_urls", url, server_address) for url in rollout.server_urls)
     turns, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     if turns.tool_config_path:
         yield f"{TURNS}.tool_config_path", turns.tool_config_path, read_tools
@@ -111,6 +114,23 @@ def _of_both(config: RunConfig) -> Named:
 
 def _model(path: str) -> object:
     return resolve_model_path(path, cache_dir())
+
+
+def server_address(url: str) -> str:
+    """The address of a server that somebody else started, as it is.
+
+    Raises:
+        ValueError: it is not of the form http://HOST:PORT or http://HOST, below which all routes of a server are.
+    """
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme == "http" and parts.hostname and parts.port != 0 and not parts.path.strip("/")
+    except ValueError:  # the port is no number
+        whole = False
+    if not whole:
+        key = "actor_rollout_ref.rollout.server_urls"
+        raise ValueError(f"{key}={url}: is no address of a server; give http://HOST:PORT, without a path")
+    return url
 
 
 def server_python(name: str) -> Path:

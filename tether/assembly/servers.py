@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from tether.assembly.named_inputs import server_python
+from tether.assembly.named_inputs import server_address, server_python
 from tether.assembly.number_formats import DTYPES
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
@@ -83,10 +83,11 @@ def build_servers(
         resources: ends the servers.
 
     Raises:
-        ValueError: the servers' program is not installed.
+        ValueError: the servers' program is not installed, or an address is none.
     """
     rollout, in_turns = config.actor_rollout_ref.rollout, config.trainer.async_mode == "off"
-    where = rollout.server_urls or _launches(config, policy, device, logs / rollout.name)
+    theirs = [server_address(url) for url in rollout.server_urls]
+    where = theirs or _launches(config, policy, device, logs / rollout.name)
     dialect = _dialect(rollout, policy)
     servers = [Server(dialect, one, rollout.server_timeout) for one in where]
     traffic = Traffic(

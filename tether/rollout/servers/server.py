@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import time
@@ -18,6 +19,7 @@ from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
 from tether.runtime.supervised import SupervisedProcess
 
+_log = logging.getLogger(__name__)
 _A_WHILE = 86400.0  # seconds: a whole row may take long, and what hangs is noticed by its signs of life
 
 
@@ -62,7 +64,7 @@ class Server:
             ValueError: it does not come up, or is of another kind or version.
         """
         self.begin()
-        begun, title = time.monotonic(), self.speaks.title
+        begun, title, said = time.monotonic(), self.speaks.title, isinstance(self.where, Launch)
         while not self.answers():
             if self._was_up:
                 raise ServerGone(f"{self.url}: the server does not answer any more")
@@ -75,6 +77,9 @@ class Server:
                 self.stop()
                 key = f"actor_rollout_ref.rollout.server_timeout={self.timeout:g}"
                 raise ValueError(f"{self.url}: no {title} server answers within {key} seconds. {self._last_words()}")
+            if not said:
+                _log.warning("%s does not answer; the run waits up to %g seconds for it", self.url, self.timeout)
+                said = True
             give_up_if_interrupted(begun, f"the {title} server did not start")
             time.sleep(0.1)
         if not self._was_up:
