@@ -295,7 +295,7 @@ def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
     """Gradients, updates and state of a mixture of experts."""
     return {
         "gradients": dict(gradients("gae", layout, make_mixture)),
-        "balanced": balanced_gradients(layout),
+        "balanced": None if layout.splits_tokens else balanced_gradients(layout),
         "updates": of_speaker(updates(LOSS, layout, make_mixture)),
         "resumed": resumed(folder / "saved.pt", layout, make_mixture),
     }

@@ -61,7 +61,7 @@ def transformer_config(
         overrides: entries of Megatron's config, as ``override_transformer_config`` has them.
 
     Raises:
-        ValueError: an entry to override that does not exist, or that is set elsewhere.
+        ValueError: an entry to override that does not exist, that is set elsewhere, or that the layout cannot have.
     """
     latent = bool(getattr(hf_config, "kv_lora_rank", None))
     kind = MLATransformerConfig if latent else TransformerConfig
@@ -72,7 +72,14 @@ def transformer_config(
         **FAMILIES[hf_config.model_type](hf_config),
         **overrides,
     }
-    if overrides.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
+    coefficient = overrides.get("moe_aux_loss_coeff")
+    if coefficient and layout.splits_tokens:
+        raise ValueError(
+            f"override_transformer_config.moe_aux_loss_coeff={coefficient}: is refused where tensor-parallel ranks "
+            "divide the tokens, since its gradients are not those of one process there. Set it to 0, or "
+            "tensor_model_parallel_size to 1"
+        )
+    if coefficient and "moe_router_load_balancing_type" not in overrides:
         entries["moe_router_load_balancing_type"] = "aux_loss"
     config = kind(**entries)
     config.tether_attention = _attention_options(hf_config)
