@@ -35,7 +35,7 @@ def take_turns(sides: Mapping[str, Callable[[int], float]], runs: int, warm_up: 
 def peak_memory(function: Callable[[], object]) -> tuple[float, float]:
     """Resident GiB of this process before the call (what was freed is returned first), and at its peak. Linux only."""
     release()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     function()
     return before, resident("VmHWM")

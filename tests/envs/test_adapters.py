@@ -91,7 +91,7 @@ def pick(num_envs, backend, **more):
     return EnvOptions("Pick-v1", num_envs, env_type="maniskill", init_params={"sim_backend": backend}, **more)
 
 
-def test_a_batch_begins_episodes_anew_and_keeps_their_last_observations(mani_skill):
+def test_a_batch_restarts_episodes_and_keeps_their_last_observations(mani_skill):
     env = make_vector_env(pick(3, "gpu"))
     assert mani_skill[0].arguments == {"sim_backend": "gpu", "obs_mode": "state", "render_backend": "none"}
     assert env.reset(7)["state"].tolist() == [[1, 0], [1, 0], [1, 0]]

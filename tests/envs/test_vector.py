@@ -68,7 +68,7 @@ def test_the_same_episodes_in_every_mode(name, ends):
             assert step[4] is (t == 2)
 
 
-def test_observations_begin_anew():
+def test_observations_start_over():
     env = loop()
     env.reset(0)
     seen = [float(env.step(np.zeros((ENVS, 1), dtype=np.int64)).obs["state"][0, 0]) for _ in range(7)]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d, rendezvous
 
-from tests.rollout.stand_in import Handler, Model, Refused, cut, faults_of_environment, listening, parser
+from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 
 FAULTS = (
     "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails", "another_model",
@@ -187,7 +188,8 @@ class SGLangModel(Model):
         return found
 
 
-class SGLangHandler(Handler):
+@dataclass(frozen=True)
+class SGLangLanguage:
     model: SGLangModel
 
     def refusal(self, error: Refused) -> object:
@@ -304,7 +306,7 @@ class SGLangHandler(Handler):
 def serve(
     folder: str, port: int, faults: set[str], limit: int | None = None, *, deterministic: bool = True
 ) -> ThreadingHTTPServer:
-    return listening(SGLangHandler, port, model=SGLangModel(folder, faults, limit, deterministic=deterministic))
+    return listening(SGLangLanguage(SGLangModel(folder, faults, limit, deterministic=deterministic)), port)
 
 
 def main() -> None:

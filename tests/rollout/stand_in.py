@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -109,20 +109,25 @@ def cut(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     return logits
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers by the methods `get` and `post` of a kind of server."""
+class Language(Protocol):
+    """The routes of a kind of server; `get` and `post` raise `Refused`."""
 
-    protocol_version = "HTTP/1.1"
-    model: Model
+    @property
+    def model(self) -> Model: ...
 
-    def get(self, path: str) -> object:
-        raise NotImplementedError
+    def get(self, path: str) -> object: ...
 
-    def post(self, path: str, body: dict[str, Any]) -> object:
-        raise NotImplementedError
+    def post(self, path: str, body: dict[str, Any]) -> object: ...
 
     def refusal(self, error: Refused) -> object:
-        raise NotImplementedError
+        """The body of an answer that refuses."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers in a language."""
+
+    protocol_version = "HTTP/1.1"
+    speaks: Language
 
     def log_message(self, *_: object) -> None:
         pass
@@ -133,29 +138,29 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            half = "half_answers" in self.model.faults and "generate" in self.path and "health" not in self.path
+            half = "half_answers" in self.speaks.model.faults and "generate" in self.path and "health" not in self.path
             self.wfile.write(data[: len(data) // 2] if half else data)
             self.close_connection = half
 
     def _respond(self, what: Callable[[], object]) -> None:
         try:
-            if "fails" in self.model.faults and "generate" in self.path:
+            if "fails" in self.speaks.model.faults and "generate" in self.path:
                 raise Refused(500, "Internal Server Error")
             self.answer(200, what())
         except Refused as error:
-            self.answer(error.status, self.refusal(error))
+            self.answer(error.status, self.speaks.refusal(error))
 
     def do_GET(self) -> None:
-        self._respond(lambda: self.get(urlsplit(self.path).path))
+        self._respond(lambda: self.speaks.get(urlsplit(self.path).path))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        self._respond(lambda: self.post(urlsplit(self.path).path, body))
+        self._respond(lambda: self.speaks.post(urlsplit(self.path).path, body))
 
 
-def listening(handler: type[Handler], port: int, **attributes: object) -> ThreadingHTTPServer:
-    """A server whose requests are handled by a handler with these attributes."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), type("Bound", (handler,), attributes))
+def listening(speaks: Language, port: int) -> ThreadingHTTPServer:
+    """A server that answers in this language."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Bound", (Handler,), {"speaks": speaks}))
     server.daemon_threads = True
     return server
 

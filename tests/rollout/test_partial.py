@@ -78,7 +78,7 @@ def test_what_was_drawn_before_stays() -> None:
 
 
 def test_the_same_weights_again_change_nothing_but_the_version() -> None:
-    """What is computed anew is what there was."""
+    """The recomputed cache is the one that there was."""
     sampler, numbers = engine(), iter(range(10, 1000))
     again = lambda _: sampler.load_weights(update_of(OLD, next(numbers)))  # noqa: E731
     rollout = sampler.generate(PROMPTS, MORE, KEY, again)

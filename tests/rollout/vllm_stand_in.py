@@ -2,13 +2,14 @@
 
 import os
 import time
+from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from tests.rollout.stand_in import Handler, Model, Refused, cut, faults_of_environment, listening, parser
+from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 
 FAULTS = ("stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails")
 
@@ -58,7 +59,8 @@ class VllmModel(Model):
                 self.update[name] = file.get_tensor(name)
 
 
-class VllmHandler(Handler):
+@dataclass(frozen=True)
+class VllmLanguage:
     model: VllmModel
 
     def get(self, path: str) -> object:
@@ -125,7 +127,7 @@ class VllmHandler(Handler):
 
 
 def serve(folder: str, port: int, faults: set[str], limit: int | None = None) -> ThreadingHTTPServer:
-    return listening(VllmHandler, port, model=VllmModel(folder, faults, limit))
+    return listening(VllmLanguage(VllmModel(folder, faults, limit)), port)
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     assert all(torch.equal(now, then) for now, then in zip(policy.parameters(), before, strict=True))
 
 
-def test_each_pass_deals_anew():
+def test_each_pass_shuffles_again():
     policy = make_policy(SPECS["discrete"])
     samples, plan = make_samples(policy), UpdatePlan(8, shuffle=True)
     first, second = (samples[plan.order(len(samples), 3, epoch)] for epoch in (0, 1))

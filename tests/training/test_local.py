@@ -194,7 +194,7 @@ def test_only_the_bad_mini_batch_is_skipped(batch: TrainBatch) -> None:
 
 
 def test_a_mini_batch_is_prepared_once_with_the_models_present_outputs(batch: TrainBatch) -> None:
-    """Before it is cut, in every epoch anew; what is filled in reaches every micro-batch and nothing else."""
+    """Before it is cut, again in every epoch; what is filled in reaches every micro-batch and nothing else."""
     engine = make_engine(make_policy(), MicroBatching(max_rows=2))
     seen: list[tuple[int, float]] = []
     reached: list[TrainBatch] = []

@@ -14,7 +14,7 @@ With `partial` the sampler takes newer weights within a batch, too, each time th
 on with them. A batch counts as old as the weights that it was begun with, so that the bound is one for every token.
 
 A checkpoint holds the batches that wait for their step. With `fixed` it waits for the one in progress, too, so that a
-resumed run is bitwise the uninterrupted one; without, that batch is sampled anew, with the weights of the checkpoint.
+resumed run is bitwise the uninterrupted one; without, that batch is sampled again, with the weights of the checkpoint.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Generation:
         return True
 
     def _prefill_again(self) -> None:
-        """Compute anew, by the present weights, the cache of rows that are being decoded, and drop that of others."""
+        """Recompute, by the present weights, the cache of rows that are being decoded, and drop that of others."""
         for row in list(self._kept_prefixes):
             self._take_prefix(row)
         counts, first = self._count[: self._active].tolist(), 0

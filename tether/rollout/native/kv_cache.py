@@ -30,8 +30,8 @@ class KVCache:
     """One pair of tensors [S, K, capacity, D] and [S, K, capacity, E] a layer.
 
     A layer's tensors are made when it is first written, with room for twice the longest prefix, or for 64 tokens more,
-    and made anew like that when it is used up, always for a multiple of 32: memory follows the lengths that occur and
-    not the limit. Positions are written in place.
+    and reallocated the same way when it is used up, always for a multiple of 32: memory follows the lengths that occur
+    and not the limit. Positions are written in place.
     """
 
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:

@@ -168,7 +168,7 @@ class ConversationReader:
     """What a reward model reads of a response and its prompt."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    """Its own, whose template writes prompt and response anew; None: it reads the policy's token ids as they are."""
+    """Its own, whose template formats prompt and response again; None: it reads the policy's token ids as they are."""
     pad_id: int | None
     vocabulary: int
     max_length: int
