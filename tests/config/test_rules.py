@@ -142,12 +142,6 @@ CASES = {
         "512 leaves a prompt of data.max_prompt_length=512 tokens no room",
         [f"{ROLLOUT}.max_model_len=513"],
     ),
-    "servers_take_whole_models": (
-        [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"],
-        f"{ROLLOUT}.name",
-        "vllm gets the weights of whole models, and no adapters so far",
-        [f"{ROLLOUT}.name=native"],
-    ),
     "servers_tell_what_they_kept": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"],
         f"{ROLLOUT}.top_p",
@@ -180,21 +174,27 @@ CASES = {
     ),
     "turns_are_sampled_here": (
         [f"{ROLLOUT}.multi_turn.enable=True", "trainer.n_gpus_per_node=2"],
-        "trainer.n_gpus_per_node",
-        "2 devices sample no conversations so far",
-        ["trainer.n_gpus_per_node=1"],
+        f"{ROLLOUT}.name",
+        "native samples conversations (actor_rollout_ref.rollout.multi_turn.enable=True) on one device, not on 2",
+        [f"{ROLLOUT}.name=vllm"],
     ),
-    "sampling_ahead_has_one_device": (
+    "sampling_ahead_has_devices_of_its_own": (
         ["trainer.async_mode=fully_async", "trainer.n_gpus_per_node=2"],
-        "trainer.n_gpus_per_node",
-        "2 devices sample and train in turns so far",
-        ["trainer.n_gpus_per_node=1"],
+        f"{ROLLOUT}.name",
+        "native samples on the 2 devices that train; trainer.async_mode=fully_async asks for both at once",
+        [f"{ROLLOUT}.name=vllm"],
     ),
-    "partial_responses_are_sampled_here": (
-        ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.name=vllm"],
-        f"{ROLLOUT}.partial_rollout",
-        "vllm finishes them with the weights that began them",
-        [f"{ROLLOUT}.name=native"],
+    "scoring_ahead_has_devices_of_its_own": (
+        [
+            "trainer.async_mode=fully_async",
+            "trainer.nnodes=2",
+            f"{ROLLOUT}.name=vllm",
+            "reward_model.enable=True",
+            "reward_model.model.path=somewhere",
+        ],
+        "reward_model.server.url",
+        "none: the 2 devices that train score, too, and trainer.async_mode=fully_async asks for both at once",
+        ["reward_model.server.url=http://localhost:1"],
     ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
@@ -477,7 +477,6 @@ NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
-    "partial_responses_are_sampled_here",
 }
 """About keys or names that verl does not have."""
 

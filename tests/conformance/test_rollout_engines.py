@@ -3,15 +3,16 @@
 Of vLLM that is a server that speaks its language, and the real one where it is installed; of SGLang the former only.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.rollout.bench import EOS, EVERY, KEY, LONG, PROMPTS, SAMPLING, Bench, bench_of, rows_of
+from tests.rollout.bench import EOS, EVERY, KEY, LONG, PROMPTS, SAMPLING, Bench, bench_of, log_probs_of, rows_of
 from tether.batch import RolloutBatch
-from tether.rollout import NoiseKey
+from tether.rollout import FinishedResponse, NoiseKey
 
 
 @pytest.fixture(scope="module", params=EVERY)
@@ -110,6 +111,37 @@ def test_lengths_are_limited_and_ends_ignored_on_demand(bench: Bench) -> None:
     rollout = engine.generate(PROMPTS, replace(SAMPLING, max_length=12, ignore_eos=True), KEY)
     assert rollout.response_length.tolist() == [6, 6, 6, 6, 3, 3]
     assert rollout.truncated.all(), "none of them ended by itself"
+
+
+def test_weights_may_change_within_responses(bench: Bench) -> None:
+    """What is not complete when weights come goes on with them, and every token says which weights drew it."""
+    engine = up_to_date(bench).engine
+    before, ends, engine.eos_token_ids = copy.deepcopy(bench.model), engine.eos_token_ids, frozenset([5, 105])
+    finished: list[FinishedResponse] = []
+
+    def finish(one: FinishedResponse) -> None:
+        finished.append(one)
+        if len(finished) == 2:
+            bench.learn()
+            engine.load_weights(bench.export())
+
+    sampling = replace(SAMPLING, max_new_tokens=160, n=4)
+    rollout = engine.generate(PROMPTS, sampling, KEY, finish)
+    engine.eos_token_ids = ends
+    assert {one.row: one.token_ids for one in finished} == dict(enumerate(rows_of(rollout)))
+    assert len(finished) == 12
+    old, new, mask = bench.version - 1, bench.version, rollout.response_mask
+    versions = [rollout.token_versions[row][mask[row]].tolist() for row in range(12)]
+    assert {old, new} in map(set, versions), "weights changed within a row"
+    assert all(row == sorted(row) for row in versions)
+    assert rollout.policy_version.tolist() == [row[0] for row in versions]
+    right = log_probs_of(rollout, {old: before, new: bench.model}) - rollout.rollout_log_probs
+    assert right[mask].abs().max() < 1e-4
+    wrong = log_probs_of(rollout, {old: bench.model, new: before}) - rollout.rollout_log_probs
+    assert wrong[mask].abs().max() > 1e-2
+    after = engine.generate(PROMPTS, SAMPLING, KEY)
+    assert after.token_versions is None
+    assert set(after.policy_version.tolist()) == {new}
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,21 @@ def _launch(kind: str, python: Path, folder: Path, options: dict[str, object]) -
     return launch_vllm(python, log, given, {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
 
+@torch.no_grad()
+def log_probs_of(rollout: RolloutBatch, models: dict[int, PreTrainedModel]) -> torch.Tensor:
+    """[B, T] by transformers at temperature 0.8, each token by the model of its version."""
+    found = torch.zeros_like(rollout.rollout_log_probs)
+    for row in range(len(rollout)):
+        prompt = rollout.prompt_ids[row, : rollout.prompt_length[row]]
+        ids = rollout.response_ids[row, : rollout.response_length[row]]
+        for version, model in models.items():
+            logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+            all_of_it = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            mine = rollout.token_versions[row, : len(ids)] == version
+            found[row, : len(ids)][mine] = all_of_it[mine]
+    return found
+
+
 def rows_of(rollout: RolloutBatch) -> list[list[int]]:
     return [ids[:n].tolist() for ids, n in zip(rollout.response_ids, rollout.response_length.tolist(), strict=True)]
 

@@ -59,7 +59,7 @@ class SGLangModel(Model):
         super().__init__(folder, faults, limit)
         self.deterministic = deterministic and "seedless" not in faults
         self.session = False
-        self.running, self.aborts, self.paused = 0, 0, False
+        self.running, self.paused = 0, False
         self.state = threading.Condition()
         self.groups: dict[str, Any] = {}
 
@@ -125,7 +125,7 @@ class SGLangModel(Model):
 
     def abort(self) -> None:
         with self.state:
-            self.aborts += 1
+            super().abort()
 
     def pause(self, mode: str) -> None:
         assert mode == "abort"

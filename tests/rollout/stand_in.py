@@ -43,6 +43,7 @@ class Model:
         self.limit = limit or config.max_position_embeddings
         self.cache: dict[tuple[int, ...], Any] = {}
         self.lock = threading.Lock()
+        self.aborts = 0
         self.head: torch.Tensor | None = None
         if "stale_head" in faults:
             self.head = self.model.lm_head.weight.detach().clone()
@@ -82,6 +83,10 @@ class Model:
             if last in ends:
                 break
         return tokens
+
+    def abort(self) -> None:
+        """Break off what is sampled, and what waits for that."""
+        self.aborts += 1
 
     def tempered(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         if temperature > 0 and "deaf_to_temperature" not in self.faults:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.rollout.bench import EOS, KEY, PROMPTS, SAMPLING, rows_of, tiny_policy
-from tether.batch import RolloutBatch, WeightUpdate
+from tests.rollout.bench import EOS, KEY, PROMPTS, SAMPLING, log_probs_of, rows_of, tiny_policy
+from tether.batch import WeightUpdate
 from tether.rollout import SamplingParams, join_rollouts
 from tether.rollout.native import NativeEngine
 
@@ -34,21 +34,6 @@ def changed_after(count: int, sampler: NativeEngine) -> Callable[[object], None]
             sampler.load_weights(update_of(NEW, 5))
 
     return finished
-
-
-@torch.no_grad()
-def log_probs_of(rollout: RolloutBatch, models: dict[int, torch.nn.Module]) -> torch.Tensor:
-    """[B, T] by transformers, each token by the model of its version."""
-    found = torch.zeros_like(rollout.rollout_log_probs)
-    for row in range(len(rollout)):
-        prompt = rollout.prompt_ids[row, : rollout.prompt_length[row]]
-        ids = rollout.response_ids[row, : rollout.response_length[row]]
-        for version, model in models.items():
-            logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
-            all_of_it = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-            mine = rollout.token_versions[row, : len(ids)] == version
-            found[row, : len(ids)][mine] = all_of_it[mine]
-    return found
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ FAULTS = ("stale_head", "deaf_to_temperature", "lost_update", "half_answers", "n
 class VllmModel(Model):
     update: dict[str, torch.Tensor] | None = None
 
-    def choose(self, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    def choose(self, ids: list[int], params: dict[str, Any], aborts: int) -> dict[str, Any]:
+        """`aborts`: how many there had been when it was asked."""
         generator = torch.Generator().manual_seed(params["seed"])
         content = []
 
@@ -36,9 +37,9 @@ class VllmModel(Model):
             return token
 
         stops = set(params["stop_token_ids"])
-        tokens = self.sample(ids, params["max_tokens"], stops, draw, lambda: True)
-        reason = "stop" if tokens[-1] in stops else "length"
-        spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        tokens = self.sample(ids, params["max_tokens"], stops, draw, lambda: self.aborts == aborts)
+        reason = "stop" if set(tokens[-1:]) & stops else "length" if len(tokens) == params["max_tokens"] else "abort"
+        spans = [{"version": self.version, "start": 0, "end": len(tokens)}] if tokens else None
         return {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content},
                 "weight_versions": spans, "sampling_mask": None}  # fmt: skip
 
@@ -81,13 +82,15 @@ class VllmLanguage:
         return {"error": {"message": str(error), "type": "Error", "param": None, "code": error.status}}
 
     def post(self, path: str, body: dict[str, Any]) -> object:
+        if path == "/abort_requests":
+            self.model.abort()
+            return {"status": "aborted"}
+        aborts = self.model.aborts
         with self.model.lock:
-            return self._post(path, body)
+            return self.generate(body, aborts) if path == "/inference/v1/generate" else self._post(path, body)
 
     def _post(self, path: str, body: dict[str, Any]) -> object:
         model = self.model
-        if path == "/inference/v1/generate":
-            return self.generate(body)
         if "no_routes" in model.faults:
             raise Refused(404, "Not Found")
         if path == "/start_weight_update":
@@ -112,7 +115,7 @@ class VllmLanguage:
             raise Refused(404, "Not Found")
         return {"message": "done"}
 
-    def generate(self, body: dict[str, Any]) -> object:
+    def generate(self, body: dict[str, Any], aborts: int) -> object:
         params = body["sampling_params"]
         if self.model.sleeps:
             raise Refused(500, "the engine sleeps")
@@ -122,7 +125,7 @@ class VllmLanguage:
             raise Refused(400, f"This model's maximum context length is {self.model.limit} tokens.")
         if slow := os.environ.get("STAND_IN_SECONDS"):
             time.sleep(float(slow))
-        choice = self.model.choose(body["token_ids"], params)
+        choice = self.model.choose(body["token_ids"], params, aborts)
         return {"request_id": "generate-tokens-1", "model": "policy", "choices": [choice]}
 
 

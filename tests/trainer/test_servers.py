@@ -1,20 +1,25 @@
 """Whole runs that sample by servers: by stand-ins of vLLM and SGLang everywhere, and by vLLM where it is there."""
 
 import math
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.rollout.bench import REAL, STAND_INS, needs_vllm
+from tests.rollout.bench import REAL, STAND_INS, needs_vllm, processes_of
 from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
+from tests.trainer.loops import Text, start
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, set_eos, train, weights, write_inputs
 from tether.assembly.build import build
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
+from tether.checkpoints.store import TRACKER
 from tether.config import ConfigError, load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -68,10 +73,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path, kind: str) -> None
     assert measured(whole) == measured(halves)
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+AHEAD = {
+    "one_step_off": ["trainer.async_mode=one_step_off"],
+    "fully_async": ["trainer.async_mode=fully_async"],
+    "partial": ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.max_num_seqs=2"],
+}
+
+
+@pytest.mark.parametrize("mode", AHEAD)
 def test_the_server_samples_while_the_policy_learns(inputs: Path, mode: str) -> None:
     """Its log-probs are those of the weights that it had: step 1 agrees exactly, step 2 is one update behind."""
-    ahead = [f"trainer.async_mode={mode}", "trainer.total_training_steps=3", "trainer.test_freq=3"]
+    ahead = [*AHEAD[mode], "trainer.total_training_steps=3", "trainer.test_freq=3"]
     with another_server(inputs / "model") as url:
         metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, *ahead, url]))
     assert metrics[1]["training/staleness"] == 0
@@ -84,11 +96,11 @@ def test_the_server_samples_while_the_policy_learns(inputs: Path, mode: str) -> 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize("mode", AHEAD)
 def test_vllm_samples_while_the_policy_learns(inputs: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     assert REAL is not None
     monkeypatch.setenv("TETHER_VLLM", str(REAL.parent.parent))
-    options = ["trainer.test_freq=2", "trainer.total_training_steps=4", f"trainer.async_mode={mode}"]
+    options = ["trainer.test_freq=2", "trainer.total_training_steps=4", *AHEAD[mode]]
     metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, *options]))
     assert metrics[1]["rollout_corr/k3_kl"] < 1e-7
     assert metrics[4]["training/staleness"] <= 1
@@ -101,20 +113,84 @@ def test_a_run_by_a_server_of_sglang_that_tether_starts(inputs: Path, way: str) 
     check_steps(train([*base_overrides(inputs, inputs / "run"), *SGLANG, *options]), 1, 2, 3)
 
 
+ADAPTERS = "actor_rollout_ref.model.lora_rank=4"
+
+
 @needs_vllm
 @pytest.mark.slow
-def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["", ADAPTERS, f"{ROLLOUT}.tensor_model_parallel_size=2", "experts"])
+def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     assert REAL is not None
     monkeypatch.setenv("TETHER_VLLM", str(REAL.parent.parent))
     options = ["trainer.test_freq=1", "trainer.total_training_steps=4"]
+    if what == "experts":
+        save_tiny(inputs / "model", "qwen2_moe", hidden_size=128)
+        set_eos(inputs / "model", [EOS_ID, *range(4, 90)])
+    elif what:
+        options.append(what)
     check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, *options]), 1, 2, 3, 4)
 
 
-@pytest.mark.slow
-def test_shards_are_put_together_for_the_server(inputs: Path) -> None:
-    pytest.importorskip("ray")
+def test_adapters_reach_the_server(inputs: Path) -> None:
     with another_server(inputs / "model") as url:
-        check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, url, "trainer.n_gpus_per_node=2"]), 1, 2, 3)
+        check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, url, ADAPTERS]), 1, 2, 3)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_by_vllm_goes_on_after_kills(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL ends the trainer after its first checkpoint, and the server with it; then the next server, while the
+    run goes on. Its weights are those of the undisturbed run, bit for bit: the seeds of rows are the same, and training
+    computes log-probs by itself."""
+    assert REAL is not None
+    monkeypatch.setenv("TETHER_VLLM", str(REAL.parent.parent))
+    options = [*VLLM, "trainer.save_freq=1", "trainer.total_training_steps=4"]
+    whole, killed = inputs / "whole", inputs / "killed"
+    train([*base_overrides(inputs, whole), *options])
+    process = start(Text(inputs), [*base_overrides(inputs, killed), *options])
+    while not (killed / TRACKER).exists():
+        assert process.is_alive()
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    reached = int((killed / TRACKER).read_text())
+    assert reached < 4
+
+    run = build_run(load_config(None, [*base_overrides(inputs, killed), *options]))
+    engine = run.trainer.rollouts.collector.engine._engine
+    victims: list[int] = []
+
+    def interrupted() -> bool:
+        if run.trainer.step_number > reached and not victims:
+            victims.extend(one.pid for one in processes_of(engine.servers[0]))
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        return False
+
+    try:
+        run.trainer.fit(interrupted)
+    finally:
+        run.close()
+    assert victims
+    check_steps(whole, 1, 2, 3, 4)
+    check_steps(killed, 1, 2, 3, 4)
+    assert same(weights(whole / "global_step_4"), weights(killed / "global_step_4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["off", "one_step_off"])
+def test_shards_are_put_together_for_the_server(inputs: Path, mode: str) -> None:
+    """The server samples while two devices learn, too: of the weights of one update before."""
+    pytest.importorskip("ray")
+    options = ["trainer.n_gpus_per_node=2", f"trainer.async_mode={mode}"]
+    with another_server(inputs / "model") as url:
+        run = train([*base_overrides(inputs, inputs / "run"), *VLLM, url, *options])
+    if mode == "off":
+        check_steps(run, 1, 2, 3)
+    else:
+        metrics = measured(run)
+        assert [metrics[step]["training/staleness"] for step in (1, 2, 3)] == [0, 1, 1]
+        assert metrics[1]["rollout_corr/k3_kl"] < 1e-7 < metrics[2]["rollout_corr/k3_kl"]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -192,7 +268,6 @@ def test_options_of_the_other_kind_have_no_effect(inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["actor_rollout_ref.model.lora_rank=4"], r"no adapters so far \(actor_rollout_ref.model.lora_rank=4"),
         ([f"{ROLLOUT}.top_p=0.9"], r"0.9 alone: vllm tells which tokens it kept only together with"),
         ([f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], r"0.9 alone: sglang tells which tokens it kept only"),
         ([f"{ROLLOUT}.name=trtllm"], r"tether has no client for it: set native, vllm or sglang"),

@@ -61,10 +61,15 @@ def test_tools_answer_and_only_sampled_tokens_are_trained_on(inputs: Path, tmp_p
         assert row["rewards"] == [*[0.0] * (len(said) - 1), pytest.approx(row["score"])]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_servers_sample_conversations(kind: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "devices"), [("vllm", 1), ("sglang", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)]
+)
+def test_servers_sample_conversations(
+    kind: str, devices: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(f"TETHER_{kind.upper()}", str(environment(tmp_path / kind, kind=kind)))
-    found = train_and_read(inputs, tmp_path / "run", f"{ROLLOUT}.name={kind}", f"{ROLLOUT}.server_timeout=300")
+    served = [f"{ROLLOUT}.name={kind}", f"{ROLLOUT}.server_timeout=300", f"trainer.n_gpus_per_node={devices}"]
+    found = train_and_read(inputs, tmp_path / "run", *served)
     answered = [row for row in found if 0 in row["response_mask"]]
     assert answered
     for row in answered:

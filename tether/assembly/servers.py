@@ -85,7 +85,8 @@ def build_servers(
     Raises:
         ValueError: the servers' program is not installed, or an address is none.
     """
-    rollout, in_turns = config.actor_rollout_ref.rollout, config.trainer.async_mode == "off"
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
     where = theirs or _launches(config, policy, device, logs / rollout.name)
     dialect = _dialect(rollout, policy)
@@ -96,6 +97,7 @@ def build_servers(
         left_out=policy.second_names,
         max_num_seqs=rollout.max_num_seqs,
         sleeps=rollout.free_cache_engine and in_turns,
+        lora_scale=model.lora_alpha / max(model.lora_rank, 1),
         holds_weights=not in_turns,
     )
     engine = ServedEngine(

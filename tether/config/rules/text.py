@@ -106,15 +106,6 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
     return rule
 
 
-def servers_take_whole_models(cfg: RunConfig) -> Problem | None:
-    """Adapters are not sent to servers yet."""
-    name, rank = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.lora_rank
-    if name not in SERVERS or not rank:
-        return None
-    what = f"{name} gets the weights of whole models, and no adapters so far (actor_rollout_ref.model.lora_rank={rank})"
-    return Problem(f"{ROLLOUT}.name", what, "set it to native, or leave actor_rollout_ref.model.lora_rank out")
-
-
 def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
     """Servers list the tokens that they could have drawn only up to a number, and training replays the cut."""
     rollout = cfg.actor_rollout_ref.rollout
@@ -150,31 +141,31 @@ def turns_end(cfg: RunConfig) -> Problem | None:
 
 
 def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
-    """Ranks sample responses of one turn so far."""
-    rollout = cfg.actor_rollout_ref.rollout
-    if not rollout.multi_turn.enable or cfg.trainer.devices == 1:
+    """Tools are called by the process that starts a run, which samples by servers or, on one device, itself."""
+    rollout, devices = cfg.actor_rollout_ref.rollout, cfg.trainer.devices
+    if not rollout.multi_turn.enable or devices == 1 or rollout.name in SERVERS:
         return None
-    what = f"{cfg.trainer.devices} devices sample no conversations so far ({ROLLOUT}.multi_turn.enable=True)"
-    return Problem("trainer.n_gpus_per_node", what, f"set it to 1, or leave {ROLLOUT}.multi_turn.enable out")
+    what = f"{rollout.name} samples conversations ({ROLLOUT}.multi_turn.enable=True) on one device, not on {devices}"
+    return Problem(f"{ROLLOUT}.name", what, f"set it to vllm or sglang, or {_devices_key(cfg)}=1")
 
 
-def sampling_ahead_has_one_device(cfg: RunConfig) -> Problem | None:
-    """The ranks of a run take turns at sampling and training."""
+def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
+    """The ranks of a run do one thing at a time; servers sample meanwhile."""
     mode, devices = cfg.trainer.async_mode, cfg.trainer.devices
     if mode == "off" or devices == 1:
         return None
-    key = "trainer.n_gpus_per_node" if cfg.trainer.n_gpus_per_node > 1 else "trainer.nnodes"
-    what = f"{devices} devices sample and train in turns so far, and trainer.async_mode={mode} asks for both at once"
-    return Problem(key, what, "set it to 1, or trainer.async_mode=off")
+    name = cfg.actor_rollout_ref.rollout.name
+    if name not in SERVERS:
+        what = f"{name} samples on the {devices} devices that train; trainer.async_mode={mode} asks for both at once"
+        return Problem(f"{ROLLOUT}.name", what, f"set it to vllm or sglang, or {_devices_key(cfg)}=1")
+    if cfg.reward_model.enable and cfg.reward_model.server.url is None:
+        what = f"none: the {devices} devices that train score, too, and trainer.async_mode={mode} asks for both at once"
+        return Problem("reward_model.server.url", what, f"name a server, or set {_devices_key(cfg)}=1")
+    return None
 
 
-def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
-    """Servers finish what they have begun."""
-    rollout = cfg.actor_rollout_ref.rollout
-    if cfg.trainer.async_mode != "fully_async" or not rollout.partial_rollout or rollout.name not in SERVERS:
-        return None
-    what = f"True changes weights within responses, and {rollout.name} finishes them with the weights that began them"
-    return Problem(f"{ROLLOUT}.partial_rollout", what, f"leave it out, or set {ROLLOUT}.name=native")
+def _devices_key(cfg: RunConfig) -> str:
+    return "trainer.n_gpus_per_node" if cfg.trainer.n_gpus_per_node > 1 else "trainer.nnodes"
 
 
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
@@ -268,15 +259,13 @@ RULES: tuple[Rule, ...] = (
         )
     ),
     *(divides_devices(f"{model}.fsdp_config.fsdp_size") for model in SHARDED),
-    servers_take_whole_models,
     servers_tell_what_they_kept,
     agents_are_known,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,
     ranks_sample_one_turn,
-    sampling_ahead_has_one_device,
-    partial_responses_are_sampled_here,
+    sampling_ahead_has_devices_of_its_own,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

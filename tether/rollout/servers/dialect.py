@@ -68,6 +68,8 @@ class Sampled:
     """Tokens that could have been drawn at each position, where that was asked for."""
     weights: frozenset[str]
     """Names of the weights that drew it."""
+    whole: bool = True
+    """False: it was broken off, and has the tokens until then, if any."""
 
 
 class Dialect(Protocol):
@@ -94,6 +96,10 @@ class Dialect(Protocol):
 
     def sample(self, http: Connections, draw: Draw, within: float) -> Sampled:
         """Draw a row. Half an answer is none: `ServerGone`."""
+        ...
+
+    def interrupt(self, http: Connections, within: float) -> None:
+        """Break off what it samples: each request is answered with the tokens that it has."""
         ...
 
     def weights(self, http: Connections, within: float) -> str | None:

@@ -26,6 +26,7 @@ from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_to
 from tether.keyed_random import seed_of
 from tether.models.output import KeptRecorder
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
+from tether.rollout.servers.checkpoint_names import checkpoint_weights
 from tether.rollout.servers.dialect import Draw, Sampled
 from tether.rollout.servers.dialogue import Dialogue
 from tether.rollout.servers.http import Connections, ServerGone
@@ -35,6 +36,7 @@ from tether.runtime.interrupt import give_up_if_interrupted
 _log = logging.getLogger(__name__)
 _TRIES = 4  # of a row, before the run ends
 _LOOKS = 2.0  # seconds between two looks at a server that finishes no row
+_INTERRUPTS = 0.05  # seconds between two attempts to break off what is sampled
 _POSITIONS = 64  # of a row, whose kept tokens are spread over the vocabulary at once
 
 
@@ -52,6 +54,8 @@ class Traffic:
     """Requests at a time, to each server."""
     sleeps: bool
     """The servers give back their memory while nothing is sampled."""
+    lora_scale: float = 1.0
+    """Weight of the adapters, which are added into the layers before these travel."""
     holds_weights: bool = False
     """A server that is started again gets the weights that were loaded last, and not those of the moment, which
     training may be changing."""
@@ -90,9 +94,19 @@ class ServedEngine:
         self._name: str | None = None
         self._asleep = False
         self._held: WeightUpdate | None = None
+        self._newer: WeightUpdate | None = None  # that came while rows were sampled
+        self._is_sampling = False
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """See `RolloutEngine.load_weights`."""
+        """See `RolloutEngine.load_weights`; rows that are being sampled are broken off, and go on with them."""
+        if self._is_sampling:
+            self._newer = weights
+        else:
+            self._take(weights)
+
+    def _take(self, weights: WeightUpdate) -> None:
+        """Give them to the servers, none of which samples."""
+        self._newer = None
         self._version = weights.version
         self._held = weights if self._traffic.holds_weights else None
         self._run = self._run or uuid.uuid4().hex[:8]
@@ -109,7 +123,7 @@ class ServedEngine:
     def remedies(self) -> dict[str, Callable[[], None]]:
         """See `tether.rollout.parity.Proven`: what may be stale in a server, and what renews it."""
         cures = {cause: partial(self._cure, cure) for cause, cure in self.speaks.cures().items()}
-        return {**cures, "older weights": lambda: self.load_weights(self._export())}
+        return {**cures, "older weights": lambda: self._take(self._export())}
 
     def _cure(self, cure: Callable[[Connections, float], None]) -> None:
         for server in self.servers:
@@ -141,15 +155,19 @@ class ServedEngine:
         total, tokens, finished = len(arrays) * sampling.n, 0, set[int]()
         rows = [self._dialogue(arrays[row // sampling.n], sampling, key, row) for row in range(total)]
         paused: list[int] = []  # rows whose turn the partner answers
+        cut: list[int] = []  # rows that were broken off
 
         def hear(row: int, turn: Sampled) -> None:
             nonlocal tokens
-            rows[row].hear(turn)
+            rows[row].hear(turn, self._version)
             tokens += len(turn.token_ids)
-            if partner is None or turn.token_ids[-1] not in self._ends(sampling):
+            if not turn.whole and rows[row].room() > 0:
+                rows[row].go_on()
+                cut.append(row)
+            elif partner is None or turn.token_ids[-1] not in self._ends(sampling):
                 finish(row)
             else:
-                partner.listen(row, list(turn.token_ids))
+                partner.listen(row, rows[row].turn())
                 paused.append(row)
 
         def finish(row: int) -> None:
@@ -160,27 +178,29 @@ class ServedEngine:
                 on_progress(RolloutProgress(len(finished), total, tokens))
 
         def go_on() -> dict[int, Draw]:
-            asked: dict[int, Draw] = {}
+            asked = {row: rows[row].draw for row in cut}
+            cut.clear()
             while paused:
                 row = paused.pop(0)
                 assert partner is not None
-                answer = partner.answer(row, rows[row].room())
+                answer = partner.answer(row, rows[row].room() - 1)
                 if answer is None:
                     finish(row)
                 else:
-                    rows[row].tell(answer)
+                    rows[row].tell(answer, self._version)
                     asked[row] = rows[row].draw
             return asked
 
         for attempt in range(_TRIES):
             failures = self._ask({row: rows[row].draw for row in range(total) if row not in finished}, hear, go_on)
+            for server, error in failures.items():
+                if attempt == _TRIES - 1:
+                    raise RuntimeError(f"{self.speaks.title} failed {_TRIES} times on the same rows, at last: {error}")
+                self._revive(server, error)
+            if self._newer is not None:
+                self._take(self._newer)
             if not failures:
                 break
-            if attempt == _TRIES - 1:
-                last = next(iter(failures.values()))
-                raise RuntimeError(f"{self.speaks.title} failed {_TRIES} times on the same rows, at last: {last}")
-            for server, error in failures.items():
-                self._revive(server, error)
         if self._traffic.sleeps:
             self._sleep()
         return self._assemble(arrays, sampling, rows)
@@ -215,6 +235,8 @@ class ServedEngine:
     ) -> dict[Server, Exception]:
         """Ask for rows; returns the servers that failed, each with what it did last.
 
+        Where newer weights have come, what runs is broken off, and goes on once the servers have them.
+
         Args:
             requests: by row.
             hear: takes in what was drawn for a row.
@@ -223,17 +245,26 @@ class ServedEngine:
         failures: dict[Server, Exception] = {}
         owner = {row: self.servers[row % len(self.servers)] for row in requests}
         most = min(len(requests), self._traffic.max_num_seqs * len(self.servers))
+        running: dict[Future[Sampled], int] = {}
+        self._is_sampling = True
         with ThreadPoolExecutor(most, thread_name_prefix="request") as pool:
-            running: dict[Future[Sampled], int] = {
-                pool.submit(owner[row].sample, request): row for row, request in requests.items()
-            }
             watch = _Watch(self.servers)
             try:
-                while running:
-                    done, _ = wait(running, timeout=_LOOKS, return_when=FIRST_COMPLETED)
+                while requests or running:
+                    if self._newer is None:
+                        running |= {pool.submit(owner[row].sample, draw): row for row, draw in requests.items()}
+                        requests = {}
+                    elif not running:
+                        self._take(self._newer)
+                        watch = _Watch(self.servers)
+                        continue
+                    else:
+                        self._interrupt(set(self.servers) - set(failures), failures)
+                    looks = _LOOKS if self._newer is None else _INTERRUPTS
+                    done, _ = wait(running, timeout=looks, return_when=FIRST_COMPLETED)
                     for future in done:
                         server = owner[row := running.pop(future)]
-                        error = None if future.cancelled() else future.exception()
+                        error = self._error_of(server, future)
                         if isinstance(error, ServerGone):
                             failures.setdefault(server, error)
                         elif error is not None:
@@ -241,9 +272,8 @@ class ServedEngine:
                         elif not future.cancelled():
                             watch.lives(server)
                             hear(row, future.result())
-                    for row, draw in go_on().items():
-                        if owner[row] not in failures:  # else it is asked for once the server is there again
-                            running[pool.submit(owner[row].sample, draw)] = row
+                    # What a server that failed has not finished is asked for once it is there again.
+                    requests = {row: draw for row, draw in (requests | go_on()).items() if owner[row] not in failures}
                     for server in watch.hanging({owner[row] for row in running.values()} - set(failures)):
                         failures[server] = ServerGone(f"{server.url}: no token within {server.patience:g} s")
                     for future, row in running.items():
@@ -258,14 +288,32 @@ class ServedEngine:
                 for server in self.servers:
                     server.http.cut()
                 raise
+            finally:
+                self._is_sampling = False
         return failures
+
+    def _error_of(self, server: Server, future: Future[Sampled]) -> BaseException | None:
+        """What went wrong with a request that is done; nothing where it was cancelled."""
+        if future.cancelled():
+            return None
+        if (error := future.exception()) is not None or future.result().whole or self._newer is not None:
+            return error
+        return ServerGone(f"{server.url}: broke a row off")
+
+    def _interrupt(self, servers: set[Server], failures: dict[Server, Exception]) -> None:
+        """Break off what they sample; again and again, as requests may still be on their way."""
+        for server in servers:
+            try:
+                server.interrupt()
+            except ServerGone as error:
+                failures[server] = error
 
     def _synchronise(self) -> None:
         """Have every server ready, with the present weights."""
         for server in self.servers:
             server.begin()  # all start at once
-        if self._name is None:
-            self.load_weights(self._export())
+        if self._name is None or self._newer is not None:
+            self._take(self._newer or self._export())
             return
         self._awake()
         for server in self.servers:
@@ -291,7 +339,8 @@ class ServedEngine:
     def _give(self, server: Server, weights: WeightUpdate) -> None:
         assert self._name is not None
         kept = ((name, value) for name, value in weights.tensors if name not in self._traffic.left_out)
-        server.take(self._name, kept, self._traffic.dtype, self._traffic.bucket)
+        named = checkpoint_weights(kept, self._traffic.lora_scale)
+        server.take(self._name, named, self._traffic.dtype, self._traffic.bucket)
 
     def _sleep(self) -> None:
         for server in self.servers:
@@ -314,6 +363,7 @@ class ServedEngine:
         width = int(length.max())
         ids = [torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]
         probs = [torch.tensor(answer.log_probs) for answer in answers]
+        versions = pad_sequence([torch.tensor(answer.versions) for answer in answers], batch_first=True)
         response_ids, rows = pad_sequence(ids, batch_first=True), torch.arange(count)
         prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in prompts], batch_first=True)
         ends = torch.tensor(self._ends(sampling), dtype=torch.int64)
@@ -330,7 +380,8 @@ class ServedEngine:
             response_mask=sampled,
             rollout_log_probs=pad_sequence(probs, batch_first=True),
             truncated=~torch.isin(response_ids[rows, length - 1], ends),
-            policy_version=torch.full((count,), self._version),
+            policy_version=versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(dim=-1),
+            token_versions=versions if len(versions[sampled].unique()) > 1 else None,
             kept=self._kept(answers, width) if self._records(sampling) else None,
             batch_size=[count],
         )

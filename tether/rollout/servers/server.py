@@ -109,10 +109,23 @@ class Server:
             ServerRefuses: the request is refused.
         """
         sampled = self.speaks.sample(self.http, draw, _A_WHILE)
-        if sampled.weights != {self.weights}:
+        if sampled.token_ids and sampled.weights != {self.weights}:
             others = ", ".join(sorted(sampled.weights))
             raise ServerGone(f"{self.url}: sampled with weights {others}, not the present ones")
         return sampled
+
+    def interrupt(self) -> None:
+        """Break off what it samples; `sample` then returns what there is.
+
+        Raises:
+            ServerGone: it does not answer.
+            ValueError: it cannot.
+        """
+        try:
+            self.speaks.interrupt(self.http, min(30.0, self.timeout))
+        except ServerRefuses as error:
+            key = "actor_rollout_ref.rollout.partial_rollout=True"
+            raise ValueError(f"{error}: the server breaks off no responses, as {key} asks for. Leave it out") from None
 
     def has(self, weights: str) -> bool:
         """Whether it still has these weights: a server that was started again has not."""

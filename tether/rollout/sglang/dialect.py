@@ -92,6 +92,10 @@ class SGLang:
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ServerGone(f"{http.url}: half an answer ({error}): {str(found)[:200]}") from None
 
+    def interrupt(self, http: Connections, within: float) -> None:
+        """See `Dialect.interrupt`."""
+        http.post("/abort_request", {"abort_all": True}, within)
+
     def weights(self, http: Connections, within: float) -> str | None:
         """See `Dialect.weights`."""
         found = http.get("/model_info", within)
@@ -134,10 +138,9 @@ class SGLang:
 
 
 def _read(tokens: list[int], meta: JsonObject, *, records: bool) -> Sampled:
-    if meta["finish_reason"]["type"] == "abort":
-        raise ValueError(f"broken off: {meta['finish_reason'].get('message')}")
-    told = meta["output_token_logprobs"]
-    if [token for _, token, *_ in told] != tokens or not tokens:
+    whole = meta["finish_reason"]["type"] != "abort"
+    told = meta["output_token_logprobs"] if whole else meta.get("output_token_logprobs") or []
+    if [token for _, token, *_ in told] != tokens or (whole and not tokens):
         raise ValueError("its log-probs are those of other tokens")
     log_probs, kept = [log_prob for log_prob, *_ in told], None
     if records:
@@ -145,4 +148,4 @@ def _read(tokens: list[int], meta: JsonObject, *, records: bool) -> Sampled:
         if not len(log_probs) == len(kept) == len(tokens):
             raise ValueError("tokens and masks are not as many")
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
-    return Sampled(tokens, log_probs, kept, frozenset(span["version"] for span in spans))
+    return Sampled(tokens, log_probs, kept, frozenset(span["version"] for span in spans), whole)

@@ -83,6 +83,10 @@ class Vllm:
         except (TypeError, KeyError, IndexError, ValueError):
             raise ServerGone(f"{http.url}: half an answer: {str(found)[:200]}") from None
 
+    def interrupt(self, http: Connections, within: float) -> None:
+        """See `Dialect.interrupt`."""
+        http.post("/abort_requests", within=within)
+
     def weights(self, http: Connections, within: float) -> str | None:
         """See `Dialect.weights`."""
         found = http.get("/weight_info", within)
@@ -131,10 +135,11 @@ class Vllm:
 
 def _read(choice: JsonObject, *, records: bool) -> Sampled:
     tokens, content = choice["token_ids"], choice["logprobs"]["content"]
-    if not len(content) == len(tokens) > 0:
+    whole = choice["finish_reason"] != "abort"
+    if len(content) != len(tokens) or (whole and not tokens):
         raise ValueError("tokens and log-probs are not as many")
     kept = None
     if records:
         kept = [[t["token_id"] for t in token["top_logprobs"] if t["logprob"] > _CUT_OFF] for token in content]
     weights = frozenset(span["version"] for span in choice.get("weight_versions") or ())
-    return Sampled(tokens, [token["logprob"] for token in content], kept, weights)
+    return Sampled(tokens, [token["logprob"] for token in content], kept, weights, whole)
