@@ -249,7 +249,7 @@ def test_the_other_kind_of_server_is_named(made: Callable[..., Bench], kind: str
 
 def test_failures_of_its_own_end_the_run(made: Callable[..., Bench]) -> None:
     bench = made()
-    bench.there.RequestHandlerClass.model.faults.add("fails")
+    bench.there.RequestHandlerClass.speaks.model.faults.add("fails")
     with pytest.raises(RuntimeError, match=r"failed 4 times.*HTTP 500: Internal Server Error"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
