@@ -1,6 +1,7 @@
 """Tools and environments that a policy talks to between its turns: what they are, and the processes that they run in.
 
-It imports no torch: the processes start in a fraction of a second. `verifiers_environment` needs the library verifiers.
+It imports no torch: the processes start in a fraction of a second. `verifiers_environment` needs the library
+verifiers, `mcp_servers` the package mcp.
 """
 
 from tether.tools.calls import FORMATS, Call, shortened
@@ -27,6 +28,7 @@ __all__ = [
     "ToolPool",
     "ToolSpec",
     "environment_named",
+    "mcp_servers",
     "read_environments",
     "read_tools",
     "shortened",

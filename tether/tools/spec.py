@@ -9,6 +9,12 @@ Tools (`multi_turn.tool_config_path`); `tool_schema` may be left out where the c
           type: function
           function: {name: calculator, description: ..., parameters: {type: object, properties: {...}}}
 
+Or the tools of MCP servers, in verl's layout, whose `class_name` has no effect here::
+
+      - config: {type: mcp}
+        mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}     # without the list: all
+    # servers.json: {"mcpServers": {"name": {"command": "python", "args": ["server.py"]}, "other": {"url": ...}}}
+
 Environments (`multi_turn.interaction_config_path`); rows name theirs in `extra_info.interaction_kwargs.name`::
 
     interaction:
@@ -17,6 +23,7 @@ Environments (`multi_turn.interaction_config_path`); rows name theirs in `extra_
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +52,20 @@ class ToolSpec:
 
 
 @dataclass(frozen=True)
+class McpSpec:
+    """An entry for the tools of MCP servers."""
+
+    servers: Mapping[str, JsonObject]
+    """By name: ``command`` with ``args`` and ``env``, or ``url``, maybe with ``auth_token``."""
+    selected: tuple[str, ...]
+    """Names of tools; none: all."""
+    file: str
+    """That names the servers."""
+    place: str
+    """Of the entry, for messages."""
+
+
+@dataclass(frozen=True)
 class EnvironmentSpec:
     """A class that answers every turn."""
 
@@ -58,7 +79,7 @@ class EnvironmentSpec:
 class Talkers:
     """Everything that answers the policy in a run."""
 
-    tools: tuple[ToolSpec, ...] = ()
+    tools: tuple[ToolSpec | McpSpec, ...] = ()
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
     """By the name that rows give."""
     call_format: str = "hermes"
@@ -83,16 +104,40 @@ def environment_named(name: str, call_format: str, place: str = f"{SECTION} agen
     return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place)
 
 
-def read_tools(path: str) -> tuple[ToolSpec, ...]:
+def read_tools(path: str) -> tuple[ToolSpec | McpSpec, ...]:
     """Read a tool configuration.
 
     Raises:
         ValueError: the file is not there, is no YAML or not of the layout above.
     """
     return tuple(
-        ToolSpec(_class_name(entry, place), _config(entry, place), _schema(entry.get("tool_schema"), place), place)
+        _mcp(entry, place)
+        if "mcp" in entry or _config(entry, place).get("type") == "mcp"
+        else ToolSpec(_class_name(entry, place), _config(entry, place), _schema(entry.get("tool_schema"), place), place)
         for entry, place in _entries(path, "tools", TOOLS_KEY)
     )
+
+
+def _mcp(entry: JsonObject, place: str) -> McpSpec:
+    about = entry.get("mcp")
+    file = about.get("mcp_servers_config_path") if isinstance(about, dict) else None
+    if not isinstance(about, dict) or not isinstance(file, str):
+        raise ValueError(f"{place}.mcp.mcp_servers_config_path is missing. Name the JSON file of the MCP servers")
+    if not Path(file).expanduser().is_file():
+        raise ValueError(f"{place}.mcp.mcp_servers_config_path={missing_file(Path(file).expanduser())}")
+    try:
+        servers = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))["mcpServers"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        servers = None
+    if not isinstance(servers, dict) or not servers:
+        raise ValueError(f'{file}: no JSON of the form {{"mcpServers": {{NAME: {{...}}}}}}')
+    for name, where in servers.items():
+        if not isinstance(where, dict) or not any(isinstance(where.get(way), str) for way in ("command", "url")):
+            raise ValueError(f"{file}: mcpServers.{name} has neither `command` (with `args`) nor `url`")
+    selected = about.get("tool_selected_list") or []
+    if not isinstance(selected, list) or not all(isinstance(tool, str) for tool in selected):
+        raise ValueError(f"{place}.mcp.tool_selected_list is {str(selected)[:80]!r}, not a list of names")
+    return McpSpec(servers, tuple(selected), file, place)
 
 
 def read_environments(path: str) -> dict[str, EnvironmentSpec]:

@@ -14,14 +14,14 @@ import os
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
 from tether.runtime.user_files import definition
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
-from tether.tools.spec import EnvironmentSpec, Talkers, ToolSpec, environment_named, schema_problem
+from tether.tools.spec import EnvironmentSpec, McpSpec, Talkers, ToolSpec, environment_named, schema_problem
 from tether.types import JsonObject, Message
 
 _MESSAGE_HEAD = 500  # characters
@@ -74,23 +74,30 @@ class Desk:
         self._batch = -1
         self.schemas: list[JsonObject] = []
         for spec in talkers.tools:
-            self._add(spec)
+            if isinstance(spec, McpSpec):
+                for schema, tool in _connected(spec):
+                    self._keep(schema, tool, spec.place)
+            else:
+                self._add(spec)
+
+    def _keep(self, schema: JsonObject, tool: object, place: str) -> None:
+        name = schema["function"]["name"]
+        if name in self._tools:
+            raise ValueError(f"{place}: a tool named {name} is there already. Rename one of the two")
+        self._tools[name] = tool
+        self.schemas.append(json.loads(json.dumps(schema)))
 
     def _add(self, spec: ToolSpec) -> None:
         tool_class = _load(spec)
         schema = spec.schema if spec.schema is not None else getattr(tool_class, "schema", None)
         if problem := schema_problem(schema):
             raise ValueError(f"{spec.place}: the schema of {spec.class_name}: {problem}. Give it as tool_schema")
-        assert isinstance(schema, Mapping)
-        name = schema["function"]["name"]
-        if name in self._tools:
-            raise ValueError(f"{spec.place}: a tool named {name} is there already. Rename one of the two")
+        assert isinstance(schema, dict)
         is_verls = not hasattr(tool_class, "call")
         if is_verls and not hasattr(tool_class, "execute"):
             raise ValueError(f"{spec.place}: {spec.class_name} has no method `call` (or `execute`, as verl's have)")
         arguments = {"config": spec.config, "tool_schema": schema} if is_verls else spec.config
-        self._tools[name] = _made(tool_class, arguments, spec)
-        self.schemas.append(json.loads(json.dumps(schema)))
+        self._keep(schema, _made(tool_class, arguments, spec), spec.place)
 
     def reply(self, request: CallRequest | StepRequest | LoadRequest, beat: Callable[[], None]) -> Reply:
         """Answer a request; whatever a user's code raises is an error of the reply."""
@@ -230,6 +237,21 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         except Exception as error:
             why = traceback.format_exception_only(error)[-1].strip()
             raise ValueError(f"{spec.place}: {spec.class_name} cannot be prepared ({why})") from error
+    return found
+
+
+def _connected(spec: McpSpec) -> list[tuple[JsonObject, Any]]:
+    """See `tether.tools.mcp_servers.connected`, which needs an extra.
+
+    Raises:
+        ValueError: it is not installed, or there.
+    """
+    try:
+        servers = importlib.import_module("tether.tools.mcp_servers")
+    except ModuleNotFoundError as error:
+        what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
+        raise ValueError(f"{what}. Run: pip install 'tether[mcp]'") from error
+    found: list[tuple[JsonObject, Any]] = servers.connected(spec)
     return found
 
 

@@ -1,0 +1,97 @@
+"""Tools of MCP servers: connected by each worker, called like others, and named where they are not there."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tether.tools import CallRequest, Talkers, ToolPool, read_tools
+
+pytest.importorskip("mcp")
+
+SERVER = '''
+from mcp.server import MCPServer
+
+server = MCPServer("sums")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """The sum of two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise ValueError("there is nothing to say")
+
+
+server.run()
+'''
+
+
+def entry(folder: Path, servers: object, **about: object) -> str:
+    """A tool configuration in verl's layout; returns its path."""
+    (folder / "servers.json").write_text(servers if isinstance(servers, str) else json.dumps({"mcpServers": servers}))
+    named = {"mcp_servers_config_path": str(folder / "servers.json"), **about}
+    tools = [{"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}, "mcp": named}]
+    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}))
+    return str(folder / "tools.yaml")
+
+
+def sums(folder: Path) -> dict[str, object]:
+    (folder / "server.py").write_text(SERVER)
+    return {"sums": {"command": sys.executable, "args": [str(folder / "server.py")]}}
+
+
+def pool_of(path: str) -> ToolPool:
+    return ToolPool(Talkers(read_tools(path)), num_workers=1, timeout=60.0, startup_timeout=120.0)
+
+
+def call(pool: ToolPool, name: str, **arguments: object) -> object:
+    return pool.take(pool.ask(CallRequest(name, arguments, {})))
+
+
+def test_tools_of_a_server_are_called(tmp_path: Path) -> None:
+    with pool_of(entry(tmp_path, sums(tmp_path))) as pool:
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail"]
+        about = pool.schemas[0]["function"]
+        assert about["description"] == "The sum of two numbers."
+        assert set(about["parameters"]["properties"]) == {"a", "b"}
+        assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
+        assert "Error executing tool fail" in call(pool, "fail").error
+        assert "validation error" in call(pool, "add", a="two").error, "what the model wrote is not what the tool takes"
+        assert call(pool, "add", a=1, b=1).messages[0]["content"] == "2", "it goes on"
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"tool_selected_list": ["add", "search"]}, "there is no tool search; .*servers.json has add, fail"),
+        ({"tool_selected_list": "add"}, "tool_selected_list is 'add', not a list of names"),
+        ({"mcp_servers_config_path": None}, r"tools\[0\].mcp.mcp_servers_config_path is missing"),
+        ({"mcp_servers_config_path": "nowhere.json"}, "mcp_servers_config_path=nowhere.json: no such file"),
+    ],
+)
+def test_a_wrong_entry_is_named(about: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        pool_of(entry(tmp_path, sums(tmp_path), **about))
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        ("{", 'servers.json: no JSON of the form {"mcpServers"'),
+        ({}, 'servers.json: no JSON of the form {"mcpServers"'),
+        ({"sums": {"args": ["server.py"]}}, "mcpServers.sums has neither `command`"),
+        ({"sums": {"command": "no-such-program"}}, "mcpServers.sums does not answer as .*FileNotFoundError"),
+        ({"sums": {"command": sys.executable, "args": ["-c", "pass"]}}, "mcpServers.sums does not answer"),
+        ({"sums": {"url": "http://127.0.0.1:9/mcp"}}, "mcpServers.sums does not answer"),
+    ],
+)
+def test_a_wrong_server_is_named(servers: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        pool_of(entry(tmp_path, servers))

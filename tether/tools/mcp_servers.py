@@ -1,0 +1,105 @@
+"""Tools of servers that speak the Model Context Protocol (MCP), by the package `mcp`; each worker connects once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from typing import Any
+
+from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+from tether.tools.spec import McpSpec
+from tether.types import JsonObject
+
+CONNECT_SECONDS = 60.0
+"""In which a server must have told its tools."""
+
+
+class McpServer:
+    """One server, connected for as long as this process lives, by an event loop in a thread of its own.
+
+    Args:
+        where: see `McpSpec.servers`.
+
+    Raises:
+        Exception: whatever the connection raises, or `TimeoutError`.
+    """
+
+    def __init__(self, where: Mapping[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._client: Future[Client] = Future()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._stay(where), self._loop)
+        listed = asyncio.run_coroutine_threadsafe(self._client.result(CONNECT_SECONDS).list_tools(), self._loop)
+        self.tools: dict[str, JsonObject] = {
+            tool.name: {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            for tool in listed.result(CONNECT_SECONDS).tools
+        }
+        """By name: as OpenAI's functions have it."""
+
+    async def _stay(self, where: Mapping[str, Any]) -> None:
+        """Hold the connection; one task opens it and would close it, as the package demands."""
+        try:
+            async with Client(_transport(where)) as client:
+                self._client.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:  # noqa: BLE001 - of the package, or of a server that is another's
+            if not self._client.done():
+                self._client.set_exception(error)
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What a tool says.
+
+        Raises:
+            RuntimeError: the tool failed, with its words.
+        """
+        asked = asyncio.run_coroutine_threadsafe(self._client.result().call_tool(name, arguments), self._loop)
+        result = asked.result()
+        text = "\n".join(part.text for part in result.content if part.type == "text")
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+
+class McpTool:
+    """One tool of a server, with the method that tools have."""
+
+    def __init__(self, server: McpServer, name: str) -> None:
+        self._server, self._name = server, name
+
+    def call(self, **arguments: object) -> str:
+        """See `McpServer.call`."""
+        return self._server.call(self._name, arguments)
+
+
+def connected(spec: McpSpec) -> list[tuple[JsonObject, McpTool]]:
+    """The tools of an entry, each with its schema.
+
+    Raises:
+        ValueError: a server that cannot be reached, or has not the tools that are selected.
+    """
+    found: dict[str, tuple[JsonObject, McpTool]] = {}
+    for name, where in spec.servers.items():
+        try:
+            server = McpServer(where)
+        except (Exception, NotInTime) as error:
+            why = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise ValueError(f"{spec.file}: mcpServers.{name} does not answer as an MCP server ({why})") from error
+        for tool, function in server.tools.items():
+            found.setdefault(tool, ({"type": "function", "function": function}, McpTool(server, tool)))
+    if missing := [tool for tool in spec.selected if tool not in found]:
+        there = f"{spec.file} has {', '.join(found) or 'none'}"
+        raise ValueError(f"{spec.place}.mcp.tool_selected_list: there is no tool {missing[0]}; {there}")
+    return [found[tool] for tool in spec.selected or found]
+
+
+def _transport(where: Mapping[str, Any]) -> Any:
+    """What `Client` connects by."""
+    if "command" in where:
+        return StdioServerParameters(command=where["command"], args=where.get("args", []), env=where.get("env"))
+    headers = {"Authorization": f"Bearer {where['auth_token']}"} if where.get("auth_token") else {}
+    return streamable_http_client(where["url"], http_client=create_mcp_http_client(headers=headers))
