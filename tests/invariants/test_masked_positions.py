@@ -25,7 +25,7 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS,
 from tether.batch import TrainBatch, filled
 from tether.metrics.timing import Timer
 from tether.rewards.summary import RewardReport
-from tether.trainer.parts.alarms import sampler_metrics
+from tether.trainer.parts.mismatch import sampler_metrics
 from tether.trainer.text.rollouts import step_metrics, value_metrics
 from tether.training.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
 from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward

@@ -15,7 +15,7 @@ from tether.batch import TrainBatch, filled
 from tether.metrics.data import mismatch_metrics
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.parts.alarms import ALARM, MismatchAlarm, mismatch_tolerance
+from tether.trainer.parts.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.protocol import Learner, LossSpec, UpdatePlan

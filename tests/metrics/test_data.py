@@ -15,6 +15,7 @@ from tether.metrics.data import (
     identical_replies,
     length_metrics,
     mismatch_metrics,
+    repeated_sequences,
 )
 from tether.metrics.keys import METRICS
 from tether.metrics.perf import memory_metrics, throughput_metrics
@@ -78,6 +79,20 @@ def test_identical_replies_over_different_prompts() -> None:
     assert identical_replies(batch) == {"response/identical_fraction": 1 / 3}
     batch.prompt_length = torch.full((4,), 2)
     assert identical_replies(batch) == {}
+
+
+def test_repeated_sequences_of_four_tokens() -> None:
+    """ab ab ab ab: five, two of them distinct. Then eight different ones; five of one token; and three tokens."""
+    batch = TrainBatch.assemble(rollout([8, 8, 5, 3], width=8), torch.tensor([1.0, 1.0, float("nan"), 1.0]))
+    batch.response_ids[0] = torch.tensor([7, 9] * 4)
+    batch.response_ids[1] = torch.arange(8)
+    batch.response_ids[2] = 7
+    assert repeated_sequences(batch) == {"response/repeated_fraction": pytest.approx((0.6 + 0) / 2)}
+    batch.response_mask[0, 4] = False  # said by a tool: abab is left, and between them nothing
+    assert repeated_sequences(batch) == {"response/repeated_fraction": 0}
+    batch.response_mask[:2, 3] = False
+    assert repeated_sequences(batch) == {"response/repeated_fraction": 0}
+    assert repeated_sequences(TrainBatch.assemble(rollout([3, 3]), torch.ones(2))) == {}
 
 
 @pytest.mark.parametrize("garbage", [1e9, float("nan"), float("inf")])

@@ -1,6 +1,7 @@
 """Alarms about runs that go on without learning: when each speaks, that it speaks once, and in whole runs."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,19 @@ import torch
 
 from tests.envs import toys
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
-from tests.trainer.tiny_run import GAE, GRPO, measured, rows, train, write_jsonl
+from tests.trainer.tiny_run import GAE, GRPO, measured, rows, set_eos, train, write_jsonl
 from tether.trainer.parts.alarms import (
     COLLAPSED_STEPS,
     CRITIC_EXPLAINS,
     CRITIC_STEPS,
+    DRIFTED_STEPS,
     IDENTICAL,
     MAJORITY_TESTS,
     SAME_REPLY_STEPS,
     SKIPPED_STEPS,
     Alarms,
 )
+from tether.trainer.parts.held_out import HeldOut
 
 EXPLAINED = "critic/vf_explained_var"
 
@@ -110,6 +113,70 @@ def test_a_critics_gradient_hides_no_dead_policy() -> None:
     assert alarms.streaks["collapse"] == COLLAPSED_STEPS
 
 
+CUT, LENGTH, REPEATED = "response_length/clip_ratio", "response_length/mean", "response/repeated_fraction"
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "then", "well"),
+    [(CUT, 0.2, 0.95, 0.85), (LENGTH, 300.0, 20.0, 40.0), (REPEATED, 0.1, 0.7, 0.5)],
+)
+def test_responses_that_lose_themselves(key: str, first: float, then: float, well: float) -> None:
+    """Without a score, shrinking says nothing; with one that rose it is what was asked for."""
+
+    def warnings(values: list[float], scores: list[float]) -> int:
+        alarms, said = Alarms(), list[str]()
+        for value, score in zip(values, scores, strict=True):
+            alarms.check_step({key: value, "critic/score/mean": score}, warming_up=False, warn=said.append)
+        return len(said)
+
+    lost = [first] + [then] * DRIFTED_STEPS
+    flat = [0.3] * len(lost)
+    assert warnings(lost, flat) == 1
+    assert warnings(lost[:-1], flat[:-1]) == 0
+    assert warnings([first] + [well] * DRIFTED_STEPS, flat) == 0
+    assert warnings([then] * len(lost), flat) == 0  # it has always been so
+    assert warnings(lost, [0.3] + [0.9] * DRIFTED_STEPS) == (0 if key == LENGTH else 1)
+
+
+@pytest.mark.parametrize("key", ["actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"])
+def test_a_distance_that_gains_nothing(key: str) -> None:
+    def warnings(distance: float, scores: list[float]) -> int:
+        alarms, said = Alarms(), list[str]()
+        for score in scores:
+            alarms.check_step({key: distance, "env/return": score}, warming_up=False, warn=said.append)
+        return len(said)
+
+    assert warnings(2.0, [0.3] * DRIFTED_STEPS) == 1
+    assert warnings(0.5, [0.3] * DRIFTED_STEPS) == 0
+    assert warnings(2.0, [0.3] + [0.9] * 9) == 0  # it has learned
+    assert warnings(2.0, [0.3, 0.9] + [0.5] * DRIFTED_STEPS) == 1  # and has lost it
+
+
+def falls(tests: list[float], training: list[float]) -> list[int]:
+    """Tests, counted from 1, after which they are said to fall while training rises."""
+    held_out, found = HeldOut(), list[int]()
+    for number, (tested, trained) in enumerate(zip(tests, training, strict=True), start=1):
+        held_out.trained(trained)
+        if (fall := held_out.take(number, tested)) and fall.is_clear:
+            found.append(number)
+    return found
+
+
+def test_tests_that_fall_while_training_rises() -> None:
+    """After nine tests the last three have a mean of 0.433, and the best three before them, (0.6 0.7 0.8), of 0.7: the
+    fall of 0.267 is more than half of what was gained since 0.267, and more than twice the scatter, 0.117.
+    """
+    rises = [0.1 * step for step in range(12)]
+    peak = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1]
+    assert falls(peak, rises) == [9, 10, 11, 12]
+    assert falls(peak, rises[::-1]) == []  # training falls, too
+    assert falls([0.8, 0.8, 0.8, 0.75, 0.75, 0.75], rises[:6]) == []  # a sixteenth of its level
+    assert falls([0.8, 0.8, 0.8, 0.5, 0.5, 0.5], rises[:6]) == [6]
+    assert falls([0.0] * 12, rises) == []
+    assert falls([0.5, 0.3, 0.6, 0.2, 0.5, 0.3, 0.4, 0.2, 0.5, 0.2, 0.4, 0.3], rises) == []  # scatter
+    assert falls([float("-inf")] * 12, rises) == []
+
+
 def validations(scores: list[float], majority: float = 0.3, questions: int = 100, said: list[str] | None = None) -> int:
     """Warnings of validations with these scores."""
     alarms, spoken = Alarms(said=said or []), list[str]()
@@ -197,6 +264,69 @@ def test_a_policy_that_gives_one_answer_is_said(
     assert measured(folder)[20][IDENTICAL] == 1
     assert caplog.text.count("of the responses to different prompts are the same reply") == 1
     assert caplog.text.count("the validation score of tiny/letters is 0.500, and always giving the most") == 1
+
+
+LETTERS = """
+def compute_score(data_source, solution_str, **row):
+    letters = sum("A" <= c <= "z" for c in solution_str) / max(len(solution_str), 1)
+    return 1 - letters if data_source == "tiny/other" else letters
+"""
+LOOPS = """
+def compute_score(solution_str, **row):
+    return max(map(solution_str.count, "abcdefghijklmnopqrstuvwxyz"))
+"""
+FLAT = """
+def compute_score(solution_str, **row):
+    return 0.0
+"""
+BUFFER = "reward_model.overlong_buffer"
+VAL = "actor_rollout_ref.rollout.val_kwargs"
+TESTED = [
+    "trainer.test_freq=1",
+    f"{VAL}.do_sample=True",
+    f"{VAL}.temperature=1",
+    f"{VAL}.n=4",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+]
+SILENCE = [
+    "trainer.total_training_steps=15",
+    f"{BUFFER}.enable=True",
+    f"{BUFFER}.len=32",
+    f"{BUFFER}.penalty_factor=1",
+    "data.max_response_length=32",
+]
+
+
+@pytest.mark.parametrize(
+    ("reward", "settings", "said"),
+    [
+        (LETTERS, TESTED, ["the score of training rises ("]),
+        (
+            LOOPS,
+            ["trainer.total_training_steps=24"],
+            ["responses repeat themselves: ", "of the responses are cut by data.max_response_length"],
+        ),
+        (FLAT, SILENCE, ["responses have shrunk from", "nats per token away (actor/kl_loss)"]),
+    ],
+    ids=["held-out", "repetition and length", "silence and distance"],
+)
+def test_a_run_that_does_it_is_said(
+    reward: str, settings: list[str], said: list[str], base: list[str], inputs: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """A reward that tests do not have; one that is paid for a loop; one that is flat, and less than that if long."""
+    (tmp_path / "reward.py").write_text(reward)
+    val = write_jsonl(tmp_path / "val.jsonl", rows("tiny/other", 8))
+    more = [
+        *GRPO, f"custom_reward_function.path={tmp_path / 'reward.py'}", f"data.val_files={val}",
+        "actor_rollout_ref.actor.optim.lr=2e-2", "trainer.total_training_steps=20", "actor_rollout_ref.rollout.n=8",
+    ]  # fmt: skip
+    if reward == FLAT:  # longer responses
+        shutil.copytree(inputs / "model", tmp_path / "model")
+        set_eos(tmp_path / "model", list(range(4, 20)))
+        more += [f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
+    train([*base, *more, *settings])
+    for text in said:
+        assert caplog.text.count(text) == 1
 
 
 TINY_REWARDS = """

@@ -9,7 +9,7 @@ import torch
 from tests.trainer.tiny_run import GAE, GRPO, measured
 from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.parts.alarms import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
+from tether.trainer.parts.mismatch import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
 
 CUT = ["actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.rollout.top_k=40"]
 OTHER_FORMATS = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"]

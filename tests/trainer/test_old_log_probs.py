@@ -11,7 +11,7 @@ from tether.assembly.off_policy import old_log_probs_from
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.trainer.loop import OldLogProbs
-from tether.trainer.parts.alarms import ALARM
+from tether.trainer.parts.mismatch import ALARM
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 ONE_UPDATE = [*GRPO, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tether import __version__
+from tether.commands.data import data_app
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.terminal import Screen, printable, replace_what_the_terminal_cannot_write
@@ -30,15 +31,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
-model_app = typer.Typer(help="Models that a package registry carries.", no_args_is_help=True)
-critic_app = typer.Typer(help="The critic on its own.", no_args_is_help=True)
-reward_app = typer.Typer(help="The reward on its own.", no_args_is_help=True)
-app.add_typer(config_app, name="config")
-app.add_typer(critic_app, name="critic")
-app.add_typer(model_app, name="model")
-app.add_typer(reward_app, name="reward")
-app.add_typer(rm_app, name="rm")
+config_app = typer.Typer(name="config", help="Look at a configuration without running it.", no_args_is_help=True)
+model_app = typer.Typer(name="model", help="Models that a package registry carries.", no_args_is_help=True)
+critic_app = typer.Typer(name="critic", help="The critic on its own.", no_args_is_help=True)
+reward_app = typer.Typer(name="reward", help="The reward on its own.", no_args_is_help=True)
+for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
+    app.add_typer(group)
 app.command()(status)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-rm_app = typer.Typer(help="The reward model on its own.", no_args_is_help=True)
+rm_app = typer.Typer(name="rm", help="The reward model on its own.", no_args_is_help=True)
 
 
 @rm_app.callback()

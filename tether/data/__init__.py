@@ -1,7 +1,8 @@
 """Prompts: rows of files, hubs and procedural tasks in one layout, templated, and dealt out in a resumable order.
 
 Read in this order: `rows` (the layout), `sources` (where rows come from), `prompts` (rows to token ids), `sampler`.
-`location` finds out where rows would come from without loading torch: import the module that you need.
+`published` makes files of hubs' datasets. `location` finds out where rows would come from without loading torch: import
+the module that you need.
 """
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "location",
     "pairs",
     "prompts",
+    "published",
     "rows",
     "sampler",
     "sources",

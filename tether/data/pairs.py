@@ -57,7 +57,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
         records = READERS[Path(found.name).suffix](Path(found.name), Columns()).records
         for number in range(len(records)):
             place, record = f"{name} row {number}", records[number]
-            wrong = list(_problems(record))
+            wrong = list(pair_problems(record))
             problems += [f"{place}: {problem}" for problem in wrong]
             if not wrong and isinstance(record, Mapping):
                 prompt = record.get("prompt")
@@ -99,7 +99,8 @@ def _side(prompt: Any, side: Any) -> Side:
     return [*before, *([{"role": "assistant", "content": side}] if isinstance(side, str) else side)]
 
 
-def _problems(record: object) -> Iterator[str]:
+def pair_problems(record: object) -> Iterator[str]:
+    """Everything by which a raw row is no pair."""
     if not isinstance(record, Mapping):
         yield "is no object with `chosen` and `rejected`"
         return

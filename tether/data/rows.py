@@ -34,6 +34,7 @@ LAYOUT = (
     "`reward_model` {style, ground_truth}; `extra_info` is optional"
 )
 _USUAL_COLUMNS = ("prompt", "reward_model", "data_source")
+_USUAL = Columns()
 _NAMED_BY = {"question": "data.prompt_key", "answer": "data.answer_key", "data_source": "data.reward_fn_key"}
 """Settings that name a column otherwise, for messages."""
 
@@ -166,11 +167,12 @@ def _source_problems(source: Source) -> list[str]:
     return [
         f"{source.name} row {number}: {problem}"
         for number in range(len(source.records))
-        for problem in _record_problems(source.records[number], columns)
+        for problem in record_problems(source.records[number], columns)
     ]
 
 
-def _record_problems(record: object, columns: Columns) -> Iterator[str]:
+def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
+    """Everything by which a raw row breaks the layout."""
     if isinstance(record, Prompt):
         if len(record.token_ids) == 0:
             yield "a Prompt without token_ids."

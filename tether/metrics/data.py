@@ -18,6 +18,8 @@ from tether.batch import TrainBatch, filled
 
 MAX_LOG_RATIO = 20.0
 """Bounds exp(log ratio), so that a single token cannot overflow the k3 estimate."""
+SEQUENCE = 4
+"""Tokens of a sequence whose repetition is counted."""
 
 
 def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, float]:
@@ -38,7 +40,7 @@ def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, floa
     if batch.kept is not None:
         metrics |= _spread("training/rollout_kept_tokens", batch.kept.count[mask])
     metrics["reward/excluded_rows"] = float((~scored).sum())
-    metrics |= identical_replies(batch)
+    metrics |= identical_replies(batch) | repeated_sequences(batch)
     return metrics | length_metrics(
         batch.prompt_length, batch.response_length, batch.truncated, max_prompt_length=max_prompt_length
     )
@@ -88,6 +90,26 @@ def identical_replies(batch: TrainBatch) -> dict[str, float]:
     if len(set(prompts)) < 2:
         return {}
     return {"response/identical_fraction": max(Counter(replies).values()) / len(replies)}
+
+
+def repeated_sequences(batch: TrainBatch) -> dict[str, float]:
+    """Share of a response's sequences of four sampled tokens that it has had before: 1 - distinct / all (1 - distinct-n
+    of Li et al. 2016), the mean over scored responses; nothing where none has four tokens in a row.
+
+    "abababab" has five such sequences, of which two are distinct: 0.6.
+    """
+    mask = batch.response_mask & batch.scored[:, None]
+    if mask.shape[1] < SEQUENCE:
+        return {}
+    whole = mask.unfold(1, SEQUENCE, 1).all(dim=-1)  # [B, W]; no sequence reaches over what a tool said
+    count = whole.sum(dim=-1)
+    codes = torch.zeros_like(batch.response_ids[:, SEQUENCE - 1 :])
+    for first in range(SEQUENCE):  # a hash in 64 bits, which wraps
+        codes = codes * 6364136223846793005 + batch.response_ids[:, first : first + codes.shape[1]] + 1
+    ordered = codes.masked_fill(~whole, 0).sort(dim=-1).values
+    distinct = 1 + (ordered.diff(dim=-1) != 0).sum(dim=-1) - (count < whole.shape[1]).long()
+    rows = count > 0
+    return _mean("response/repeated_fraction", 1 - distinct[rows].double() / count[rows])
 
 
 def mismatch_metrics(

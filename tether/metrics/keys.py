@@ -175,6 +175,10 @@ LENGTHS: Mapping[str, MetricInfo] = {
         "Share of the scored responses of a step that are its most frequent one; absent with a single prompt.",
         "falls with the length of replies; near 1 the policy ignores the prompt",
     ),
+    "response/repeated_fraction": MetricInfo(
+        "Share of a response's sequences of four tokens that it has had before; the mean over scored responses.",
+        "steady; a rise towards 1 is a loop",
+    ),
 }
 
 MISMATCH: Mapping[str, MetricInfo] = {

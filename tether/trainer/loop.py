@@ -22,9 +22,10 @@ from tether.metrics.timing import Timer
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import TRAINING, Persistence, restore
-from tether.trainer.parts.alarms import Alarms, MismatchAlarm
+from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
+from tether.trainer.parts.mismatch import MismatchAlarm
 from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.rollback import STOPS, Rollbacks
 from tether.trainer.parts.rollout_correction import RolloutCorrection

@@ -3,12 +3,12 @@
 The loop calls each by the methods of a small protocol; assembly decides which ones a run has.
 """
 
-from tether.trainer.parts.alarms import MismatchAlarm, mismatch_tolerance
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
 from tether.trainer.parts.greedy_baseline import GreedyBaseline
+from tether.trainer.parts.mismatch import MismatchAlarm, mismatch_tolerance
 from tether.trainer.parts.pf_ppo import PolicyFiltration
 from tether.trainer.parts.profiler import StepProfiler
 from tether.trainer.parts.reward_components import RewardComponents

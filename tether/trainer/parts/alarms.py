@@ -1,6 +1,4 @@
-"""Warnings about faults in which every number is finite and nothing fails: a run that no longer learns, and a sampler
-that disagrees with the trainer.
-"""
+"""Warnings about runs in which every number is finite and nothing fails, and the policy learns nothing or the wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from tether.algorithms import off_policy_metrics
-from tether.batch import TrainBatch, filled
-from tether.metrics.data import mismatch_metrics
+from tether.metrics.loggers import score_of_test
+from tether.trainer.parts.held_out import HeldOut
 from tether.types import StateDict
 
 SAME_REPLY = 0.9
@@ -39,12 +34,59 @@ SKIPPED_STEPS = 3
 """Steps in a row without any update, since no gradient was finite."""
 KEPT_PROGRESS = 0.9
 """Share of the best progress since the first step that a policy which has solved its task keeps."""
+LOST_PROGRESS = 0.5
+"""Share of the best progress that a policy which is losing what it learned, or has learned nothing, is not above."""
+DRIFTED_STEPS = 5
+"""Steps in a row of one of the following."""
+CUT = 0.9
+"""Share of responses that the limit cuts; at most a third of that in the first step."""
+SHORT = 0.1
+"""Length of a response, as a share of that of the first step."""
+REPEATED = 0.6
+"""Share of a response's sequences of four tokens that it has had before; at most half of that in the first step."""
+FAR = 1.0
+"""KL from the policy to where it came from, in nats per token."""
 
 SCORES = ("critic/score/mean", "env/return")
 """Of text, and of the episodes that ended in the step."""
 GRADIENTS = ("actor/policy_grad_norm", "actor/grad_norm")
 """The first one of a policy whose gradient is clipped together with its critic's."""
 IDENTICAL = "response/identical_fraction"
+DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+"""KL to the reference, or, without one, of a step to the next."""
+CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A way for responses to lose themselves, seen by a metric now and in the first step."""
+
+    found: Callable[[float, float], bool]
+    message: str
+    unless_learned: bool = False
+    """Nothing is wrong with it while the score has risen."""
+
+
+DRIFTS: Mapping[str, Drift] = {
+    "response_length/clip_ratio": Drift(
+        lambda now, first: now >= CUT and first <= CUT / 3,
+        "{now:.0%} of the responses are cut by data.max_response_length (response_length/clip_ratio; {first:.0%} at "
+        "first): the policy no longer ends them. See whether the reward pays for length, take some off for it "
+        "(reward_model.overlong_buffer), raise the limit",
+    ),
+    "response_length/mean": Drift(
+        lambda now, first: now <= SHORT * first,
+        "responses have shrunk from {first:.0f} to {now:.1f} tokens (response_length/mean), {worth}. See whether the "
+        "reward, or a penalty for length, pays for saying nothing",
+        unless_learned=True,
+    ),
+    "response/repeated_fraction": Drift(
+        lambda now, first: now >= REPEATED and first <= REPEATED / 2,
+        "responses repeat themselves: {now:.0%} of their sequences of four tokens they have had before "
+        "(response/repeated_fraction; {first:.0%} at first). Unless the task asks for that, the reward pays for it: "
+        "read the samples and mend the reward (tether reward check)",
+    ),
+}
 
 Warn = Callable[[str], None]
 
@@ -66,6 +108,9 @@ class Alarms:
     critic learns nothing."""
     first_score: float | None = None
     best_score: float | None = None
+    first: dict[str, float] = field(default_factory=dict)
+    """Other metrics as they were when they were first seen."""
+    held_out: HeldOut = field(default_factory=HeldOut)
 
     def check_step(self, metrics: Mapping[str, float], *, warming_up: bool, warn: Warn) -> None:
         """Look at the metrics of a training step.
@@ -114,9 +159,23 @@ class Alarms:
                     warn,
                 )
         self._check_collapse(metrics, warn)
+        self._check_drift(metrics, warn)
 
     def check_validation(self, metrics: Mapping[str, float], warn: Warn) -> None:
-        """Compare the score of each data source with what always giving its most frequent answer would score."""
+        """Compare the score of each data source with what always giving its most frequent answer would score, and the
+        score of all with those of earlier tests.
+        """
+        if fall := self.held_out.take(self.step, score_of_test(metrics)):
+            self._watch(
+                "held-out",
+                fall.is_clear,
+                1,
+                f"{fall}: the policy learns what the reward pays for and not what it is meant for, or its prompts by "
+                "heart. Read the samples, take the checkpoint of the best test (trainer.keep_best), mend the reward "
+                f"(tether reward check), or {CALMER}",
+                warn,
+                since=fall.step + 2,
+            )
         for key, majority in metrics.items():
             if not (key.startswith("val-aux/") and key.endswith("/majority_answer")):
                 continue
@@ -139,12 +198,15 @@ class Alarms:
 
     def _check_collapse(self, metrics: Mapping[str, float], warn: Warn) -> None:
         score = next((metrics[key] for key in SCORES if key in metrics), None)
-        entropy, key = metrics.get("actor/entropy"), next((key for key in GRADIENTS if key in metrics), None)
-        if score is None or entropy is None or key is None:
+        if score is None:
             return
-        gradient = metrics[key]
+        self.held_out.trained(score)
         self.first_score = score if self.first_score is None else self.first_score
         self.best_score = score if self.best_score is None else max(score, self.best_score)
+        entropy, key = metrics.get("actor/entropy"), next((key for key in GRADIENTS if key in metrics), None)
+        if entropy is None or key is None:
+            return
+        gradient = metrics[key]
         progress, best = score - self.first_score, self.best_score - self.first_score
         advantages = metrics.get("critic/advantages/max", 0.0) - metrics.get("critic/advantages/min", 0.0)
         dead = gradient <= COLLAPSED_GRADIENT and (abs(entropy) <= COLLAPSED_ENTROPY or advantages > 0)
@@ -161,11 +223,32 @@ class Alarms:
             warn,
         )
 
-    def _watch(self, name: str, found: bool, needed: int, message: str, warn: Warn) -> None:
+    def _check_drift(self, metrics: Mapping[str, float], warn: Warn) -> None:
+        score = next((metrics[key] for key in SCORES if key in metrics), None)
+        lost, worth = False, ""
+        if score is not None and self.first_score is not None and self.best_score is not None:
+            lost = score - self.first_score <= LOST_PROGRESS * (self.best_score - self.first_score)
+            worth = f"while the score is {score:.3g} (first {self.first_score:.3g}, best {self.best_score:.3g})"
+        for key, drift in DRIFTS.items():
+            if (now := metrics.get(key)) is not None:
+                first = self.first.setdefault(key, now)
+                found = drift.found(now, first) and (lost or not drift.unless_learned)
+                message = drift.message.format(now=now, first=first, worth=worth)
+                self._watch(key, found, DRIFTED_STEPS, f"{message}, or {CALMER}", warn)
+        if score is not None and (key := next((key for key in DISTANCES if key in metrics), "")):
+            message = f"the policy is {metrics[key]:.2g} nats per token away ({key}), {worth}: nothing is gained by it"
+            found = metrics[key] >= FAR and lost
+            self._watch(
+                "distance", found, DRIFTED_STEPS, f"{message}. Resume from an earlier checkpoint and {CALMER}", warn
+            )
+
+    def _watch(
+        self, name: str, found: bool, needed: int, message: str, warn: Warn, *, since: int | None = None
+    ) -> None:
         streak = self.streaks.get(name, 0)
         self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
         if streak == 1:
-            self.since[name] = self.step
+            self.since[name] = self.step if since is None else since
         if streak >= needed and name not in self.said:
             self.said.append(name)
             if name != "critic":
@@ -184,6 +267,8 @@ class Alarms:
             "said": list(self.said),
             "first_score": self.first_score,
             "best_score": self.best_score,
+            "first": dict(self.first),
+            "held_out": self.held_out.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -191,73 +276,5 @@ class Alarms:
         self.step, self.since, self.collapsed_since = state["step"], dict(state["since"]), state["collapsed_since"]
         self.streaks, self.said = dict(state["streaks"]), list(state["said"])
         self.first_score, self.best_score = state["first_score"], state["best_score"]
-
-
-MISMATCH = "rollout_corr/k3_kl"
-ALARM = "training/rollout_mismatch_alarm"
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 5e-3}
-"""Largest KL from sampler to trainer (k3 estimate, nats per token) that rounding explains, by number format."""
-
-
-def mismatch_tolerance(*dtypes: torch.dtype) -> float:
-    """The tolerance where sampler and trainer compute in these formats: that of the coarsest."""
-    return max(TOLERANCE[dtype] for dtype in dtypes)
-
-
-def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Distance of the recomputed log-probabilities from the sampler's, over all that was sampled and scored."""
-    old, sampler, mask = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
-    if not mask.any():
-        return {}
-    return off_policy_metrics(old, sampler, mask) | mismatch_metrics(sampler, old, mask)
-
-
-@dataclass
-class MismatchAlarm:
-    """Watches every step for a sampler and a trainer that disagree about the same weights and tokens; speaks once.
-
-    Both compute a token's probability, with other kernels and in batches of other shapes, so rounding keeps them a
-    little apart. What rounding cannot explain is a fault: stale weights in the sampler, randomness in the forward pass,
-    another temperature. Then the update takes the samples for those of a policy that did not draw them.
-    """
-
-    tolerance: float
-    has_spoken: bool = False
-
-    def measure(self, batch: TrainBatch, warn: Callable[[str], None]) -> dict[str, float]:
-        """Metrics of a batch with `old_log_probs`, the alarm among them; for `warn` see `check`."""
-        metrics = sampler_metrics(batch)
-        return metrics | self.check(metrics, warn)
-
-    def check(self, metrics: Mapping[str, float], warn: Callable[[str], None]) -> dict[str, float]:
-        """Compare a step's mismatch with the tolerance.
-
-        Args:
-            metrics: of the step; without the mismatch (a step without a valid token) there is nothing to compare.
-            warn: shows a message to the user.
-
-        Returns:
-            The alarm as a metric, 1 or 0.
-        """
-        if MISMATCH not in metrics:
-            return {}
-        found = metrics[MISMATCH]
-        rings = not found <= self.tolerance  # NaN rings, too
-        if rings and not self.has_spoken:
-            self.has_spoken = True
-            warn(
-                f"sampler and trainer disagree: {MISMATCH} is {found:.2g} nats per token; rounding explains at most "
-                f"{self.tolerance:g}. The samples are not those of the policy that is updated. Check that the sampler "
-                "has the current weights, that the forward pass draws no random numbers (dropout, noise in a router), "
-                "and whether float32 in actor_rollout_ref.rollout.dtype and "
-                "actor_rollout_ref.actor.fsdp_config.dtype cures it. Said once; watch " + ALARM
-            )
-        return {ALARM: float(rings)}
-
-    def state_dict(self) -> StateDict:
-        """Whether it has spoken."""
-        return {"has_spoken": self.has_spoken}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave; an alarm that is new has not spoken."""
-        self.has_spoken = state.get("has_spoken", False)
+        self.first = dict(state.get("first", {}))
+        self.held_out.load_state_dict(state.get("held_out", {}))

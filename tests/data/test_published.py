@@ -1,0 +1,187 @@
+"""`tether data pull` through huggingface_hub itself, from a local endpoint that speaks a hub's HTTP."""
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.hub_server import COMMIT, HubServer, serving
+from tether.commands.data import pull
+from tether.data.pairs import load_pairs
+from tether.data.published.catalogue import boxed, gsm8k
+from tether.data.sources import load_rows
+
+Record = dict[str, object]
+
+
+def parquet(records: list[Record]) -> bytes:
+    target = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), target)
+    return target.getvalue()
+
+
+def sums(count: int) -> list[Record]:
+    return [{"question": f"{n} + {n}?", "answer": f"They are <<{n}+{n}={2 * n}>>.\n#### {2 * n}"} for n in range(count)]
+
+
+GSM8K = {
+    "README.md": b"# GSM8K",
+    "main/test-00000-of-00001.parquet": parquet(sums(3)),
+    "main/train-00000-of-00002.parquet": parquet(sums(40)),
+    "main/train-00001-of-00002.parquet": parquet(sums(2)),
+    "socratic/train-00000-of-00001.parquet": b"not read",
+}
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Make an address the hub's, and keep downloads in a folder of the test."""
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def ask(url: str) -> None:
+        constants = huggingface_hub.constants
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+
+    return ask
+
+
+@pytest.fixture
+def hub(ask: Callable[[str], None]) -> Iterator[HubServer]:
+    with serving("openai/gsm8k", GSM8K) as server:
+        ask(server.url)
+        yield server
+
+
+def test_rows_are_written_in_the_layout_once(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pull("gsm8k", tmp_path / "rows")
+    assert capsys.readouterr().out == f"{tmp_path}/rows/train.parquet: 42 rows\n{tmp_path}/rows/test.parquet: 3 rows\n"
+    rows = load_rows(str(tmp_path / "rows" / "train.parquet"))
+    assert [row.ground_truth for row in rows][38:] == ["76", "78", "0", "2"]  # of both files, in their order
+    assert rows[1].data_source == "openai/gsm8k"
+    assert rows[1].messages[0]["content"].startswith("1 + 1? Let's think step by step")
+    assert rows[41].extra_info == {"split": "train", "index": 41, "question": "1 + 1?", "answer": sums(2)[1]["answer"]}
+    note = json.loads((tmp_path / "rows" / "pulled.json").read_text())
+    read = {name: hashlib.sha256(GSM8K[name]).hexdigest() for name in GSM8K if name.startswith("main/")}
+    assert (note["revision"], note["read"]) == (COMMIT, read)
+
+    asked = len(hub.asked)
+    pull("gsm8k", tmp_path / "rows")
+    assert len(hub.asked) == asked
+    assert "already" in capsys.readouterr().out
+    (tmp_path / "rows" / "test.parquet").unlink()
+    pull("gsm8k", tmp_path / "rows")  # of what was downloaded
+    assert [request for request in hub.asked[asked:] if "main" in request[1]] == []
+    assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 3
+
+
+@pytest.mark.slow  # the imports of another process
+def test_a_pull_that_was_killed_goes_on(hub: HubServer, tmp_path: Path) -> None:
+    """In a process that is killed while a file is on its way; nothing is written before all is there."""
+    hub.cut = 700
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    small = "import huggingface_hub.constants as c; c.DOWNLOAD_CHUNK_SIZE = 100"  # of what is written at once
+    code = f"{small}; from tether.commands.cli import main; main()"
+    arguments = ["data", "pull", "gsm8k", "--out", str(tmp_path / "rows")]
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment)
+    assert hub.is_cut.wait(100)
+    deadline = time.monotonic() + 60
+    while not (found := [file for file in tmp_path.rglob("*.partial") if file.stat().st_size]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    begun = found[0].stat().st_size
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "rows").exists()
+    hub.cut = None
+    pull("gsm8k", tmp_path / "rows")
+    assert ("GET", f"/lfs/main/{found[0].name.removesuffix('.partial')}", f"bytes={begun}-") in hub.asked
+    assert len(load_rows(str(tmp_path / "rows" / "train.parquet"))) == 42
+
+
+def test_what_is_wrong_is_said(hub: HubServer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^gsm8: no such dataset; there are gsm8k, .* Did you mean gsm8k"):
+        pull("gsm8")
+    with pytest.raises(ValueError, match=r"(?s)^HuggingFaceH4/MATH-500: the Hugging Face hub does not give it \("):
+        pull("math500", tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"^openai/gsm8k: no file for train .*; there are README.md, main/test"):
+        pull("eurus2", tmp_path / "rows", repository="openai/gsm8k")
+
+
+def test_damage_is_found_and_mended_by_another_pull(hub: HubServer, tmp_path: Path) -> None:
+    """Half a file and then another's; then the second half of the right one; a later commit with a row too few."""
+    hub.lies = {"main/test-00000-of-00001.parquet": bytes(len(GSM8K["main/test-00000-of-00001.parquet"]))}
+    with pytest.raises(ValueError, match=r"^openai/gsm8k/main/test-.*the download has the sha256 .* pull again$"):
+        pull("gsm8k", tmp_path / "rows")
+    hub.lies = {}
+    (folder,) = tmp_path.glob("cache/datasets/*/*/main")
+    (folder / "test-00000-of-00001.parquet.partial").write_bytes(GSM8K["main/test-00000-of-00001.parquet"][:200])
+    pull("gsm8k", tmp_path / "rows")
+    assert ("GET", "/lfs/main/test-00000-of-00001.parquet", "bytes=200-") in hub.asked
+    assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 3
+
+    hub.files = GSM8K | {"main/train-00000-of-00002.parquet": parquet([*sums(2), {"question": "1?", "answer": "2"}])}
+    hub.commit = "6" * 40
+    with pytest.raises(ValueError, match=r"^main/train-00000-of-00002.parquet row 2: no #### number at the end of"):
+        pull("gsm8k", tmp_path / "rows", revision="main")
+    assert len(load_rows(str(tmp_path / "rows" / "train.parquet"))) == 42  # the earlier one
+
+
+def test_a_hub_that_is_not_there(ask: Callable[[str], None], tmp_path: Path) -> None:
+    ask("http://127.0.0.1:9")
+    with pytest.raises(
+        ValueError, match=r"^openai/gsm8k: the Hugging Face hub at http://127.0.0.1:9 cannot be reached"
+    ):
+        pull("gsm8k", tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()
+
+
+def test_pairs_for_a_reward_model_and_prompts_for_the_run_with_it(ask: Callable[[str], None], tmp_path: Path) -> None:
+    dialogues = [
+        {"prompt": f"\n\nHuman: {n}?\n\nAssistant:", "response": " yes", "chosen": " yes", "rejected": " no"}
+        for n in range(3)
+    ]
+    files = {f"data/{split}-00000-of-00001-8349d0765e6718df.parquet": parquet(dialogues) for split in ("train", "test")}
+    with serving("Dahoas/full-hh-rlhf", files) as server:
+        ask(server.url)
+        pull("full_hh_rlhf", tmp_path / "rows")
+    (row, *_) = load_rows(str(tmp_path / "rows" / "rl" / "train.parquet"))
+    pairs = load_pairs([str(tmp_path / "rows" / "rm" / "train.parquet")])
+    assert [message["content"] for message in row.messages] == [dialogues[0]["prompt"]]
+    assert pairs[0].chosen == [*row.messages, {"role": "assistant", "content": " yes"}]
+    assert pairs[0].rejected[-1]["content"] == " no"
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_rows_of_gsm8k_are_those_of_verl(split: str, test_data: Path) -> None:
+    """All of them, made of the published rows here, and by verl's own preparation there."""
+    with (test_data / "gsm8k" / f"{split}.jsonl").open() as lines:
+        made = [gsm8k(json.loads(line), split, number) for number, line in enumerate(lines)]
+    assert made == pq.read_table(test_data / "gsm8k" / f"{split}.parquet").to_pylist()
+
+
+def test_a_problem_of_math() -> None:
+    r"""As in the row that verl makes of it, but for level and type, which nothing reads; MATH-500 names its answer."""
+    record = {"problem": "1 + 1?", "level": "Level 1", "solution": r"It is $\boxed{\frac42}$, so $\boxed 2$"}
+    row = boxed("a/b")(record, "test", 7)
+    assert (
+        row["prompt"][0]["content"] == r"1 + 1? Let's think step by step and output the final answer within \boxed{}."
+    )
+    assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("a/b", r"\frac42")
+    assert boxed("a/b")(record | {"answer": "3"}, "test", 7)["reward_model"]["ground_truth"] == "3"
+    with pytest.raises(ValueError, match=r"^no \\boxed\{\.\.\.\} in `solution`$"):
+        boxed("a/b")(record | {"solution": "2"}, "test", 7)
+    with pytest.raises(ValueError, match=r"^no text in `problem`, but None$"):
+        boxed("a/b")({"solution": "2"}, "test", 7)

@@ -1,0 +1,47 @@
+"""`tether data`: rows of hubs as files. Heavy modules are imported inside, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(name="data", help="Datasets of hubs as files.", no_args_is_help=True)
+
+
+@data_app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="See `tether data list`.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the files; default: ~/data/NAME.", show_default=False)
+    ] = None,
+    repository: Annotated[
+        str | None, typer.Option(help="Where the hub has it under another name.", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag of the hub; default: the newest.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a published dataset in the layout that a run reads; goes on where it was stopped.
+
+    For example: tether data pull gsm8k --out data/gsm8k
+    """
+    from tether.data.published import DATASETS, pull_dataset
+    from tether.runtime.cache import cache_dir
+    from tether.spelling import did_you_mean
+
+    if name not in DATASETS:
+        raise ValueError(f"{name}: no such dataset; there are {', '.join(DATASETS)}.{did_you_mean(name, DATASETS)}")
+    folder = (out or Path("~/data") / name).expanduser()
+    dataset = DATASETS[name]
+    pull_dataset(dataset, repository or dataset.repository, folder, cache_dir(), revision, typer.echo)
+
+
+@data_app.command(name="list")
+def list_datasets() -> None:
+    """List the datasets that `tether data pull` knows, and the files that it makes of them."""
+    from tether.data.published import DATASETS
+
+    for name, dataset in DATASETS.items():
+        typer.echo(f"{name:14} {dataset.repository:36} {', '.join(dataset.parts)}")

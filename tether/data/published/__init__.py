@@ -1,0 +1,9 @@
+"""Datasets that verl's scripts read, brought from a hub into the row layout: `tether data pull`.
+
+Read in this order: `catalogue` (which there are, and what becomes of a row), `hub` (where they come from), `pull`.
+"""
+
+from tether.data.published.catalogue import DATASETS
+from tether.data.published.pull import pull_dataset
+
+__all__ = ["DATASETS", "pull_dataset"]

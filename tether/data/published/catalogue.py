@@ -1,0 +1,142 @@
+"""Datasets by name: where a hub has them, and the files that are made of theirs.
+
+Rows get the layout that verl's own preparation gives them: same sources, questions, instructions and ground truths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tether.data.columns import LAYOUTS
+from tether.types import JsonObject
+
+Convert = Callable[[JsonObject, str, int], JsonObject]
+"""Of the hub's row, its split and its number; raises ValueError with what is wrong in it."""
+
+_GSM8K, _MATH = LAYOUTS
+STEPS = "Let's think step by step and output the final answer "
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file to write."""
+
+    split: str
+    """Split of the rows that it is made of; `extra_info` names it, too."""
+    patterns: tuple[str, ...]
+    """Of the hub's files; those of the first pattern that any file matches are read, in order of their names."""
+    convert: Convert
+    pairs: bool = False
+    """Rows are pairs for `tether rm train`."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset of a hub."""
+
+    repository: str
+    """Its name on the Hugging Face hub."""
+    parts: Mapping[str, Part]
+    """File to write -> what is in it."""
+
+
+def _text(record: JsonObject, key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"no text in `{key}`, but {value!r:.60}")
+    return value
+
+
+def _ruled(asked: str, source: str, truth: str, split: str, number: int, **extra: str) -> JsonObject:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": asked}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": number, **extra},
+    }
+
+
+def gsm8k(record: JsonObject, split: str, number: int) -> JsonObject:
+    """A question of GSM8K; the ground truth is the number after ``####``, without commas."""
+    question, answer = _text(record, "question"), _text(record, "answer")
+    truth = _GSM8K.extract(answer)
+    if truth is None:
+        raise ValueError(f"no {_GSM8K.mark} at the end of `answer`")
+    asked = f'{question} {STEPS}after "####".'
+    return _ruled(asked, _GSM8K.data_source, truth, split, number, answer=answer, question=question)
+
+
+def boxed(source: str) -> Convert:
+    r"""A problem of MATH; the ground truth is `answer`, or what is in the last ``\boxed{}`` of its solution."""
+
+    def convert(record: JsonObject, split: str, number: int) -> JsonObject:
+        problem, solution = _text(record, "problem"), _text(record, "solution")
+        truth = record.get("answer") or _MATH.extract(solution)
+        if not isinstance(truth, str):
+            raise ValueError(f"no {_MATH.mark} in `solution`")
+        return _ruled(f"{problem} {STEPS}within \\boxed{{}}.", source, truth, split, number)
+
+    return convert
+
+
+def preferred(record: JsonObject, split: str, number: int) -> JsonObject:
+    """A dialogue of full-hh-rlhf, which a reward model scores; the chosen response stands for a ground truth."""
+    return {
+        "data_source": "Dahoas/full-hh-rlhf",
+        "prompt": [{"role": "user", "content": _text(record, "prompt")}],
+        "ability": "alignment",
+        "reward_model": {"style": "model", "ground_truth": _text(record, "response")},
+        "extra_info": {"split": split, "index": number},
+    }
+
+
+def compared(record: JsonObject, split: str, number: int) -> JsonObject:
+    """Its two responses; the prompt is one user message, as in `preferred`, so that both are read alike."""
+    return {side: _text(record, side) for side in ("prompt", "chosen", "rejected")}
+
+
+def as_it_is(record: JsonObject, split: str, number: int) -> JsonObject:
+    """A row that is published in verl's layout."""
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _splits(convert: Convert, *splits: str, folder: str = "") -> dict[str, Part]:
+    """One parquet file for each split of a hub's dataset, whatever the hub's files are."""
+    return {
+        f"{split}.parquet": Part(
+            split,
+            tuple(f"{at}{split}*{end}" for at in (folder, "data/", "") for end in (".parquet", ".jsonl")),
+            convert,
+        )
+        for split in splits
+    }
+
+
+_MATH500 = "HuggingFaceH4/MATH-500"
+_HH = {split: (f"data/{split}-*.parquet", f"{split}*.jsonl") for split in ("train", "test")}
+
+DATASETS: Mapping[str, Dataset] = {
+    "gsm8k": Dataset("openai/gsm8k", _splits(gsm8k, "train", "test", folder="main/")),
+    "math": Dataset(_MATH.data_source, _splits(boxed(_MATH.data_source), "train", "test")),
+    "math500": Dataset(_MATH500, _splits(boxed(_MATH500), "test")),
+    "full_hh_rlhf": Dataset(
+        "Dahoas/full-hh-rlhf",
+        {f"rl/{split}.parquet": Part(split, files, preferred) for split, files in _HH.items()}
+        | {f"rm/{split}.parquet": Part(split, files, compared, pairs=True) for split, files in _HH.items()},
+    ),
+    "dapo_math_17k": Dataset(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        {"dapo-math-17k.parquet": Part("train", ("data/dapo-math-17k.parquet", "data/*.parquet"), as_it_is)},
+    ),
+    "aime_2024": Dataset(
+        "BytedTsinghua-SIA/AIME-2024",
+        {"aime-2024.parquet": Part("test", ("data/aime-2024.parquet", "data/*.parquet"), as_it_is)},
+    ),
+    "eurus2": Dataset(
+        "PRIME-RL/Eurus-2-RL-Data",
+        {f"{split}.parquet": Part(split, (f"{split}*.parquet", f"data/{split}*.parquet"), as_it_is)
+         for split in ("train", "validation")},
+    ),
+}  # fmt: skip
