@@ -38,6 +38,8 @@ def test_another_engine_is_never_silently_replaced():
         ([], "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward is False"),
         ([], "actor_rollout_ref.rollout.trace.token2text=True", "traces of conversations are not supported yet"),
         (["data.val_files=[]"], "trainer.val_before_train=False", "data.val_files is [] and env.train.id is null"),
+        ([], f"{ROLLOUT}.multi_turn.max_kept_tokens=7", f"{ROLLOUT}.multi_turn.enable is False"),
+        ([], "trainer.async_save=True", "trainer.save_freq is -1"),
         (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], "critic.optim.lr=0.1", "critic.enable is False"),
         (
             [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"],

@@ -25,11 +25,15 @@ def test_parts_are_typed() -> None:
     [
         ([parts("a: 1")], "a", "1 is no part. give {kind: rules|function|model|judge"),
         ([parts("1a: {kind: rules}")], "1a", "is no name"),
+        ([parts("1: {kind: rules}")], "1", "is no name. take letters"),
         ([parts("a: {weight: 1}")], "a.kind", "None is no kind of reward"),
         ([parts("a: {kind: rules, weigth: 2}")], "a.weigth", "has no such key. Did you mean weight"),
         ([parts("a: {kind: rules, weight: two}")], "a.weight", "'two': Input should be a valid number"),
         ([parts("a: {kind: rules, weight: nan}")], "a.weight", "should be a finite number"),
         ([parts("a: {kind: rules, optional: maybe}")], "a.optional", "'maybe': Input should be a valid boolean"),
+        ([parts(f"a: {{{JUDGE}, range: [1]}}")], "a.range", "[1]: a range is [least, greatest], such as [0, 10]"),
+        ([parts(f"a: {{{JUDGE}, range: [10, 0]}}")], "a.range", "[10, 0]: a range is [least, greatest]"),
+        ([parts(f"a: {{{JUDGE}, range: 3}}")], "a.range", "3: a range is [least, greatest]"),
         ([parts("a: {kind: function}")], "a.path", "missing. a part of kind function needs it"),
         ([parts("a: {kind: judge, prompt: x}")], "a", "an endpoint (base_url) or a model (path), and it has none"),
         ([parts(f"a: {{{JUDGE}, path: m}}")], "a", "and it has both. give one"),
@@ -50,6 +54,11 @@ def test_a_part_that_is_wrong_is_named(overrides: list[str], path: str, says: st
         ([parts("m: {kind: model}")], "reward_model.parts", "has a part of kind model, and reward_model.enable=False"),
         ([*LEARNED, parts("r: {kind: rules}")], "reward_model.parts", "has no part of kind model"),
         ([parts("a: {kind: rules}, b: {kind: rules}")], "reward_model.parts", "2 parts are of kind rules"),
+        (
+            [parts("a: {kind: judge, prompt: x, path: m}"), "trainer.n_gpus_per_node=2"],
+            "reward_model.parts.a.path",
+            "by the process that was started, and not on the 2 devices. serve it",
+        ),
         ([parts("a: {kind: rules, weight: 0}")], "reward_model.parts", "every weight is 0"),
         (
             ["custom_reward_function.path=x.py", *LEARNED, parts("m: {kind: model}")],

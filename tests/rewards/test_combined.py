@@ -33,6 +33,10 @@ def test_what_the_first_part_says_keeps_its_name() -> None:
     assert combined(first, second) == Score(1.0, extra)
 
 
+def test_a_part_hides_nothing_that_the_first_one_says() -> None:
+    assert combined(Score(1.0, {"b": 7}), 3.0) == Score(2.5, {"a/b": 7, "a": 1.0, "b": 3.0})
+
+
 @pytest.mark.parametrize(
     ("first", "second", "optional", "wanted"),
     [

@@ -12,9 +12,16 @@ from tether.config.schema.section import Options, Positive, PositiveFloat, Secti
 from tether.spelling import did_you_mean
 
 KEY = "reward_model.parts"
-Range = Annotated[
-    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+
+
+def _least_and_greatest(value: object) -> object:
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or not all(type(number) in (int, float) for number in numbers) or numbers[0] >= numbers[1]:
+        raise ValueError("a range is [least, greatest], such as [0, 10]")
+    return tuple(numbers)
+
+
+Range = Annotated[tuple[float, float], BeforeValidator(_least_and_greatest)]
 
 
 class AnyPart(Section):
@@ -145,4 +152,5 @@ def _worded(path: str, kind: str, detail: Any) -> Problem:
         return Problem(f"{path}.{where}", f"a part of kind {kind} has no such key", fix)
     if detail["type"] == "missing":
         return Problem(f"{path}.{where}", "missing", f"a part of kind {kind} needs it")
-    return Problem(f"{path}.{where}", f"{detail['input']!r}: {detail['msg']}", "correct it")
+    message = detail["msg"].removeprefix("Value error, ")
+    return Problem(f"{path}.{where}", f"{detail['input']!r}: {message}", "correct it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tether.config.problems import Problem
-from tether.config.reward_parts import part_problems, read_parts
+from tether.config.reward_parts import JudgePart, part_problems, read_parts
 from tether.config.rules.shapes import Rule, at_most
 from tether.config.schema.root import RunConfig
 
@@ -43,6 +43,14 @@ def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
     for kind in ("rules", "model"):
         if kinds.count(kind) > 1:
             return Problem(key, f"{kinds.count(kind)} parts are of kind {kind}, of which there is one", "keep one")
+    own = [name for name, part in parts.items() if isinstance(part, JudgePart) and part.path is not None]
+    if own and cfg.trainer.devices > 1:
+        what = (
+            f"the judge would be loaded by the process that was started, and not on the {cfg.trainer.devices} devices"
+        )
+        return Problem(
+            f"{key}.{own[0]}.path", what, "serve it (vLLM, SGLang) and give base_url and model, or use one device"
+        )
     if parts and not any(part.weight for part in parts.values()):
         return Problem(key, "every weight is 0, so that nothing is learned from", "give one of them a weight")
     return None

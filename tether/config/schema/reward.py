@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
 from tether.config.schema.engine import ShardConfig
 from tether.config.schema.section import (
     ActsIf,
@@ -19,6 +21,12 @@ from tether.config.schema.section import (
     Section,
     Strings,
 )
+
+
+def _named_by_text(value: object) -> object:
+    # A name such as 1 reaches us as a number; it is refused as a name.
+    return {str(name): part for name, part in value.items()} if isinstance(value, dict) else value
+
 
 FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.parts", off=({},)))
 """Read where functions score responses."""
@@ -114,7 +122,7 @@ class RewardModelConfig(Section):
     """Score responses by reward_model.model, in place of rules, or as one of the parts."""
     model: Annotated[ScoringModelConfig, ActsIf("reward_model.enable", on=(True,))]
     server: ScoringServerConfig
-    parts: Options
+    parts: Annotated[Options, BeforeValidator(_named_by_text)]
     """Several rewards by name, whose weighted sum is the score: {correct: {kind: rules, weight: 1.0}, ...}."""
     micro_batch_size: Annotated[Positive | None, AliasOf(".micro_batch_size_per_gpu")] = None
     """verl's older key of micro_batch_size_per_gpu."""

@@ -62,6 +62,10 @@ class EngineKwargsConfig(Section):
     """Options of SGLang's command line, likewise."""
 
 
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
+NATIVE = ActsIf("actor_rollout_ref.rollout.name", on=("native",))
+
+
 class MultiTurnConfig(Section):
     """`rollout.multi_turn`: conversations of several turns, with tools or an environment."""
 
@@ -87,7 +91,7 @@ class MultiTurnConfig(Section):
     """Refuse a chat template if turns put together are not what it gives for the whole; or let white space differ."""
     timeout: PositiveFloat = 10.0
     """Seconds that a call of a tool or a step of an environment may take. (tether's own key.)"""
-    max_kept_tokens: Annotated[Count, ActsIf("actor_rollout_ref.rollout.name", on=("native",))] = 65536
+    max_kept_tokens: Annotated[Count, ActsIf(MULTI_TURN, on=(True,), also=NATIVE)] = 65536
     """Tokens of answered conversations whose keys and values are kept; the others are prefilled. (tether's own key.)"""
 
 

@@ -64,7 +64,7 @@ class TrainerConfig(Section):
     """Folder of this run: checkpoints, logs, samples."""
     save_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
     """Save a checkpoint every so many steps, and at the end."""
-    async_save: Annotated[bool, EMBODIED_TOO] = False
+    async_save: Annotated[bool, ActsIf("trainer.save_freq", off=(-1, 0)), EMBODIED_TOO] = False
     """Go on training while a checkpoint is written; takes the memory of a copy on the host. (tether's own key.)"""
     max_actor_ckpt_to_keep: Annotated[Positive | None, EMBODIED_TOO] = None
     """Checkpoints to keep; null: all."""

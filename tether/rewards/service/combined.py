@@ -57,8 +57,8 @@ class CombinedRewards:
     """Has the methods of a `RewardPool`.
 
     Args:
-        parts: by name, at least one. What the first one returns beside its score keeps its name (`acc`, `pred`), what
-            others return stands below theirs.
+        parts: by name, at least one. What the first one returns beside its score keeps its name (`acc`, `pred`) unless
+            a part has it; what others return stands below theirs.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -115,7 +115,7 @@ class CombinedRewards:
             return RewardError(f"the weighted sum of the parts is {total}, which does not fit into float32")
         first = next(iter(self._parts))
         extra = {
-            key if name == first else f"{name}/{key}": value
+            key if name == first and key not in self._parts else f"{name}/{key}": value
             for name, outcome in scored.items()
             for key, value in outcome.extra.items()
         }
