@@ -58,7 +58,11 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
         written[name] = {"rows": rows, "sha256": _sha256(out / name)}
         say(f"{out / name}: {rows} rows")
     content = {"repository": repository, "revision": listing.revision, "read": hashes, "written": written}
-    _replace(out / NOTE, lambda file: file.write_text(json.dumps(content, indent=2) + "\n") and None)
+
+    def write_note(file: Path) -> None:
+        file.write_text(json.dumps(content, indent=2) + "\n")
+
+    _replace(out / NOTE, write_note)
 
 
 def _sources(part: Part, listing: Listing, repository: str) -> list[str]:
