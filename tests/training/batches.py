@@ -27,9 +27,9 @@ def make_policy(*, dtype: torch.dtype = torch.float64, **overrides: object) -> P
     return model
 
 
-def make_critic() -> PreTrainedModel:
+def make_critic(**overrides: object) -> PreTrainedModel:
     """With a head that is not zero, so that gradients reach the backbone."""
-    critic = critic_from(tiny_model("llama", dtype=torch.float64, seed=1))
+    critic = critic_from(tiny_model("llama", dtype=torch.float64, seed=1, **overrides))
     use_tether_attention(critic)
     with torch.no_grad():
         for parameter in value_head_of(critic).parameters():

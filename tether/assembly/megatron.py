@@ -39,11 +39,11 @@ def uses_megatron(config: RunConfig) -> bool:
 def layout_of(config: RunConfig) -> Layout:
     """The layout that all models of a run have."""
     sizes = config.actor_rollout_ref.actor.megatron
-    given = sizes.override_transformer_config
+    given, pieces = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
     return Layout(
         tensor=sizes.tensor_model_parallel_size,
         pipeline=sizes.pipeline_model_parallel_size,
-        virtual_pipeline=sizes.virtual_pipeline_model_parallel_size,
+        virtual_pipeline=pieces if pieces != 1 else None,
         context=sizes.context_parallel_size,
         expert=sizes.expert_model_parallel_size,
         expert_tensor=sizes.expert_tensor_parallel_size,

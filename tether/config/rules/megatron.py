@@ -85,22 +85,15 @@ def sizes_divide_devices(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def stages_are_whole(cfg: RunConfig) -> Problem | None:
-    """Interleaved schedules were never seen to give the gradients of one process."""
-    size = cfg.actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size or 1
-    if not trains(cfg) or size == 1:
+def pieces_have_a_pipeline(cfg: RunConfig) -> Problem | None:
+    """Pieces of the model take turns with those of other stages."""
+    sizes = cfg.actor_rollout_ref.actor.megatron
+    pieces = sizes.virtual_pipeline_model_parallel_size or 1
+    if not trains(cfg) or pieces == 1 or sizes.pipeline_model_parallel_size > 1:
         return None
-    key = f"{SIZES}.virtual_pipeline_model_parallel_size"
-    return Problem(key, f"{size} pieces on each device are not supported by tether's Megatron yet", f"leave {key} out")
-
-
-def sequences_are_whole(cfg: RunConfig) -> Problem | None:
-    """The engine gives every rank of a replica all tokens."""
-    size = cfg.actor_rollout_ref.actor.megatron.context_parallel_size
-    if not trains(cfg) or size == 1:
-        return None
-    key = f"{SIZES}.context_parallel_size"
-    return Problem(key, f"{size} devices for each sequence are not supported by tether's Megatron yet", "set it to 1")
+    key, what = f"{SIZES}.virtual_pipeline_model_parallel_size", f"{pieces} pieces need a pipeline of several devices"
+    fix = f"leave {key} out, or set {SIZES}.pipeline_model_parallel_size to 2 or more"
+    return Problem(key, f"{what} ({SIZES}.pipeline_model_parallel_size)", fix)
 
 
 def whole_models_train(cfg: RunConfig) -> Problem | None:
@@ -138,8 +131,7 @@ ROLES: tuple[tuple[str, Condition], ...] = (("actor_rollout_ref.ref", _has_refer
 MEGATRON_RULES: tuple[Rule, ...] = (
     *(rule(role, when) for role, when in ROLES for rule in (same_engine, same_layout)),
     sizes_divide_devices,
-    stages_are_whole,
-    sequences_are_whole,
+    pieces_have_a_pipeline,
     whole_models_train,
     reference_is_not_beside_the_policy,
 )

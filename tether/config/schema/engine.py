@@ -84,9 +84,9 @@ class MegatronConfig(Section):
     pipeline_model_parallel_size: Positive = 1
     """Devices that have some layers each, one after the other."""
     virtual_pipeline_model_parallel_size: Positive | None = None
-    """Pieces of the model on each device of a pipeline; so far 1."""
+    """Pieces of the model on each device of a pipeline, which take turns with those of the others: less idle time."""
     context_parallel_size: Positive = 1
-    """Devices that share each sequence; so far 1."""
+    """Devices that share each sequence."""
     expert_model_parallel_size: Positive = 1
     """Devices among which the experts of a layer are dealt."""
     expert_tensor_parallel_size: Positive | None = None

@@ -70,7 +70,10 @@ class ZigZag:
             piece = query[:, :, done : done + last - first]
             attended.append(_lower_right(piece, seen[0], seen[1], spec))
             done += last - first
-        return torch.cat(attended, dim=2) if attended else query[..., : value.shape[-1]]
+        if attended:
+            return torch.cat(attended, dim=2)
+        # No token is here. The gradients of keys and values still are to be exchanged.
+        return query[..., : value.shape[-1]] + 0.0 * (keys.sum() + values.sum())
 
 
 @dataclass(frozen=True)

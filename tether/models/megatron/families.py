@@ -114,6 +114,7 @@ def has_value_bias(hf_config: Any) -> bool:
 
 
 def _common(hf_config: Any, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    interleaved = layout.virtual_pipeline is not None
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -145,7 +146,10 @@ def _common(hf_config: Any, layout: Layout, dtype: torch.dtype) -> dict[str, Any
         "perform_initialization": False,  # weights are loaded
         "moe_token_dispatcher_type": "alltoall",  # any other refuses variable lengths, also where nothing is dispatched
         "variable_seq_lengths": True,  # micro-batches are packed, each to a length of its own
-        "batch_p2p_comm": torch.cuda.is_available(),
+        # In one exchange with a single neighbour, which is both the next and the previous stage, Megatron mixes up the
+        # two directions. Where pieces of the model take turns, each direction has an exchange of its own.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
         # Megatron's fused operations need apex or Transformer Engine.
         "bias_activation_fusion": False,

@@ -141,9 +141,9 @@ class MegatronModel:
     def _filled(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor, AttentionLayout]:
-        """With zeros behind, where tensor-parallel ranks hold equal parts of the tokens."""
-        tokens = input_ids.shape[1]
-        missing = -tokens % self.layout.tensor if self.layout.splits_tokens else 0
+        """With zeros behind, where tensor-parallel ranks hold equal parts of the tokens, or where there are none."""
+        tokens, ranks = input_ids.shape[1], self.layout.tensor if self.layout.splits_tokens else 1
+        missing = -tokens % ranks if tokens else ranks
         if not missing:
             return input_ids, position_ids, layout
         input_ids, position_ids = (nn.functional.pad(x, (0, missing)) for x in (input_ids, position_ids))

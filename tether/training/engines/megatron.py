@@ -32,6 +32,7 @@ from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate, on_device
 from tether.checkpoints import load_state, save_moments, save_state
 from tether.models.language.fused_experts import Unfused, fused
+from tether.models.layers import Packed, SequenceRanks
 from tether.models.megatron import Layout, groups
 from tether.models.megatron.head import StatesHead
 from tether.models.megatron.layout import experts_of
@@ -221,9 +222,10 @@ class MegatronEngine(RanksEngine[Outputs]):
         """
         rounds = self._rounds(len(micros))
         micros = [*micros, *(padding_row() for _ in range(rounds - len(micros)))]
-        laid = [on_device(token_rows(micro, packed=True), self._device) for micro in micros]
+        whole = [token_rows(micro, packed=True) for micro in micros]
         if self._balance and not forward_only:
-            self._average_balance(sum(rows.input_ids.numel() for rows in laid))
+            self._average_balance(sum(rows.input_ids.numel() for rows in whole))
+        laid = [on_device(self._part(rows), self._device) for rows in whole]
 
         def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -245,6 +247,12 @@ class MegatronEngine(RanksEngine[Outputs]):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _part(self, rows: TokenRows) -> TokenRows:
+        """Of the tokens of a micro-batch those that this rank has."""
+        assert isinstance(rows.layout, Packed)
+        zig_zag = self.megatron.shared(rows.layout)
+        return rows if zig_zag is None else rows.part(zig_zag.places, zig_zag, SequenceRanks(zig_zag.group))
 
     def _average_balance(self, tokens: int) -> None:
         """Average the auxiliary losses of micro-batches, which Megatron multiplies by their tokens."""

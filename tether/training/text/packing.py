@@ -44,20 +44,31 @@ class TokenRows:
     def shared(self, ranks: SequenceRanks) -> TokenRows:
         """This rank's slice of packed rows."""
         tokens = self.input_ids.shape[1]
-        first, last = ranks.span(tokens)
-        places = torch.arange(first, last)
+        return self.part(torch.arange(*ranks.span(tokens)), Shared(self.layout, tokens, ranks), ranks)
+
+    def part(self, places: Tensor, layout: AttentionLayout, ranks: SequenceRanks) -> TokenRows:
+        """The tokens of packed rows that one rank has.
+
+        Args:
+            places: [n] of its tokens among all of them; those beyond the last are padding.
+            layout: of its tokens.
+            ranks: which share the rows.
+        """
+        tokens = self.input_ids.shape[1]
         inside = places < tokens
+        place_here = torch.full((tokens,), -1)
+        place_here[places[inside]] = torch.arange(len(places))[inside]
+        predicts = place_here[self.predicts]
+        here = predicts >= 0
         places = places.where(inside, 0)
-        here = (first <= self.predicts) & (self.predicts < last)
-        ends = self.ends - first
         return TokenRows(
             input_ids=self.input_ids[:, places].where(inside, 0),
             position_ids=self.position_ids[:, places].where(inside, 0),
-            layout=Shared(self.layout, tokens, ranks),
-            predicts=self.predicts[here] - first,
+            layout=layout,
+            predicts=predicts[here],
             targets=self.targets[here],
             slots=self.slots[here],
-            ends=ends.where((ends >= 0) & (self.ends < last), -1),
+            ends=place_here[self.ends],
             shape=self.shape,
             ranks=ranks,
         )
