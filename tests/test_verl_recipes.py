@@ -11,7 +11,9 @@ from tests.config.scripts import SCRIPTS
 from tests.rollout.bench import REAL, VLLM
 from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
+from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
+from tether.assembly import roles
 from tether.config import ConfigError, LoadedConfig, load_config
 from tether.config.keys import values_of
 from tether.config.support.live_keys import live_keys, why_idle
@@ -183,25 +185,34 @@ def test_a_recipe_is_sampled_by_vllm(kind: str, tmp_path: Path, monkeypatch: pyt
     check_run(name, [*small, *of_script, *sizes])
 
 
-SMALL_LAYOUTS: dict[str, dict[str, str]] = {
-    "run_deepseek_math_gsm8k_megatron": {},
-    "run_qwen2-7b_math_gsm8k_megatron": {},
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+SMALL_LAYOUTS: dict[str, dict[str, object]] = {
+    "run_deepseek_math_gsm8k_megatron": {TENSOR: 2, PIPELINE: 1},
+    "run_qwen2-7b_math_gsm8k_megatron": {TENSOR: 1, PIPELINE: 2},
+    "run_qwen1.5_moe_a2.7b-gsm8k_megatron": {TENSOR: 2, PIPELINE: 1, **EXPERTS},
+    "run_moonlight16b_a3b_gsm8k_megatron": {
+        TENSOR: 1,
+        PIPELINE: 1,
+        **EXPERTS,
+        "override_transformer_config.num_layers_in_last_pipeline_stage": "null",
+    },
 }
-"""Sizes that fit a tiny model on four devices, where those of the script do not."""
+"""Sizes for two devices; tests/trainer/test_megatron.py has four."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_LAYOUTS)
-def test_a_recipe_runs_in_megatron(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+def test_a_recipe_runs_in_megatron(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
+    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
     sizes = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in SMALL_LAYOUTS[name].items()]
     chosen = "actor_rollout_ref.actor.strategy=megatron"
-    check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=4", chosen, *sizes])
+    check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=2", chosen, *sizes])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["run_gemma", "run_deepseek7b_llm_sp2"])
-def test_a_recipe_runs_on_its_devices(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+def test_a_recipe_runs_on_its_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
     check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=2"])

@@ -286,9 +286,13 @@ def everything(folder: Path, layout: Layout, full: bool) -> dict[str, Any]:
 
 
 def balanced_gradients(layout: Layout) -> tuple[float, float]:
-    """How far gradients are with an auxiliary loss from those by its formula (Switch Transformer, equation 4), and
-    from those without: the mean over two rows, weighed by their tokens."""
-    coefficient, batch, model = 0.5, make_batch(make_mixture(), make_critic())[:2], make_mixture()
+    """How far gradients are with an auxiliary loss (Switch Transformer, equation 4) and a z-loss (ST-MoE, equation 5)
+    from those by the formulas, and from those without: the mean over three rows, weighed by their tokens.
+
+    Two replicas have unlike numbers of rows, so that one runs a micro-batch of padding.
+    """
+    coefficient, of_logits = 0.5, 0.2
+    batch, model = make_batch(make_mixture(), make_critic())[:3], make_mixture()
     engine = make_engine(model)
     engine.accumulate_gradients(batch, LOSS)
     without, inputs = local_gradients(engine.model), []
@@ -301,11 +305,14 @@ def balanced_gradients(layout: Layout) -> tuple[float, float]:
         rows = token_rows(batch[[row]], packed=True)
         hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
         for gate, states in zip(gates, inputs, strict=True):
-            shares = (states.view(-1, states.shape[-1]) @ gate.weight.T).softmax(-1)
+            logits = states.view(-1, states.shape[-1]) @ gate.weight.T
+            shares = logits.softmax(-1)
             counts = torch.bincount(shares.topk(chosen).indices.flatten(), minlength=shares.shape[1])
-            loss = shares.shape[1] * (counts / len(shares) / chosen * shares.mean(0)).sum()
-            (coefficient * length / sum(lengths) * loss).backward(retain_graph=True)
-    megatron = make_megatron(make_mixture(), ONE_ROW, layout, overrides={"moe_aux_loss_coeff": coefficient})
+            balance = shares.shape[1] * (counts / len(shares) / chosen * shares.mean(0)).sum()
+            loss = coefficient * balance + of_logits * logits.logsumexp(-1).square().mean()
+            (length / sum(lengths) * loss).backward(retain_graph=True)
+    losses = {"moe_aux_loss_coeff": coefficient, "moe_z_loss_coeff": of_logits}
+    megatron = make_megatron(make_mixture(), ONE_ROW, layout, overrides=losses)
     found = whole_gradients(megatron, batch, LOSS)
     return distance(found, local_gradients(engine.model)), distance(found, without)
 
@@ -314,7 +321,7 @@ def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
     """Gradients, updates and state of a mixture of experts."""
     return {
         "gradients": dict(gradients("gae", layout, make_mixture)),
-        "balanced": None if layout.splits_tokens else balanced_gradients(layout),
+        "balanced": balanced_gradients(layout),
         "updates": of_speaker(updates(LOSS, layout, make_mixture)),
         "resumed": resumed(folder / "saved.pt", layout, make_mixture),
     }

@@ -35,14 +35,12 @@ SLOW = (
 """The others are in `benchmarks.layouts`."""
 OF_EXPERTS: dict[str, tuple[int, Layout]] = {
     "EP 2": (2, Layout(expert=2)),
-    "PP 2, EP 2": (4, Layout(pipeline=2, expert=2)),
+    "PP 2, CP 2, EP 2": (4, Layout(pipeline=2, context=2, expert=2)),
     "TP 2, EP 2, whole experts": (4, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
 }
 
 
-@pytest.fixture(
-    scope="module", params=[QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.fixture(scope="module", params=[QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The name of a layout, and what its ranks found."""
     work = importlib.import_module("tests.training.megatron_ranks").everything
@@ -105,9 +103,8 @@ def test_mixtures_of_experts_are_those_of_one_process(name: str, tmp_path: Path)
     ranks, layout = OF_EXPERTS[name]
     found = on_ranks(tmp_path, ranks, work, tmp_path, layout)
     assert {case: far for case, far in found["gradients"].items() if not far < OF_EXPERTS_TOLERANCE} == {}
-    if not layout.splits_tokens:  # there an auxiliary loss is refused
-        balanced, without = found["balanced"]
-        assert balanced < 1e-6 < without
+    balanced, without = found["balanced"]
+    assert balanced < 1e-6 < without
     for far, metrics, expected, log_probs in found["updates"]:
         assert far < 1e-8
         assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)

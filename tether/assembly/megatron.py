@@ -182,6 +182,7 @@ def _sampler(config: RunConfig, folder: Path, sources: Sources) -> NativeEngine:
         on_device(model, sources.device).requires_grad_(False),
         eos_token_ids=eos_token_ids(model),
         max_num_seqs=settings.rollout.max_num_seqs,
+        max_kept_tokens=settings.rollout.multi_turn.max_kept_tokens,
         dtype=DTYPES[settings.rollout.dtype],
     )
 

@@ -263,12 +263,6 @@ def refusals(folder: Path) -> dict[str, str]:
         "family": lambda: built(TINY_CONFIGS["gemma2"]()),
         "unknown": lambda: built(recompute_granularty="full"),
         "set elsewhere": lambda: built(tensor_model_parallel_size=2),
-        "balance": lambda: transformer_config(
-            TINY_CONFIGS["qwen2_moe"](),
-            Layout(tensor=2, expert=2, sequence_parallel=True),
-            torch.float32,
-            {"moe_aux_loss_coeff": 0.1},
-        ),
         "activation": lambda: built(bent),
         "router": lambda: built(TINY_CONFIGS["deepseek_v3"](norm_topk_prob=False)),
         "lacks": lambda: built(deeper).load(folder),

@@ -105,7 +105,6 @@ def test_refusals(tmp_path: Path) -> None:
     assert "override_transformer_config.recompute_granularty='full'" in messages["unknown"]
     assert "Did you mean recompute_granularity?" in messages["unknown"]
     assert "follows from the model" in messages["set elsewhere"]
-    assert "moe_aux_loss_coeff=0.1: is refused where tensor-parallel ranks" in messages["balance"]
     assert "hidden_act='gelu'" in messages["activation"]
     assert "norm_topk_prob=False" in messages["router"]
     assert "its weights lack model.layers.2.input_layernorm.weight" in messages["lacks"]

@@ -31,6 +31,7 @@ class PackedTokens(PackedSeqParams):
 
     layout: AttentionLayout = None  # type: ignore[assignment]  # after fields with defaults
     positions: Tensor = None  # type: ignore[assignment]  # [N], of each token in its own sequence
+    padding: Tensor = None  # type: ignore[assignment]  # [1, tokens between the matrices], those that count nowhere
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,7 @@ def transformer_config(
         **FAMILIES[hf_config.model_type](hf_config),
         **overrides,
     }
-    coefficient = overrides.get("moe_aux_loss_coeff")
-    if coefficient and layout.splits_tokens:
-        raise ValueError(
-            f"override_transformer_config.moe_aux_loss_coeff={coefficient}: is refused where tensor-parallel ranks "
-            "divide the tokens, since its gradients are not those of one process there. Set it to 0, or "
-            "tensor_model_parallel_size to 1"
-        )
-    if coefficient and "moe_router_load_balancing_type" not in overrides:
+    if overrides.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         entries["moe_router_load_balancing_type"] = "aux_loss"
     config = kind(**entries)
     config.tether_attention = _attention_options(hf_config)

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state as groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from torch import Tensor, nn
 
 from tether.kernels import AttentionLayout
@@ -29,6 +30,7 @@ from tether.models.megatron.families import check_family, has_value_bias, transf
 from tether.models.megatron.head import ValueHead, replace_output_layer
 from tether.models.megatron.latent import describe_norms, finish_attention
 from tether.models.megatron.layout import Layout
+from tether.models.megatron.router import Router
 from tether.models.megatron.transfer import Placed, export_weights, load_weights
 from tether.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
 
@@ -53,7 +55,15 @@ class MegatronModel:
         """Whether this rank ends the pipeline; its last chunk then returns states that `log_probs` or `values` take."""
         return bool(groups.is_pipeline_last_stage(ignore_virtual=True))
 
-    def run(self, chunk: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+    def run(
+        self,
+        chunk: nn.Module,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: AttentionLayout,
+        *,
+        counts: bool = True,
+    ) -> Tensor:
         """One chunk's forward pass, as a schedule of Megatron wants it from ``forward_step_func``.
 
         Megatron's schedule divides a loss by the number of micro-batches and multiplies it by that of context ranks;
@@ -65,13 +75,17 @@ class MegatronModel:
             input_ids: [1, N] tokens, packed end to end.
             position_ids: [1, N] each token's position in its own sequence.
             layout: which of them sees which.
+            counts: False: no loss of a router, either, is to see these tokens.
 
         Returns:
             What the next stage gets; at the end of the pipeline the states [N, E] under the head.
         """
         tokens = input_ids.shape[1]
         input_ids, position_ids, layout = self._filled(input_ids, position_ids, layout)
-        packed = PackedTokens(qkv_format="sbhd", layout=layout, positions=position_ids[0])
+        padding = torch.arange(input_ids.shape[1], device=input_ids.device)[None] >= (tokens if counts else 0)
+        if self.layout.splits_tokens:
+            padding = padding.chunk(self.layout.tensor, dim=1)[groups.get_tensor_model_parallel_rank()]
+        packed = PackedTokens(qkv_format="sbhd", layout=layout, positions=position_ids[0], padding=padding)
         out: Tensor = chunk(input_ids, position_ids, None, packed_seq_params=packed)
         return out[0, :tokens] if _ends(chunk) else out
 
@@ -215,7 +229,14 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
         chunk.embedding.word_embeddings.register_forward_hook(_NoGradient(hf_config.pad_token_id))
     if chunk.post_process:
         replace_output_layer(chunk, role, has_value_bias(hf_config))
+    for layer in chunk.decoder.layers:
+        layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)
     return chunk
+
+
+def _mask_padding(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Megatron hands the mask to the layers of the first pipeline stage only."""
+    return args, given | {"padding_mask": given["packed_seq_params"].padding}
 
 
 @dataclass(frozen=True)
@@ -239,6 +260,8 @@ def _layers(config: Any, stage: int | None) -> Any:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
         attention.core_attention = PackedAttention
+        if isinstance(getattr(parts.mlp, "submodules", None), MoESubmodules):
+            parts.mlp.submodules.router = Router
         if config.multi_latent_attention:
             describe_norms(attention)
         elif config.qk_layernorm:

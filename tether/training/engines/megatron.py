@@ -24,7 +24,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -51,6 +50,7 @@ from tether.training.text.packing import TokenRows, padding_row, token_rows
 from tether.types import StateDict
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         config = self.megatron.config
         config.calculate_per_token_loss = True  # sums, where Megatron would average over micro-batches and replicas
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
-        self._balance: Any = config.moe_aux_loss_coeff
-        for module in (module for chunk in self.megatron.chunks for module in chunk.modules()):
-            if isinstance(module, TopKRouter):
-                module.calculate_per_token_loss = True  # it was built before
+        self._of_routers = {name: getattr(config, name) for name in ROUTER_LOSSES if getattr(config, name)}
         self._chunks: list[Any] = self.megatron.chunks
         self.shards = Shards([], distributed=False)
         if trains:
@@ -220,17 +217,17 @@ class MegatronEngine(RanksEngine[Outputs]):
                 loss.
             forward_only: no gradients.
         """
-        rounds = self._rounds(len(micros))
-        micros = [*micros, *(padding_row() for _ in range(rounds - len(micros)))]
+        count, rounds = len(micros), self._rounds(len(micros))
+        micros = [*micros, *(padding_row() for _ in range(rounds - count))]
         whole = [token_rows(micro, packed=True) for micro in micros]
-        if self._balance and not forward_only:
-            self._average_balance(sum(rows.input_ids.numel() for rows in whole))
+        if self._of_routers and not forward_only:
+            self._average_router_losses(sum(rows.input_ids.numel() for rows in whole[:count]))
         laid = [on_device(self._part(rows), self._device) for rows in whole]
 
         def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
             rows, micro = laid[number], micros[number]
-            states = self.megatron.run(chunk, rows.input_ids, rows.position_ids, rows.layout)
+            states = self.megatron.run(chunk, rows.input_ids, rows.position_ids, rows.layout, counts=number < count)
 
             def end(states: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = on_outputs(number, micro, self._outputs(forward, micro, rows, states))
@@ -254,15 +251,13 @@ class MegatronEngine(RanksEngine[Outputs]):
         zig_zag = self.megatron.shared(rows.layout)
         return rows if zig_zag is None else rows.part(zig_zag.places, zig_zag, SequenceRanks(zig_zag.group))
 
-    def _average_balance(self, tokens: int) -> None:
-        """Average the auxiliary losses of micro-batches, which Megatron multiplies by their tokens."""
-        group = parallel_state.get_data_parallel_group()
+    def _average_router_losses(self, tokens: int) -> None:
+        """Divide the losses of routers, which are sums over tokens, by those of the mini-batch on all replicas."""
         total = torch.tensor(tokens, device=self._device)
-        dist.all_reduce(total, group=group)
-        every = self._balance if isinstance(self._balance, list) else [self._balance]
-        coefficients = [coefficient / int(total) for coefficient in every]
-        config = self.megatron.config
-        config.moe_aux_loss_coeff = coefficients if isinstance(self._balance, list) else coefficients[0]
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        for name, given in self._of_routers.items():
+            averaged = [one / int(total) for one in given] if isinstance(given, list) else given / int(total)
+            setattr(self.megatron.config, name, averaged)
 
     def _outputs(self, forward: Any, batch: TrainBatch, rows: TokenRows, states: Tensor) -> Any:
         """Outputs of a forward, from the states at the end of the pipeline."""

@@ -1,0 +1,81 @@
+"""Ranks of a run without Ray: forked from a process that has imported everything once, and so started in no time."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tether.execution.worker import Worker
+from tether.runtime.ranks import RankFailed
+
+if importlib.util.find_spec("megatron") is not None:
+    pass  # for the forks
+
+
+class ForkedGroup:
+    """See `tether.execution.Group`; takes the place of `tether.execution.ray_group.RayGroup`."""
+
+    def __init__(self, per_node: int, device: str, threads: int | None, logs: Path, **_: object) -> None:
+        self.size = per_node
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._logs = [logs / f"rank_{rank}.log" for rank in range(per_node)]
+        self._ranks, self._processes = [], []
+        for rank in range(per_node):
+            here, there = context.Pipe()
+            of_worker = (rank, threads or 1, self._logs[rank], Path.cwd(), ("127.0.0.1", self._store.port))
+            process = context.Process(target=_serve, args=(there, of_worker), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append(here)
+            self._processes.append(process)
+        self._answers("join", [(per_node, device)] * per_node)
+
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
+        """See there."""
+        self._answers("build", [(factory, arguments)] * self.size)
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        """See there."""
+        return self._answers("call", [None if given is None else (part, method, *given) for given in arguments])
+
+    def share(self, value: object) -> object:
+        """See there."""
+        return value
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _answers(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        asked = {self._ranks[rank]: rank for rank, given in enumerate(arguments) if given is not None}
+        for connection, rank in asked.items():
+            connection.send_bytes(pickle.dumps((method, arguments[rank])))
+        answers: list[Any] = [None] * self.size
+        while asked:
+            for connection in wait(list(asked)):
+                assert isinstance(connection, Connection)
+                rank = asked.pop(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    raise RankFailed(f"rank {rank} ended:\n{self._logs[rank].read_text()}") from None
+        return answers
+
+
+def _serve(connection: Connection, of_worker: tuple[Any, ...]) -> None:
+    """The life of a rank."""
+    worker = Worker(*of_worker)
+    while True:
+        method, arguments = pickle.loads(connection.recv_bytes())
+        connection.send_bytes(pickle.dumps(getattr(worker, method)(*arguments)))
