@@ -60,7 +60,10 @@ class ForkedGroup:
     def _answers(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         asked = {self._ranks[rank]: rank for rank, given in enumerate(arguments) if given is not None}
         for connection, rank in asked.items():
-            connection.send_bytes(pickle.dumps((method, arguments[rank])))
+            try:
+                connection.send_bytes(pickle.dumps((method, arguments[rank])))
+            except BrokenPipeError:
+                raise self._ended(rank) from None
         answers: list[Any] = [None] * self.size
         while asked:
             for connection in wait(list(asked)):
@@ -69,8 +72,11 @@ class ForkedGroup:
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    raise RankFailed(f"rank {rank} ended:\n{self._logs[rank].read_text()}") from None
+                    raise self._ended(rank) from None
         return answers
+
+    def _ended(self, rank: int) -> RankFailed:
+        return RankFailed(f"rank {rank} ended:\n{self._logs[rank].read_text()}")
 
 
 def _serve(connection: Connection, of_worker: tuple[Any, ...]) -> None:
