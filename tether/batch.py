@@ -82,9 +82,13 @@ class WeightUpdate:
     """Updates so far; rows that are sampled with these weights carry it as `policy_version`."""
     tensors: Iterable[tuple[str, Tensor]]
     """Name and value of each, as in the model's ``state_dict``."""
+    is_copy: bool = False
+    """The tensors stay as they are while the engine learns."""
 
     def copied(self) -> WeightUpdate:
         """The same, which stay as they are while the engine learns."""
+        if self.is_copy:
+            return self
         seen: dict[int, Tensor] = {}  # tied weights stay tied
         tensors = []
         for name, value in self.tensors:
@@ -92,7 +96,7 @@ class WeightUpdate:
             if key not in seen or seen[key].shape != value.shape:
                 seen[key] = value.detach().clone()
             tensors.append((name, seen[key]))
-        return WeightUpdate(self.version, tensors)
+        return WeightUpdate(self.version, tensors, is_copy=True)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:

@@ -1,4 +1,5 @@
 """Kills, hostile rewards and bad files: python -m benchmarks chaos [--kills N] [--write docs/reliability.md]
+Faults of a run on several devices:   python -m benchmarks chaos --ranks [--faults N] [--write docs/lost-ranks.md]
 
 Everything is tiny, so that what is measured is what is lost, and nothing else: survived of tried, and lost bits.
 """
@@ -6,6 +7,7 @@ Everything is tiny, so that what is measured is what is lost, and nothing else: 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import tempfile
 import time
@@ -25,9 +27,14 @@ def main(given: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=100, help="about so many, over all kinds of runs")
+    parser.add_argument("--ranks", action="store_true", help="only faults of ranks, nodes, disk, driver")
+    parser.add_argument("--faults", type=int, default=36, help="of these so many")
     parser.add_argument("--write", type=Path, help="also write the table between the marks of this page")
     arguments = parser.parse_args(given)
     os.environ["TQDM_DISABLE"] = "1"  # bars of the runs that are killed
+    if arguments.ranks:
+        _disturb_ranks(arguments)
+        return
     began, lines, complaints = time.perf_counter(), ["tried                survived  lost bits  what"], list[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -41,15 +48,29 @@ def main(given: Sequence[str] | None = None) -> None:
             _show(lines, line)
     lines += complaints
     print("\n".join(complaints))
-    minutes = (time.perf_counter() - began) / 60
     if arguments.write:
-        table = "\n".join(lines)
-        note = f"`python -m benchmarks chaos`, {minutes:.0f} minutes, {date.today()}: {machine_line()}."
-        page = arguments.write.read_text()
-        head, _, rest = page.partition(BEGIN)
-        arguments.write.write_text(f"{head}{BEGIN}\n```text\n{table}\n```\n\n{note}\n{END}{rest.partition(END)[2]}")
+        _write(arguments.write, "chaos", "```text\n" + "\n".join(lines) + "\n```", began)
     if complaints:
         raise SystemExit(1)
+
+
+def _disturb_ranks(arguments: argparse.Namespace) -> None:
+    began, ranks = time.perf_counter(), importlib.import_module("benchmarks.chaos.ranks")  # Ray is an extra
+    with tempfile.TemporaryDirectory() as name:
+        result = ranks.measure(Path(name), arguments.faults)
+    print(result.markdown(), *result.left, sep="\n")
+    if arguments.write:
+        _write(arguments.write, "chaos --ranks", result.markdown(), began)
+    if not result.is_fine:
+        raise SystemExit(1)
+
+
+def _write(page: Path, command: str, table: str, began: float) -> None:
+    """Write a table between the marks of a page."""
+    minutes = (time.perf_counter() - began) / 60
+    note = f"`python -m benchmarks {command}`, {minutes:.0f} minutes, {date.today()}: {machine_line()}."
+    head, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{head}{BEGIN}\n{table}\n\n{note}\n{END}{rest.partition(END)[2]}")
 
 
 def _show(lines: list[str], line: str) -> None:

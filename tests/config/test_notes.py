@@ -17,7 +17,9 @@ def test_settings_of_elsewhere_are_noted_once_for_each_reason():
     utilization, eager = f"{ROLLOUT}.gpu_memory_utilization=0.4", f"{ROLLOUT}.enforce_eager=True"
     server, devices = load(utilization, eager, "trainer.balance_batch=False").notes
     assert server.startswith(f"no effect: {utilization}, {eager} ({ROLLOUT}.name is native)")
-    assert devices == "no effect: trainer.balance_batch=False (trainer.n_gpus_per_node is 1 and trainer.nnodes is 1)"
+    assert devices.startswith(
+        "no effect: trainer.balance_batch=False (trainer.n_gpus_per_node is 1 and trainer.nnodes is 1"
+    )
 
 
 def test_a_default_that_is_written_out_is_not_noted():

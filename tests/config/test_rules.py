@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.config.loading import load, problems_of
+from tether.config.devices import placed
 from tether.config.keys import keys
 from tether.config.rules import text
 from tether.config.rules.text import RULES, SHARDED
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
+PLACES = "cluster.component_placement"
 EXPLAINED = "trainer.critic_warmup_until_explained_variance"
 LEARNED = ["reward_model.enable=True", "reward_model.model.path=rm"]
 GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,format]", f"{ROLLOUT}.n=2"]
@@ -193,8 +195,20 @@ CASES = {
             "reward_model.model.path=somewhere",
         ],
         "reward_model.server.url",
-        "none: the 2 devices that train score, too, and trainer.async_mode=fully_async asks for both at once",
+        "none: the 2 devices that train score, too; trainer.async_mode=fully_async asks for both at once",
         ["reward_model.server.url=http://localhost:1"],
+    ),
+    "models_are_placed": (
+        ["trainer.n_gpus_per_node=4", f"{PLACES}={{rollout: 2-3}}"],
+        f"{PLACES}.actor",
+        "shares devices [2, 3] of 0-3 with rollout, which has 2-3",
+        [f"{PLACES}={{actor: 0-1, critic: 0-1, rollout: 2-3}}"],
+    ),
+    "partial_responses_are_sampled_here": (
+        ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.nnodes=1"],
+        f"{ROLLOUT}.partial_rollout",
+        "devices of its own",
+        [f"{ROLLOUT}.nnodes=0"],
     ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
@@ -471,6 +485,8 @@ NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
+    "partial_responses_are_sampled_here",
+    "models_are_placed",
 }
 """About keys or names that verl does not have."""
 
@@ -573,3 +589,33 @@ def test_an_inheriting_key_takes_whatever_its_source_takes():
         if key.inherits and key.inherits.equals is None and key.path not in looser:
             source = keys()[key.inherits.key].type_text
             assert key.type_text in (source, f"{source} or null"), key.path
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "message"),
+    [
+        (["actor: 0-1, rollout: 3, critic: 0-1"], PLACES, "leaves devices [2] with nothing to do"),
+        (["actor: 0-1, critic: 2, rollout: 2-4"], f"{PLACES}.rollout", "resource 4 does not exist: there are 4"),
+        (["actor: 0-1, critic: 2, env: 3"], f"{PLACES}.env", "no model of a text run"),
+        (["actor: '0,2', critic: 1, rollout: 3"], f"{PLACES}.actor", "leaves a gap in [0, 2]"),
+        (["actor: '0:0-1', critic: 1, rollout: 2-3"], f"{PLACES}.actor", "not one process a device"),
+        (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes", "beside"),
+        (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ACTOR}.strategy=megatron"], f"{PLACES}.rollout", "share them"),
+        (["", "reward_model.enable_resource_pool=True", "reward_model.nnodes=0"], "reward_model.nnodes", "0 machines"),
+        (["", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.nnodes", "vllm samples in servers"),
+        (["actor: 0, critic: 0, rollout: 1-3", f"{ACTOR}.fsdp_config.fsdp_size=2"], f"{ACTOR}.fsdp_config.fsdp_size",
+         f"2 does not divide the 1 devices ({PLACES})"),
+    ],
+)  # fmt: skip
+def test_a_placement_that_does_not_add_up_is_one_error(given, key, message):
+    scores = ["reward_model.enable=True", "reward_model.model.path=scorer"] if "reward_model" in key else []
+    places, *more = given
+    found = problems_of("trainer.n_gpus_per_node=4", f"{PLACES}={{{places}}}", *scores, *more)
+    assert list(found) == [key]
+    assert message in found[key]
+
+
+def test_models_have_the_devices_that_their_keys_say():
+    loaded = load(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2").config
+    assert placed(loaded) == {"actor": range(2), "critic": range(2), "sampler": range(2, 5)}
+    assert placed(load("trainer.n_gpus_per_node=2").config)["sampler"] == range(2)

@@ -1,12 +1,15 @@
 """What test_ray_group.py has built on each rank."""
 
 import os
+import time
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tether.execution import StoredWeights
 
 
 class Part:
@@ -28,6 +31,19 @@ class Part:
 
     def speak(self, line: str) -> None:
         print(line, flush=True)
+
+    def whole_weights(self) -> list[tuple[str, Tensor]]:
+        tied = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+        return [("a", tied), ("b", tied), ("c", torch.ones(1, 1)), ("none", torch.empty(0, 3))]
+
+    def total(self, weights: StoredWeights) -> float:
+        assert weights.nbytes == 8
+        tensors = dict(weights.update(1).tensors)
+        assert tensors["none"].shape == (0, 3)
+        return sum(float(tensor.sum()) for tensor in tensors.values())
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def hang(self) -> None:
         dist.barrier()

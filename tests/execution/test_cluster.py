@@ -22,7 +22,7 @@ from tether.config import load_config
 from tether.execution.cluster import check_versions
 from tether.execution.ray_group import RayGroup
 from tether.execution.worker import this_process
-from tether.runtime.ranks import RankFailed
+from tether.runtime.ranks import Deadlines, Pool, RankFailed
 from tether.trainer import Callbacks
 
 
@@ -43,7 +43,7 @@ def to(cluster: Cluster) -> dict[str, Any]:
 def test_ranks_of_two_nodes_work_together(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    group = RayGroup(1, "cpu", 1, tmp_path, nodes=2, **to(cluster))
+    group = RayGroup([Pool(2, 1)], "cpu", 1, tmp_path, **to(cluster))
     try:
         group.build(make)
         found = group.call("part", "summed", [(torch.tensor([1.0]),), (torch.tensor([10.0]),)])
@@ -59,7 +59,7 @@ def test_ranks_of_two_nodes_work_together(
     assert shown.count("0 GPUs, 1 CPUs; versions as here") == 2
     missing = r"^trainer.nnodes=3 with .*=1 each: 1 CPUs are missing; CPUs of the 2 nodes .*: 1, .*: 1; waited 1 s"
     with pytest.raises(RankFailed, match=missing):
-        RayGroup(1, "cpu", 1, tmp_path, nodes=3, start_seconds=1, **to(cluster))
+        RayGroup([Pool(3, 1)], "cpu", 1, tmp_path, deadlines=Deadlines(start=1), **to(cluster))
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(
         RankFailed, match=r"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:1 .*ray start --head"
     ):
-        RayGroup(1, "cpu", 1, tmp_path, nodes=2)
+        RayGroup([Pool(2, 1)], "cpu", 1, tmp_path)
     with pytest.raises(RankFailed, match=r"^ray_kwargs.ray_init.num_cpu: .* Did you mean num_cpus"):
-        RayGroup(1, "cpu", 1, tmp_path, options={"num_cpu": 2})
+        RayGroup([Pool(1, 1)], "cpu", 1, tmp_path, options={"num_cpu": 2})
 
 
 def test_the_doctor_says_that_there_is_no_cluster(

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,10 @@ import torch
 pytest.importorskip("ray")
 
 from tests.execution.parts import make
+from tests.execution.processes import marked
 from tether.commands.status import show_status
 from tether.execution.ray_group import RayGroup
+from tether.runtime.ranks import Deadlines, Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
@@ -24,8 +26,9 @@ import os, signal, sys
 from pathlib import Path
 from tests.execution.parts import make
 from tether.execution.ray_group import RayGroup
+from tether.runtime.ranks import Pool
 if __name__ == "__main__":
-    group = RayGroup(1, "cpu", 1, Path(sys.argv[1]))
+    group = RayGroup([Pool(1, 1)], "cpu", 1, Path(sys.argv[1]))
     group.build(make)
     print(*group.call("part", "pid", [()]), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -34,20 +37,10 @@ PATIENCE = 300.0  # Ray's agents look for their raylet now and then
 MARK = "TETHER_TEST_DRIVER"
 
 
-def marked() -> list[str]:
-    """Processes that inherited the mark of a driver."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{MARK}=".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-    return found
-
-
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[RayGroup]:
     before, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
-    group = RayGroup(2, "cpu", 4, tmp_path)
+    group = RayGroup([Pool(1, 2)], "cpu", 4, tmp_path)
     group.build(make)
     yield group
     group.close()
@@ -80,6 +73,27 @@ def test_ranks_work_together_until_one_of_them_dies(group: RayGroup) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(tmp_path: Path) -> None:
+    group = RayGroup([Pool(1, 1), Pool(1, 2, "rollout")], "cpu", 3, tmp_path, together=[range(1), range(1, 3)])
+    try:
+        one, two = group.some(range(1)), group.some(range(1, 3))
+        one.build(make)
+        two.build(make)
+        assert [found.tolist() for found in one.call("part", "summed", [(torch.ones(1),)])] == [[1.0]]
+        assert [found.tolist() for found in two.call("part", "summed", [(torch.ones(1),)] * 2)] == [[2.0]] * 2
+        assert two.call("part", "total", [(one.share_weights("part"),)] * 2) == [7.0, 7.0]
+        waiting = threading.Thread(target=two.call, args=("part", "rest", [(8.0,), (8.0,)]))
+        waiting.start()
+        one.call("part", "pid", [()])
+        assert waiting.is_alive()
+        waiting.join()
+        with pytest.raises(ValueError, match=r"^rank 2: data"):
+            two.call("part", "refuse", [None, ("data",)])
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
 def test_an_error_of_a_rank_names_it(group: RayGroup) -> None:
     with pytest.raises(ValueError, match=r"^rank 1: data\.train_files: not this one$"):
         group.call("part", "refuse", [None, ("data.train_files: not this one",)])
@@ -90,7 +104,7 @@ def test_a_rank_that_is_stopped_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    group = RayGroup(2, "cpu", 2, tmp_path / "ranks", silent_looks=20)
+    group = RayGroup([Pool(1, 2)], "cpu", 2, tmp_path / "ranks", deadlines=Deadlines(silence=20))
     try:
         group.build(make)
         _, stopped = group.call("part", "pid", [(), ()])
@@ -123,7 +137,7 @@ def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     pid, until = int(ended.stdout), time.monotonic() + PATIENCE
-    while (left := marked()) and time.monotonic() < until:
+    while (left := list(marked(MARK))) and time.monotonic() < until:
         time.sleep(0.2)
     assert left == []
     assert not is_alive(pid)

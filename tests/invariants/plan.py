@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from tether.batch import WeightUpdate
 from tether.config import LoadedConfig
 from tether.config.schema.section import Section
+from tether.execution import StoredWeights
+from tether.runtime.ranks import Pool
 
 Plan = dict[str, str]
 LEAVES = (type(None), bool, int, float, complex, str, bytes, Path, torch.dtype, torch.device, type, types.ModuleType)
@@ -90,14 +92,20 @@ def _recomputes(model: nn.Module) -> Iterator[tuple[str, bool]]:
 class OnRanks:
     """Stands in the place of the processes of several devices: one rank's parts, in this process."""
 
-    def __init__(self, per_node: int, device: str, threads: int, logs: Path, *, nodes: int, options: Any) -> None:
-        self.size, self.options = nodes * per_node, options
+    def __init__(self, pools: Sequence[Pool], device: str, threads: int, logs: Path, **options: Any) -> None:
+        self.size, self.pools, self.options = sum(pool.size for pool in pools), pools, options
+
+    def some(self, ranks: range) -> "OnRanks":
+        return self if len(ranks) == self.size else OnRanks([Pool(1, len(ranks))], "cpu", 1, Path())
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
         self.parts = factory(*arguments)
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         return [getattr(self.parts[part], method)(*given) if given is not None else None for given in arguments]
+
+    def share_weights(self, part: str) -> StoredWeights:
+        return StoredWeights.of([])
 
     def close(self) -> None:
         pass

@@ -18,6 +18,7 @@ LEARNED = ["reward_model.enable"] + [
     f"reward_model.{name}"
     for name in (
         *("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length"),
+        *("enable_resource_pool", "nnodes", "n_gpus_per_node"),
         *(f"model.{part}" for part in ("path", "input_tokenizer", "trust_remote_code", "fsdp_config.dtype")),
         *(
             f"model.fsdp_config.{part}"

@@ -23,7 +23,7 @@ from tests.invariants import situations
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
 from tests.rollout.stand_in import environment
-from tether.assembly import inputs, learners, reward_model, rewards, roles
+from tether.assembly import groups, inputs, learners, reward_model, rewards
 from tether.assembly.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
@@ -137,7 +137,7 @@ class Bench:
         self.pools = Loader(KeptPool, keep=lambda pool: pool)
         self.loaders = [self.pools]
         patch.setattr(rewards, "RewardPool", self.pools)
-        patch.setattr(roles, "_start_group", OnRanks)
+        patch.setattr(groups, "_start_group", OnRanks)
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         if HAS_MEGATRON:
             patch.setattr(importlib.import_module("tether.training.engines.megatron"), "MegatronEngine", GivenEngine)

@@ -4,11 +4,11 @@ import os
 import resource
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.execution.processes import processes_of
 from tests.trainer.test_devices import overrides
 from tests.trainer.tiny_run import GAE, base_overrides, measured, same, weights, write_inputs
 from tether.checkpoints import find_checkpoint
@@ -22,17 +22,6 @@ from tether.trainer import Callbacks
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-def processes_of(folder: Path) -> dict[str, int]:
-    """Rank's log -> its process, which has it as standard output."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            output = (process / "fd/1").readlink()
-            if output.parent == folder / "ranks":
-                found[output.name] = int(process.name)
-    return found
 
 
 class Killer:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import check_rewards
 from tether.assembly.turns import check_agents
-from tether.config import RunConfig, values_of
+from tether.config import RunConfig, device_count, placed, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.sources import load_rows
@@ -73,16 +73,21 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
     Raises:
         ValueError: names the key, the heads and the numbers that fit.
     """
-    roles = (("actor_rollout_ref.actor", policy), ("actor_rollout_ref.ref", policy), ("critic", critic))
-    for role, path in roles:
+    roles = (
+        ("actor_rollout_ref.actor", "actor", policy),
+        ("actor_rollout_ref.ref", "reference", policy),
+        ("critic", "critic", critic),
+    )
+    for role, model, path in roles:
         key = f"{role}.ulysses_sequence_parallel_size"
         ranks = values_of(config)[key]
-        if ranks == 1 or config.trainer.devices == 1 or is_gguf(path):
+        if ranks == 1 or device_count(config) == 1 or is_gguf(path):
             continue
         trusted = config.actor_rollout_ref.model.trust_remote_code
         heads = load_config(path, trust_remote_code=trusted).get_text_config().num_attention_heads
         if heads % ranks:
-            fits = [str(n) for n in range(1, ranks) if heads % n == 0 and config.trainer.devices % n == 0]
+            devices = len(placed(config).get(model, ()))
+            fits = [str(n) for n in range(1, ranks) if heads % n == 0 and devices % n == 0]
             raise ValueError(
                 f"{key}={ranks}: the {heads} attention heads of {path} cannot be split among {ranks} devices. "
                 f"Set it to {' or '.join(fits)}."

@@ -19,7 +19,7 @@ from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.batch import TrainBatch
-from tether.config import RunConfig
+from tether.config import RunConfig, device_count
 from tether.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -64,7 +64,7 @@ def sequence_ranks(config: RunConfig, role: Role) -> int:
     """Ranks that share each row of tokens."""
     if isinstance(role, ScoringModelConfig):
         return 1
-    return role.ulysses_sequence_parallel_size if config.trainer.devices > 1 else 1
+    return role.ulysses_sequence_parallel_size if device_count(config) > 1 else 1
 
 
 def reference_ranks(config: RunConfig) -> int:
@@ -215,7 +215,7 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
 
 
 def load_reference(
-    config: RunConfig, path: Path | str, policy: PreTrainedModel, device: torch.device, *, unread: bool = False
+    config: RunConfig, path: Path | str, policy: PreTrainedModel | None, device: torch.device, *, unread: bool = False
 ) -> ReferenceModel | None:
     """The policy that training started from; None where no KL asks for it.
 
@@ -225,6 +225,7 @@ def load_reference(
     if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
         return None
     if settings.model.lora_rank:
+        assert policy is not None, "both are on the same devices"
         return ReferenceModel(policy, during=_lora().adapter_off)
     model = load_causal_lm(
         path,

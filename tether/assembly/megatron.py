@@ -16,7 +16,7 @@ from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.parts import RankSampler, Sources
 from tether.assembly.servers import PolicyCard
-from tether.config import RunConfig
+from tether.config import RunConfig, device_count
 from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.models.language.empty import empty_model
 from tether.models.language.load import is_gguf, load_causal_lm, load_config
@@ -33,7 +33,7 @@ NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
 
 def uses_megatron(config: RunConfig) -> bool:
     """Whether Megatron trains the models of a run."""
-    return config.trainer.devices > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
+    return device_count(config) > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
 
 
 def layout_of(config: RunConfig) -> Layout:

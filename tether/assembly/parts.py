@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.inputs import Inputs
 from tether.batch import RolloutBatch
 from tether.config import RunConfig
+from tether.execution import StoredWeights
 from tether.rollout.native import NativeEngine
 
 
@@ -30,15 +31,26 @@ class Sources:
 
 
 class RankSampler:
-    """Samples on one rank, with a whole copy of the actor's weights."""
+    """Samples on one rank, with a whole copy of the actor's weights.
 
-    def __init__(self, engine: NativeEngine, actor: Any) -> None:
+    Args:
+        engine: that samples.
+        actor: the rank's engine; None on ranks that only sample.
+    """
+
+    def __init__(self, engine: NativeEngine, actor: Any | None) -> None:
         self._engine, self._actor = engine, actor
-        self.refresh()
+        if actor is not None:
+            self.refresh()
 
     def refresh(self) -> None:
-        """Take over the actor's weights."""
+        """Take over the weights of this rank's actor."""
+        assert self._actor is not None
         self._engine.load_weights(self._actor.export())
+
+    def load(self, version: int, weights: StoredWeights) -> None:
+        """Take over weights that ranks of another group have stored."""
+        self._engine.load_weights(weights.update(version))
 
     def generate(self, *arguments: Any) -> RolloutBatch:
         """See `RolloutEngine.generate`."""

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tether.assembly.groups import Groups
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES, number_format
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import ScoringServerConfig
-from tether.execution import Group, Replicas, ShardedEngine
+from tether.execution import Replicas, ShardedEngine
 from tether.models.language.critic import check_reward_model, load_reward_model
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
@@ -70,17 +71,12 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def asks_reward_model(config: RunConfig) -> bool:
-    """Whether a run loads one; a server may have it instead."""
-    return config.reward_model.enable and config.reward_model.server.url is None
-
-
-def build_reward_model(config: RunConfig, group: Group | None = None) -> Rewards:
+def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewards:
     """The reward model of a run: on its devices, or behind a server.
 
     Args:
         config: of the run.
-        group: the processes of several devices, which load it as `SCORER`; None: it is loaded here.
+        groups: the processes of several devices, which load it as `SCORER`; None: it is loaded here.
 
     Raises:
         ValueError: it cannot be loaded, or nothing answers.
@@ -90,10 +86,11 @@ def build_reward_model(config: RunConfig, group: Group | None = None) -> Rewards
     if config.reward_model.server.url is not None:
         return _served(config, path, config.reward_model.server)
     engine: Engine[TrainBatch, ScoreOutputs]
-    if group is None:
+    if groups is None:
         engine = reward_engine(config, resolve_device(config.trainer.device))
     else:
         assign = balanced if config.trainer.balance_batch else in_order
+        group = groups.of[SCORER]
         engine = ShardedEngine(group, SCORER, Replicas.in_a_row(group.size, 1), assign)
     return ModelRewards(RewardModel(engine, _reader(config, path)))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from tether.assembly.groups import Groups
 from tether.assembly.judge import build_judge, check_judge
 from tether.assembly.reward_model import build_reward_model
 from tether.assembly.turns import row_agent
 from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, read_parts
 from tether.data.prompts import PromptDataset
 from tether.data.rows import Row
-from tether.execution import Group
 from tether.rewards import check_ground_truth, check_sources
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.sandbox import Limits, ProgramOptions, Server
@@ -76,23 +76,23 @@ def _num_workers(config: RunConfig) -> int:
     return config.reward_model.num_workers or min(usable_cores(), most)
 
 
-def build_rewards(config: RunConfig, group: Group | None = None) -> Rewards:
+def build_rewards(config: RunConfig, groups: Groups | None = None) -> Rewards:
     """Start what scores responses.
 
     Args:
         config: of the run.
-        group: the processes of several devices, which share the reward model.
+        groups: the processes of several devices, which share the reward model.
 
     Raises:
         ValueError: a function, a reward model or a judge that cannot be loaded.
     """
     parts = read_parts(config.reward_model.parts)
     if not parts:
-        return build_reward_model(config, group) if config.reward_model.enable else _build_rules(config)
+        return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
     # Models first: what they refuse leaves no process behind.
     order = sorted(parts, key=lambda name: isinstance(parts[name], RulesPart | FunctionPart))
     with ExitStack() as stack:
-        built = {name: stack.enter_context(_build_part(config, name, parts[name], group)) for name in order}
+        built = {name: stack.enter_context(_build_part(config, name, parts[name], groups)) for name in order}
         stack.pop_all()
     return CombinedRewards({name: _weighted(part, built[name]) for name, part in parts.items()})
 
@@ -102,12 +102,12 @@ def _weighted(part: RewardPart, rewards: Rewards) -> Part:
     return Part(rewards, part.weight, part.optional, sources)
 
 
-def _build_part(config: RunConfig, name: str, part: RewardPart, group: Group | None) -> Rewards:
+def _build_part(config: RunConfig, name: str, part: RewardPart, groups: Groups | None) -> Rewards:
     if isinstance(part, FunctionPart):
         return _pool(config, CustomReward(part.path, part.name, part.reward_kwargs, key=f"{PARTS}.{name}"))
     if isinstance(part, JudgePart):
         return build_judge(config, f"{PARTS}.{name}", part)
-    return _build_rules(config) if isinstance(part, RulesPart) else build_reward_model(config, group)
+    return _build_rules(config) if isinstance(part, RulesPart) else build_reward_model(config, groups)
 
 
 def _build_rules(config: RunConfig) -> RewardPool | LocalRewards:

@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from tether.assembly.groups import Groups
 from tether.assembly.learners import (
     Reference,
     Role,
@@ -34,10 +35,10 @@ from tether.assembly.learners import (
 from tether.assembly.megatron import megatron_parts, uses_megatron
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.parts import RankSampler, Sources
-from tether.assembly.reward_model import SCORER, asks_reward_model, reward_engine
+from tether.assembly.reward_model import SCORER, reward_engine
 from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import TrainBatch
-from tether.config import RunConfig
+from tether.config import RunConfig, models_of
 from tether.config.schema import SERVERS, CriticConfig, TrainedFsdpConfig
 from tether.execution import Group, Replicas, ShardedEngine, ShardedSampler
 from tether.models.language.unread import is_unread
@@ -45,13 +46,12 @@ from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.global_rng import seed_rng
-from tether.runtime.objects import is_object
 from tether.runtime.profiling import ProcessTrace
 from tether.training import Learner
 from tether.training.division import balanced, in_order
 from tether.training.engines.copies import with_weights
 from tether.training.engines.local import LocalEngine
-from tether.training.text import PolicyOutputs, ValueOutputs
+from tether.training.text import PolicyOutputs, ReferenceModel, ValueOutputs
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def build_roles(
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
-    group: Group | None,
+    groups: Groups | None,
 ) -> Roles:
     """Load the models on the devices of a run.
 
@@ -82,31 +82,42 @@ def build_roles(
         sampling: how responses are drawn that are trained on.
         logs: folder for what other processes print.
         resources: closes servers.
-        group: the processes of several devices; they load the reward model, too.
+        groups: the processes of several devices; they load the reward model, too.
 
     Raises:
         ValueError: models that cannot be loaded or trained.
     """
-    if group is None:
-        engines = _engines(config, sources, lambda _: LocalEngine, sharded=False)
+    if groups is None:
+        engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
         card = engines.get("card")
         served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
         return _roles(config, engines, served or engines["sampler"], sources.total_steps)
-    group.build(build_parts, config, sources)
+    groups.build(build_parts, config, sources)
     assign = balanced if config.trainer.balance_batch else in_order
+    apart = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
     engines = {
-        name: ShardedEngine[Any](group, name, replicas, assign) for name, replicas in _replicas(config, group).items()
+        name: ShardedEngine[Any](groups.of[name], name, replicas, assign, stores=apart and name == "actor")
+        for name, replicas in _replicas(config, groups).items()
     }
-    first_rank = [(), *[None] * (group.size - 1)]
     if config.actor_rollout_ref.rollout.name in SERVERS:
-        card = group.call("card", "read", first_rank)[0]
-        sampler = _served(config, engines["actor"], card, sources, sampling, logs, resources)
-    else:
-        sampler = ShardedSampler(group, "sampler", group.call("sampler", "ends", first_rank)[0])
+        card = _of_first_rank(groups.of["actor"], "card", "read")
+        return _roles(
+            config,
+            engines,
+            _served(config, engines["actor"], card, sources, sampling, logs, resources),
+            sources.total_steps,
+        )
+    sampler = ShardedSampler(groups.of["sampler"], "sampler", _of_first_rank(groups.of["sampler"], "sampler", "ends"))
+    if apart:
+        sampler.load_weights(engines["actor"].export())
     return _roles(config, engines, sampler, sources.total_steps)
 
 
-def _replicas(config: RunConfig, group: Group) -> dict[str, Replicas]:
+def _of_first_rank(group: Group, part: str, method: str) -> Any:
+    return group.call(part, method, [(), *[None] * (group.size - 1)])[0]
+
+
+def _replicas(config: RunConfig, groups: Groups) -> dict[str, Replicas]:
     """Of each model, which ranks share its rows."""
     parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
     if config.critic.enable:
@@ -114,8 +125,8 @@ def _replicas(config: RunConfig, group: Group) -> dict[str, Replicas]:
     if asks_reference(config):
         parts["reference"] = reference_ranks(config)
     if uses_megatron(config):
-        return dict.fromkeys(parts, Replicas.asked(group, "actor"))
-    return {name: Replicas.in_a_row(group.size, each) for name, each in parts.items()}
+        return dict.fromkeys(parts, Replicas.asked(groups.of["actor"], "actor"))
+    return {name: Replicas.in_a_row(groups.of[name].size, each) for name, each in parts.items()}
 
 
 def _served(
@@ -132,8 +143,8 @@ def _served(
     return build_servers(config, learner, card, sources.device, sampling, logs, resources)
 
 
-def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
-    """The parts of one rank; called on each."""
+def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+    """The parts of one rank, with the models of these names; called on each."""
     fsdp = importlib.import_module("tether.training.engines.fsdp")
     seed_rng(config.trainer.seed)
 
@@ -152,49 +163,81 @@ def build_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
             options["optimizer_rests_on_host"] = settings.optimizer_offload
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
-    models = megatron_parts(config, sources) if uses_megatron(config) else _engines(config, sources, make, sharded=True)
+    if uses_megatron(config):
+        models = megatron_parts(config, sources)
+    else:
+        models = _engines(config, sources, make, names, sharded=True)
     parts = models | {"trace": ProcessTrace()}
-    if asks_reward_model(config):
+    if SCORER in names:
         parts[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
     return parts
 
 
-def _engines(config: RunConfig, sources: Sources, make: Callable[[Role], Any], *, sharded: bool) -> dict[str, Any]:
-    """Engines by role, with the sampler: it shares weights with `LocalEngine`, and has a copy beside shards."""
+def _engines(
+    config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
+) -> dict[str, Any]:
+    """The named models: the sampler shares weights with `LocalEngine`, and has a copy beside shards."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
-    policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=sharded)
-    rollout = config.actor_rollout_ref.rollout
-    served = rollout.name in SERVERS
-    apart = sharded or config.trainer.async_mode != "off"  # the sampler's weights are not those that training changes
-    sampling = _copy_to_sample(config, policy) if apart and not served else policy
-    card = PolicyCard.of(policy) if served else None  # while it is whole
-    reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
-    # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-    actor = actor_engine(config, policy, reference, tokenizer, steps, incidents, make(config.actor_rollout_ref.actor))
-    parts: dict[str, Any] = {"actor": actor}
-    if served:
-        parts["card"] = card
-        use_tether_attention(policy)  # for training; the native engine sees to it itself
-    else:
-        native = NativeEngine(
-            sampling,
-            eos_token_ids=eos_token_ids(sampling),
-            max_num_seqs=rollout.max_num_seqs,
-            max_kept_tokens=rollout.multi_turn.max_kept_tokens,
-            dtype=DTYPES[rollout.dtype],
-        )
-        parts["sampler"] = RankSampler(native, actor) if sharded else native
-    if config.critic.enable:
+    parts: dict[str, Any] = {}
+    policy, reference = None, None
+    if names & {"actor", "sampler"}:
+        policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=sharded)
+    if "reference" in names or ("actor" in names and needs_full_kl(config)):
+        reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
+    if "actor" in names:
+        assert policy is not None
+        parts |= _policy_parts(config, policy, reference, sources, make, names, sharded=sharded)
+    elif "sampler" in names:
+        assert policy is not None
+        parts["sampler"] = RankSampler(_native(config, _copy_to_sample(config, policy)), None)
+    if "critic" in names:
         critic = load_value_model(config, sources.critic_path, sources.device, unread=sharded)
         parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
-    if reference is not None and asks_reference(config):
+    if "reference" in names and reference is not None:
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference.model is policy:  # with LoRA
-            make_reference = lambda _, micro, during: actor.frozen(micro, during)  # noqa: E731
+            make_reference = lambda _, micro, during: parts["actor"].frozen(micro, during)  # noqa: E731
         elif needs_full_kl(config):  # then it is whole on every rank, as the actor's forward passes need it
             make_reference = LocalEngine
         parts["reference"] = reference_engine(config, reference, make_reference)
     return parts
+
+
+def _policy_parts(
+    config: RunConfig,
+    policy: PreTrainedModel,
+    reference: ReferenceModel | None,
+    sources: Sources,
+    make: Callable[[Role], Any],
+    names: frozenset[str],
+    *,
+    sharded: bool,
+) -> dict[str, Any]:
+    """The actor, with what samples beside it."""
+    settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
+    apart = sharded or config.trainer.async_mode != "off"  # the sampler's weights are not those that training changes
+    sampling = _copy_to_sample(config, policy) if apart and "sampler" in names else policy
+    parts: dict[str, Any] = {"card": PolicyCard.of(policy)} if served else {}  # while it is whole
+    # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
+    parts["actor"] = actor_engine(
+        config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
+    )
+    if "sampler" not in names:
+        use_tether_attention(policy)  # for training; the native engine sees to it itself
+        return parts
+    native = _native(config, sampling)
+    return parts | {"sampler": RankSampler(native, parts["actor"]) if sharded else native}
+
+
+def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
+    rollout = config.actor_rollout_ref.rollout
+    return NativeEngine(
+        model,
+        eos_token_ids=eos_token_ids(model),
+        max_num_seqs=rollout.max_num_seqs,
+        max_kept_tokens=rollout.multi_turn.max_kept_tokens,
+        dtype=DTYPES[rollout.dtype],
+    )
 
 
 def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
@@ -216,42 +259,3 @@ def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, t
         build_reference(config, engines["reference"]) if "reference" in engines else None,
         sampler,
     )
-
-
-def build_group(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> Group | None:
-    """The processes of a run, one for each device, which `resources` ends; None where there is one device.
-
-    Raises:
-        ValueError: Ray is not installed, or there are too few devices.
-    """
-    nodes, ranks = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    if config.trainer.devices == 1:
-        return None
-    key = "trainer.n_gpus_per_node" if nodes == 1 else "trainer.nnodes"
-    if is_object(config.actor_rollout_ref.model.path):
-        raise ValueError(f"{key}: a model that is an object of this process has no other device. Save it first")
-    if device.type != "cuda" and config.trainer.device != "cpu":
-        raise ValueError(
-            f"trainer.n_gpus_per_node={ranks}: this machine has no CUDA device. Set it to 1, or trainer.device=cpu for "
-            f"{ranks} processes on its cores"
-        )
-    options = config.ray_kwargs.ray_init
-    group = _start_group(ranks, device.type, config.trainer.num_threads, logs, nodes=nodes, options=options)
-    resources.callback(group.close)
-    return cast("Group", group)
-
-
-def _start_group(per_node: int, device: str, threads: int | None, logs: Path, *, nodes: int, options: Any) -> Any:
-    """See `tether.execution.ray_group.RayGroup`, which needs an extra."""
-    key = "trainer.n_gpus_per_node" if nodes == 1 else "trainer.nnodes"
-    try:
-        execution = importlib.import_module("tether.execution.ray_group")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{key}={per_node if nodes == 1 else nodes}: several devices need the package {error.name}, which is not "
-            f"installed. Run: pip install 'tether[ray]', or set {key}=1."
-        ) from error
-    here = torch.cuda.device_count()
-    if device == "cuda" and per_node > here and execution.is_local(nodes, options):
-        raise ValueError(f"{key}={per_node}: this machine has {here} CUDA devices. Set it to at most {here}")
-    return execution.RayGroup(per_node, device, threads, logs, nodes=nodes, options=options)

@@ -30,6 +30,7 @@ from tether.assembly.common import (
     build_rollbacks,
     find_start,
 )
+from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron
 from tether.assembly.number_formats import DTYPES, decided_formats
@@ -43,9 +44,9 @@ from tether.assembly.off_policy import (
 from tether.assembly.parts import sources_of
 from tether.assembly.reward_model import reward_model_path
 from tether.assembly.rewards import build_rewards
-from tether.assembly.roles import build_group, build_roles
+from tether.assembly.roles import build_roles
 from tether.assembly.turns import build_conversations, build_tool_pool
-from tether.config import LoadedConfig, RunConfig
+from tether.config import LoadedConfig, RunConfig, device_count
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -102,8 +103,8 @@ def build_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             check_identity(checkpoint, identity)
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
-        group = build_group(config, device, directory / "ranks", resources)
-        rewards = build_rewards(config, group)
+        groups = build_groups(config, device, directory / "ranks", resources)
+        rewards = build_rewards(config, groups)
         resources.callback(rewards.close)
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
@@ -116,7 +117,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             total_steps=schedule.total_steps,
             incidents=directory / "incidents",
         )
-        roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, group)
+        roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, groups)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
         conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
         rate = config.reward_model.max_error_rate
@@ -153,7 +154,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             critic_warmup=build_critic_warmup(config.trainer),
             best=build_best_test(config.trainer, persistence),
             saver=Saver(config.trainer.async_save),
-            profiler=profiler and replace(profiler, ranks=group),
+            profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
             schedule=schedule,
@@ -167,7 +168,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        if (ranks := config.trainer.devices) > 1:
+        if (ranks := device_count(config)) > 1:
             about.append(f"{ranks} devices; up to {config.trainer.max_restarts} restarts when one is lost")
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)

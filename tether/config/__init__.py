@@ -8,6 +8,7 @@
 """
 
 from tether.config.changes import changes_since, saved_values
+from tether.config.devices import device_count, models_of, placed, pools
 from tether.config.explain import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
 from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
@@ -29,6 +30,7 @@ __all__ = [
     "RulesPart",
     "RunConfig",
     "changes_since",
+    "device_count",
     "explain",
     "for_continuous_actions",
     "format_inheritance",
@@ -37,7 +39,10 @@ __all__ = [
     "live_keys",
     "load_config",
     "masked_command",
+    "models_of",
     "part_problems",
+    "placed",
+    "pools",
     "read_parts",
     "saved_values",
     "schema",

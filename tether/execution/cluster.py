@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tether.execution.worker import Process, this_process
 from tether.runtime.machine import usable_cores
-from tether.runtime.ranks import RankFailed
+from tether.runtime.ranks import Pool, RankFailed
 from tether.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ def is_local(nodes: int, options: Mapping[str, Any]) -> bool:
     return address_of(nodes, options) == LOCAL
 
 
-def connect(nodes: int, per_node: int, device: str, options: Mapping[str, Any]) -> str:
+def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> str:
     """Connect to a cluster, or start one on this machine; returns this machine's address in it.
 
     Args:
         nodes: machines that a run needs.
-        per_node: its devices on each.
+        here: its devices on this one, if that is all there is.
         device: ``cpu`` or ``cuda``.
         options: of ``ray.init``.
 
@@ -73,7 +73,7 @@ def connect(nodes: int, per_node: int, device: str, options: Mapping[str, Any]) 
     gc.collect()  # what an earlier session left would free its namesakes in this one: both number from 1
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
-        cores = max(per_node, usable_cores()) if device == "cpu" else None
+        cores = max(here, usable_cores()) if device == "cpu" else None
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": cores}
     for attempt in range(STARTS):
         try:
@@ -107,36 +107,36 @@ def _no_cluster(address: str, nodes: int, error: Exception) -> RankFailed:
     )
 
 
-def room(nodes: int, per_node: int, device: str, seconds: float) -> PlacementGroup:
-    """Reserve the devices of a run: a bundle for each node, no two of them on the same.
+def room(pool: Pool, device: str, seconds: float) -> PlacementGroup:
+    """Reserve devices of a run: a bundle for each node, no two of them on the same.
 
     Raises:
         RankFailed: they are not there within so many seconds; says what is missing.
     """
-    share = {"CPU": per_node} | ({"GPU": per_node} if device == "cuda" else {})
-    group = placement_group([share] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "STRICT_PACK")
+    share = {"CPU": pool.per_node} | ({"GPU": pool.per_node} if device == "cuda" else {})
+    group = placement_group([share] * pool.nodes, strategy="STRICT_SPREAD" if pool.nodes > 1 else "STRICT_PACK")
     ready, began, said = group.ready(), time.monotonic(), False
     while not ray.wait([ready], timeout=LOOK_SECONDS)[0]:
         waited = time.monotonic() - began
         if waited > seconds:
-            missing = _missing(nodes, per_node, next(reversed(share)))
+            missing = _missing(pool, next(reversed(share)))
             remove_placement_group(group)
             raise RankFailed(f"{missing}; waited {seconds:g} s. Ask for fewer, or start more")
         if waited > SAY_SECONDS and not said:
             said = True
-            logger.warning("waiting up to %g s: %s", seconds, _missing(nodes, per_node, next(reversed(share))))
+            logger.warning("waiting up to %g s: %s", seconds, _missing(pool, next(reversed(share))))
     return group
 
 
-def _missing(nodes: int, per_node: int, kind: str) -> str:
+def _missing(pool: Pool, kind: str) -> str:
     """Resources that a run asks for, and those of the cluster's nodes."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     have = [(node["NodeManagerHostname"], int(node["Resources"].get(kind, 0))) for node in alive]
-    best = sorted((min(count, per_node) for _, count in have), reverse=True)[:nodes]
-    lack = nodes * per_node - sum(best)
+    best = sorted((min(count, pool.per_node) for _, count in have), reverse=True)[: pool.nodes]
+    lack = pool.size - sum(best)
     shown = ", ".join(f"{name}: {count}" for name, count in have)
     why = f"{lack} {kind}s are missing" if lack else f"others use them: {ray.available_resources().get(kind, 0):g} free"
-    asked = f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={per_node} each"
+    asked = f"{pool.section}.nnodes={pool.nodes} with {pool.section}.n_gpus_per_node={pool.per_node} each"
     return f"{asked}: {why}; {kind}s of the {len(have)} nodes of the cluster: {shown}"
 
 

@@ -13,6 +13,7 @@ from typing import Any, Generic
 import torch
 
 from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
+from tether.execution.weights import StoredWeights
 from tether.execution.worker import Group
 from tether.rollout import FinishedResponse, NoiseKey, Partner, SamplingParams, join_rollouts
 from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
@@ -57,10 +58,14 @@ class ShardedEngine(Generic[Outputs]):
         part: what the engine is called there.
         replicas: ranks that share their rows.
         assign: which replica gets which rows.
+        stores: export the weights by the object store, to ranks of other groups.
     """
 
-    def __init__(self, group: Group, part: str, replicas: Replicas, assign: Assign = balanced) -> None:
+    def __init__(
+        self, group: Group, part: str, replicas: Replicas, assign: Assign = balanced, *, stores: bool = False
+    ) -> None:
         self._group, self._part, self._replicas, self._assign = group, part, replicas, assign
+        self._stores = stores
         self.version = 0
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
@@ -90,7 +95,12 @@ class ShardedEngine(Generic[Outputs]):
         return Updated(metrics, scattered(outputs, places, len(batch)) if outputs else None)
 
     def export(self) -> WeightUpdate:
-        """The weights stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them."""
+        """The weights stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them; or they are
+        stored, where other ranks sample.
+        """
+        if self._stores:
+            stored = _Stored(self._group, self._group.share_weights(self._part))
+            return WeightUpdate(self.version, stored, is_copy=True)
         return WeightUpdate(self.version, _Brought(self))
 
     def whole_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -147,6 +157,18 @@ class _Brought:
         return iter(self.engine.whole_weights())
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Weights in the object store."""
+
+    group: Group
+    shared: object
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        stored: StoredWeights = self.group.read(self.shared)
+        return iter(stored.update(0).tensors)
+
+
 class ShardedSampler:
     """Stands for a `RankSampler` on each rank, which draws for some of the prompts; see `RolloutEngine`.
 
@@ -184,8 +206,11 @@ class ShardedSampler:
         return rollout
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """See `RolloutEngine.load_weights`; each rank puts the actor's shards together."""
-        self._group.call(self._part, "refresh", [()] * self._group.size)
+        """See `RolloutEngine.load_weights`; each rank puts the actor's shards together, or reads what is stored."""
+        if isinstance(weights.tensors, _Stored):
+            self._group.call(self._part, "load", [(weights.version, weights.tensors.shared)] * self._group.size)
+        else:
+            self._group.call(self._part, "refresh", [()] * self._group.size)
 
 
 def _from(key: NoiseKey, samples: int) -> NoiseKey:

@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,17 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_local, room
-from tether.execution.worker import Process, Worker, this_process
+from tether.execution.weights import StoredWeights
+from tether.execution.worker import Group, Process, Worker, this_process
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.machine import usable_cores
-from tether.runtime.ranks import STATUS, RankFailed, RankLost
+from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost
 from tether.training import MicroBatchTooLarge
 
 __all__ = ["RayGroup", "is_local"]
 
-START_SECONDS, CALL_SECONDS = 300.0, 4 * 3600.0
-"""Seconds that the driver waits for room and for processes to start, and for the answer of one call: a model that
-loads, an update."""
-SILENT_LOOKS = 180
-"""While it waits the driver looks each second for signs of life of each rank; after so many without one the rank counts
-as stopped. Looks are counted, not seconds: the driver may have been stopped with the ranks."""
+CALL_SECONDS = 4 * 3600.0
+"""Seconds that the driver waits for the answer of one call: a model that loads, an update."""
 STACK_SECONDS = 1.0
 """Seconds that ranks have to write their stacks."""
 SETTLE_SECONDS = 5.0
@@ -45,14 +43,13 @@ class RayGroup:
     """Ranks in processes of their own, which end when this process does; see `tether.execution.Group`.
 
     Args:
-        per_node: ranks on each node; one for each device.
+        pools: the devices; one rank for each, in their order.
         device: ``cpu`` or ``cuda``.
         threads: CPU threads of all ranks of a node together; None: one a core.
         logs: folder for what each rank prints.
-        nodes: how many.
+        together: ranks that know each other; by default all do.
         options: of ``ray.init``, see `tether.execution.cluster.connect`.
-        start_seconds: see `START_SECONDS`.
-        silent_looks: see `SILENT_LOOKS`.
+        deadlines: how long ranks are waited for.
 
     Raises:
         RankFailed: Ray or a rank does not start; `RankLost`, a rank dies meanwhile.
@@ -60,69 +57,92 @@ class RayGroup:
 
     def __init__(
         self,
-        per_node: int,
+        pools: Sequence[Pool],
         device: str,
         threads: int | None,
         logs: Path,
         *,
-        nodes: int = 1,
+        together: Sequence[range] = (),
         options: Mapping[str, Any] | None = None,
-        start_seconds: float = START_SECONDS,
-        silent_looks: int = SILENT_LOOKS,
+        deadlines: Deadlines = Deadlines(),
     ) -> None:
-        self.size = size = nodes * per_node
-        self._seconds, self._silent_looks = start_seconds, silent_looks
+        self.size = size = sum(pool.size for pool in pools)
+        self._deadlines = deadlines
         self._beats = [b""] * size
         self._status = logs.absolute() / Path(STATUS).name
         self._silent = [0] * size
-        """Looks since the last sign of life."""
+        """Looks since the last sign of life: not seconds, since the driver may have been stopped with the ranks."""
         self._processes: list[Process] = []
         self._logs = [logs.absolute() / f"rank_{rank}.log" for rank in range(size)]
         self._failure: RankFailed | None = None
-        self._one_at_a_time = threading.Lock()  # a thread asks whether a checkpoint is written
-        self._room: Any = None
+        self._turns = [threading.Lock() for _ in range(size)]
+        """Of each rank: threads ask whether a checkpoint is written, and sample while others train."""
+        self._looking, self._looked = threading.Lock(), 0.0
+        self._rooms: list[Any] = []
         self._actors: list[Any] = []
-        host = connect(nodes, per_node, device, options or {})
+        here = sum(pool.per_node for pool in pools)
+        host = connect(max(pool.nodes for pool in pools), here, device, options or {})
         try:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             for rank in range(size):
                 self._store.set(f"rank {rank}", "")
-            self._room = room(nodes, per_node, device, start_seconds)
-            self._launch(per_node, device, max(1, (threads or usable_cores()) // per_node), host)
+            for pool in pools:
+                self._rooms.append(room(pool, device, deadlines.start))
+            self._launch(pools, together or [range(size)], device, max(1, (threads or usable_cores()) // here), host)
         except BaseException:
             self.close()
             raise
 
-    def _launch(self, per_node: int, device: str, threads: int, host: str) -> None:
+    def _launch(self, pools: Sequence[Pool], together: Sequence[range], device: str, threads: int, host: str) -> None:
         """Start the ranks, which then know each other."""
-        size, actors = self.size, ray.remote(Worker)
+        actors = ray.remote(RayWorker)
+        places = [
+            PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=place // pool.per_node)
+            for pool, reserved in zip(pools, self._rooms, strict=True)
+            for place in range(pool.size)
+        ]
         self._actors = [
             actors.options(
                 num_cpus=1,
                 num_gpus=int(device == "cuda"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._room, placement_group_bundle_index=rank // per_node
-                ),
+                scheduling_strategy=place,
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},  # Ray would set 1
             ).remote(rank, threads, self._logs[rank], Path.cwd(), (host, self._store.port))
-            for rank in range(size)
+            for rank, place in enumerate(places)
         ]
-        self._processes = self._answers("process", [()] * size, self._seconds)
+        self._processes = self._answers("process", [()] * self.size, self._deadlines.start)
         check_versions(this_process(), self._processes)
-        self._answers("join", [(size, device)] * size, self._seconds)
+        known = [next(ranks for ranks in together if rank in ranks) for rank in range(self.size)]
+        joining = [(ranks, device, self._deadlines.collective) for ranks in known]
+        self._answers("join", joining, self._deadlines.start)
+
+    def some(self, ranks: range) -> Group:
+        """Some of the ranks, which know each other."""
+        return SomeRanks(self, ranks)
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
         """Have a factory, which is named by its module, make the parts on every rank."""
-        self._answers("build", [(factory, arguments)] * self.size, CALL_SECONDS)
+        self.ask("build", [(factory, arguments)] * self.size)
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """See `tether.execution.Group`."""
-        of_ranks = [None if given is None else (part, method, *given) for given in arguments]
-        return self._answers("call", of_ranks, CALL_SECONDS)
+        return self.ask("call", [None if given is None else (part, method, *given) for given in arguments])
 
     def share(self, value: object) -> object:
         """See `tether.execution.Group`."""
         return ray.put(value)
+
+    def share_weights(self, part: str) -> object:
+        """See `tether.execution.Group`."""
+        return self.some(range(self.size)).share_weights(part)
+
+    def read(self, shared: Any) -> Any:
+        """See `tether.execution.Group`."""
+        return ray.get(shared)
+
+    def ask(self, name: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        """The answers of ranks to a method of `RayWorker`; None where the arguments are."""
+        return self._answers(name, arguments, CALL_SECONDS)
 
     def close(self) -> None:
         """End all ranks, and Ray where it was started for them; once this is back, none of them is there."""
@@ -130,9 +150,9 @@ class RayGroup:
             with suppress(RayError):
                 ray.kill(actor)
         self._signal(signal.SIGKILL)  # one that is stopped does not hear of Ray's end
-        if self._room is not None:
-            remove_placement_group(self._room)
-        self._actors, self._room, self._failure = [], None, None  # see `connect`
+        for reserved in self._rooms:
+            remove_placement_group(reserved)
+        self._actors, self._rooms, self._failure = [], [], None  # see `connect`
         ray.shutdown()
 
     def _signal(self, number: int) -> None:
@@ -144,7 +164,10 @@ class RayGroup:
                     os.kill(process.pid, number)
 
     def _answers(self, name: str, arguments: Sequence[tuple[object, ...] | None], seconds: float) -> list[Any]:
-        with self._one_at_a_time:
+        with ExitStack() as turns:
+            for turn, given in zip(self._turns, arguments, strict=True):
+                if given is not None:
+                    turns.enter_context(turn)
             return self._answers_now(name, arguments, seconds)
 
     def _answers_now(self, name: str, arguments: Sequence[tuple[object, ...] | None], seconds: float) -> list[Any]:
@@ -155,7 +178,8 @@ class RayGroup:
             for rank, (actor, given) in enumerate(zip(self._actors, arguments, strict=True))
             if given is not None
         }
-        self._note()
+        with self._looking:
+            self._note()
         answers: list[Any] = [None] * self.size
         waiting, until = list(calls), time.monotonic() + seconds
         while waiting:
@@ -173,12 +197,18 @@ class RayGroup:
         return answers
 
     def _look(self) -> None:
-        """Look for a sign of life of each rank.
+        """Look for a sign of life of each rank, where no other thread just did.
 
         Raises:
             RankLost: one gave none for too long.
             Interrupted: the run is asked to stop, and one is silent.
         """
+        with self._looking:
+            if time.monotonic() > self._looked + LOOK_SECONDS / 2:
+                self._look_now()
+                self._looked = time.monotonic()
+
+    def _look_now(self) -> None:
         beats = self._store.multi_get([f"rank {rank}" for rank in range(self.size)])
         for rank, beat in enumerate(beats):
             self._silent[rank] = self._silent[rank] + 1 if beat and beat == self._beats[rank] else 0
@@ -187,7 +217,7 @@ class RayGroup:
         silent = max(self._silent)
         rank = self._silent.index(silent)
         give_up_if_interrupted(time.monotonic() - silent * LOOK_SECONDS, f"{self._name(rank)} gave no sign of life")
-        if silent >= self._silent_looks:
+        if silent * LOOK_SECONDS >= self._deadlines.silence:
             raise self._hangs(f"{self._name(rank)} is stopped: no sign of life for {silent * LOOK_SECONDS:g} s", rank)
 
     def _reason(self, calls: Mapping[Any, int]) -> RankFailed:
@@ -254,6 +284,53 @@ class RayGroup:
         self._failure = failure
         self._note()
         return failure
+
+
+class RayWorker(Worker):
+    """One rank, as an actor of Ray."""
+
+    def weights(self, part: str) -> list[Any] | None:
+        """The stored weights of an engine, on the first rank; a list, or the reference in it would be resolved."""
+        found = StoredWeights.of(self.call(part, "whole_weights"))
+        return [ray.put(found)] if found.names else None
+
+
+@dataclass(frozen=True)
+class SomeRanks:
+    """Some of the ranks of a group, which know each other; see `tether.execution.Group`."""
+
+    whole: RayGroup
+    ranks: range
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return len(self.ranks)
+
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
+        """See `tether.execution.Group`."""
+        self._ask("build", [(factory, arguments)] * self.size)
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        """See `tether.execution.Group`."""
+        return self._ask("call", [None if given is None else (part, method, *given) for given in arguments])
+
+    def share(self, value: object) -> object:
+        """See `tether.execution.Group`."""
+        return self.whole.share(value)
+
+    def share_weights(self, part: str) -> object:
+        """See `tether.execution.Group`."""
+        return self._ask("weights", [(part,)] * self.size)[0][0]
+
+    def read(self, shared: object) -> Any:
+        """See `tether.execution.Group`."""
+        return self.whole.read(shared)
+
+    def _ask(self, name: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        of_all: list[tuple[object, ...] | None] = [None] * self.whole.size
+        of_all[self.ranks.start : self.ranks.stop] = arguments
+        return self.whole.ask(name, of_all)[self.ranks.start : self.ranks.stop]
 
 
 def _error_of(ref: Any) -> RayError | None:

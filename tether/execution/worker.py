@@ -28,17 +28,18 @@ from torch.profiler import record_function
 from tether import __version__
 from tether.runtime.machine import set_threads
 
-COLLECTIVE_SECONDS = 600.0
-"""Seconds that a rank waits for the others."""
 BEAT_SECONDS = 0.5
 """Between two signs of life."""
 GETS_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
 
 
 class Group(Protocol):
-    """Ranks with the same parts."""
+    """Ranks with the same parts, which know each other."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """How many."""
+        ...
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
         """Have a factory, which is named by its module, make the parts on every rank."""
@@ -62,6 +63,16 @@ class Group(Protocol):
 
     def share(self, value: object) -> object:
         """Store a large argument once for all ranks; stands in its place in `call`."""
+        ...
+
+    def share_weights(self, part: str) -> object:
+        """Have the first rank store all weights of an engine, as `StoredWeights`, once for ranks of any group; stands
+        in their place in `call`.
+        """
+        ...
+
+    def read(self, shared: object) -> Any:
+        """What `share` or `share_weights` has stored."""
         ...
 
 
@@ -118,15 +129,15 @@ class Worker:
         """This one."""
         return this_process()
 
-    def join(self, ranks: int, device: str) -> None:
-        """Wait for the other ranks."""
+    def join(self, ranks: range, device: str, seconds: float) -> None:
+        """Wait for the ranks that work together with this one, now and in each collective so many seconds."""
         _use_interface_to(self._address[0])
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=self._store(),
-            rank=self._rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+            store=dist.PrefixStore(f"ranks from {ranks.start}", self._store()),
+            rank=self._rank - ranks.start,
+            world_size=len(ranks),
+            timeout=timedelta(seconds=seconds),
         )
         if device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each rank its own device alone

@@ -120,7 +120,7 @@ def test_all_that_is_wrong_with_a_file_at_once():
         "runner.max_steps": "runner.max_steps: many is refused: it is not a whole number. leave it out",
         "actor.optim.lrr": "actor.optim.lrr: unknown key of RLinf. did you mean actor.optim.lr?",
         "policy.hidden_dims": "policy.hidden_dims: unknown key. did you mean policy.hidden_dim?",
-        "cluster.num_nodes": "cluster.num_nodes: 0 is refused: tether trains on one device so far. "
-        "leave it out, or set 1",
+        "cluster.num_nodes": "cluster.num_nodes: 0 is refused: machines are counted by trainer.nnodes, beside the "
+        "file. leave it out, or set 1",
         "algorithm.gamma": "algorithm.gamma: 2 is not a number from 0 to 1. the default is 1.0",
     }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.config.importers.rlinf.placement import check_embodied, check_reasoning, parse_placements, parse_rank_map
+from tether.config.placement import check_embodied, check_reasoning, parse_placements, parse_rank_map
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
+from tether.config.devices import device_count
 from tether.config.keys import show
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Condition, Rule
@@ -21,7 +22,7 @@ EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stag
 
 def trains(cfg: RunConfig) -> bool:
     """Whether Megatron does."""
-    return cfg.trainer.devices > 1 and cfg.actor_rollout_ref.actor.strategy == "megatron"
+    return device_count(cfg) > 1 and cfg.actor_rollout_ref.actor.strategy == "megatron"
 
 
 def same_engine(role: str, when: Condition) -> Rule:
@@ -29,7 +30,7 @@ def same_engine(role: str, when: Condition) -> Rule:
 
     def rule(cfg: RunConfig) -> Problem | None:
         mine, actors = _at(cfg, f"{role}.strategy"), cfg.actor_rollout_ref.actor.strategy
-        if cfg.trainer.devices == 1 or not when(cfg) or (mine == "megatron") == (actors == "megatron"):
+        if device_count(cfg) == 1 or not when(cfg) or (mine == "megatron") == (actors == "megatron"):
             return None
         what = f"{mine} contradicts {ACTOR}.strategy={actors}: all models of a run have one engine"
         return Problem(f"{role}.strategy", what, f"leave {role}.strategy out")

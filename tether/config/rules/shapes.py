@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, TypeAlias
 
+from tether.config.devices import device_count, misplaced, placed
 from tether.config.keys import show
+from tether.config.placement import PATH
 from tether.config.problems import Problem
 from tether.config.schema.root import RunConfig
 
@@ -27,11 +29,23 @@ def multiple(key: str, of: str) -> Rule:
     return _pair(key, of, lambda a, b: a % b != 0, what, fix)
 
 
-def divides_devices(key: str, when: Condition = lambda cfg: True) -> Rule:
-    """Groups of as many devices as a key says, where there are several; -1 is all of them."""
-    what = "{own} does not divide the {other} devices (trainer.n_gpus_per_node x trainer.nnodes)"
-    fix = "set it to a divisor of {other}"
-    return _pair(key, "trainer.devices", lambda a, b: a > 0 and b > 1 and b % a != 0, what, fix, when)
+def divides_devices(key: str, model: str, when: Condition = lambda cfg: True) -> Rule:
+    """Groups of as many devices of a model as a key says, where there are several; -1 is all of them."""
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        root: Any = cfg
+        each = reduce(getattr, key.split("."), root)
+        if each <= 0 or device_count(cfg) == 1 or misplaced(cfg) or not when(cfg):
+            return None
+        found = placed(cfg)
+        devices = len(found.get(model, found["actor"]))
+        if devices % each == 0:
+            return None
+        whose = "trainer.n_gpus_per_node x trainer.nnodes" if devices == cfg.trainer.devices else PATH
+        what = f"{each} does not divide the {devices} devices ({whose})"
+        return Problem(key, what, f"set it to a divisor of {devices}")
+
+    return rule
 
 
 def same(key: str, other: str) -> Rule:

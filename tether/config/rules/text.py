@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from functools import reduce
 
+from tether.config.devices import device_count, misplaced, placed
 from tether.config.problems import Problem
 from tether.config.rules.advantages import ADVANTAGE_RULES
 from tether.config.rules.control import RULES as TASK_RULES
@@ -23,7 +24,10 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-SHARDED = (ACTOR, "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+MODEL_OF = {ACTOR: "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
+SHARDED = {
+    ACTOR: "actor", "actor_rollout_ref.ref": "reference", "critic.model": "critic", "reward_model.model": "reward_model"
+}  # fmt: skip
 AGENTS = ("single_turn_agent", "tool_agent")
 OWN_CLASS = r".+\.py:\w+"
 
@@ -99,7 +103,7 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
 
     def rule(cfg: RunConfig) -> Problem | None:
         ranks, packed = (reduce(getattr, path.split("."), cfg) for path in (key, padding))
-        if cfg.trainer.devices == 1 or ranks == 1 or packed or not when(cfg):
+        if device_count(cfg) == 1 or ranks == 1 or packed or not when(cfg):
             return None
         return Problem(key, f"{ranks} devices share packed rows only, and {padding} is False", f"set {padding}=True")
 
@@ -142,7 +146,7 @@ def turns_end(cfg: RunConfig) -> Problem | None:
 
 def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
     """Tools are called by the process that starts a run, which samples by servers or, on one device, itself."""
-    rollout, devices = cfg.actor_rollout_ref.rollout, cfg.trainer.devices
+    rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
     if not rollout.multi_turn.enable or devices == 1 or rollout.name in SERVERS:
         return None
     what = f"{rollout.name} samples conversations ({ROLLOUT}.multi_turn.enable=True) on one device, not on {devices}"
@@ -150,18 +154,31 @@ def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
 
 
 def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
-    """The ranks of a run do one thing at a time; servers sample meanwhile."""
-    mode, devices = cfg.trainer.async_mode, cfg.trainer.devices
-    if mode == "off" or devices == 1:
+    """The ranks of a run do one thing at a time; servers or other ranks sample meanwhile."""
+    mode = cfg.trainer.async_mode
+    if mode == "off" or device_count(cfg) == 1 or misplaced(cfg):
         return None
-    name = cfg.actor_rollout_ref.rollout.name
-    if name not in SERVERS:
-        what = f"{name} samples on the {devices} devices that train; trainer.async_mode={mode} asks for both at once"
-        return Problem(f"{ROLLOUT}.name", what, f"set it to vllm or sglang, or {_devices_key(cfg)}=1")
-    if cfg.reward_model.enable and cfg.reward_model.server.url is None:
-        what = f"none: the {devices} devices that train score, too, and trainer.async_mode={mode} asks for both at once"
-        return Problem("reward_model.server.url", what, f"name a server, or set {_devices_key(cfg)}=1")
+    name, found = cfg.actor_rollout_ref.rollout.name, placed(cfg)
+    trains, samples, scores = found["actor"], found.get("sampler"), found.get("reward_model")
+    others = [ranks for model, ranks in found.items() if model not in ("sampler", "reward_model")]
+    if samples in others:
+        what = (
+            f"{name} samples on the {len(trains)} devices that train; trainer.async_mode={mode} asks for both at once"
+        )
+        return Problem(f"{ROLLOUT}.name", what, f"set it to vllm or sglang, or {ROLLOUT}.nnodes=1")
+    if scores in others:
+        what = f"none: the {len(trains)} devices that train score, too; trainer.async_mode={mode} asks for both at once"
+        return Problem("reward_model.server.url", what, "name a server, or set reward_model.enable_resource_pool=True")
     return None
+
+
+def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
+    """Ranks answer a call as a whole."""
+    mode, rollout = cfg.trainer.async_mode, cfg.actor_rollout_ref.rollout
+    if mode != "fully_async" or not rollout.partial_rollout or device_count(cfg) == 1 or rollout.name in SERVERS:
+        return None
+    what = "True changes weights within responses, which native does not on devices of its own"
+    return Problem(f"{ROLLOUT}.partial_rollout", what, f"leave it out, or set {ROLLOUT}.name=vllm")
 
 
 def _devices_key(cfg: RunConfig) -> str:
@@ -254,11 +271,12 @@ RULES: tuple[Rule, ...] = (
         rule
         for role, model, when in ROLES
         for rule in (
-            divides_devices(f"{role}.ulysses_sequence_parallel_size", when),
+            divides_devices(f"{role}.ulysses_sequence_parallel_size", MODEL_OF[role], when),
             shared_rows_are_packed(role, f"{model}.use_remove_padding", when),
         )
     ),
-    *(divides_devices(f"{model}.fsdp_config.fsdp_size") for model in SHARDED),
+    *(divides_devices(f"{section}.fsdp_config.fsdp_size", model) for section, model in SHARDED.items()),
+    misplaced,
     servers_tell_what_they_kept,
     agents_are_known,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
@@ -266,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     turns_end,
     ranks_sample_one_turn,
     sampling_ahead_has_devices_of_its_own,
+    partial_responses_are_sampled_here,
     greedy_validation_answers_once,
     validation_has_data,
     resume_path_is_given,

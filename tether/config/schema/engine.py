@@ -25,7 +25,10 @@ def _whole_number(value: int) -> int:
 Dtype = Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(_spelled_out)]
 Reduce = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_spelled_out)]
 Shards = Annotated[int, AfterValidator(_whole_number), Says("a whole number above 0 (-1: all)")]
-ON_RANKS = ActsIf("trainer.n_gpus_per_node", off=(1,), other=ActsIf("trainer.nnodes", off=(1,)))
+_BESIDE = ActsIf(
+    "actor_rollout_ref.rollout.nnodes", off=(0,), other=ActsIf("reward_model.enable_resource_pool", on=(True,))
+)
+ON_RANKS = ActsIf("trainer.n_gpus_per_node", off=(1,), other=ActsIf("trainer.nnodes", off=(1,), other=_BESIDE))
 """Acts where several devices train."""
 STRATEGY = "actor_rollout_ref.actor.strategy"
 """Chooses the engine of several devices for all models of a run."""

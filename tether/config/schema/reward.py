@@ -121,6 +121,12 @@ class RewardModelConfig(Section):
     enable: bool = False
     """Score responses by reward_model.model, in place of rules, or as one of the parts."""
     model: Annotated[ScoringModelConfig, ActsIf("reward_model.enable", on=(True,))]
+    enable_resource_pool: Annotated[bool, ActsIf("reward_model.enable", on=(True,))] = False
+    """Score on devices of its own, beside those of trainer.nnodes."""
+    nnodes: Annotated[Count, ActsIf(".enable_resource_pool", on=(True,))] = 1
+    """Machines with such devices. (verl: 0.)"""
+    n_gpus_per_node: Annotated[Positive, ActsIf(".enable_resource_pool", on=(True,))] = 1
+    """Such devices of each of these machines. (verl: 8.)"""
     server: ScoringServerConfig
     parts: Annotated[Options, BeforeValidator(_named_by_text)]
     """Several rewards by name, whose weighted sum is the score: {correct: {kind: rules, weight: 1.0}, ...}."""

@@ -150,6 +150,10 @@ class RolloutConfig(Section):
     agent: AgentConfig
     max_model_len: Positive | None = None
     """Longest prompt and response together: a response that reaches it is cut; null: no such limit."""
+    nnodes: Count = 0
+    """Machines with devices that only sample, beside those of trainer.nnodes; 0: the devices that train also sample."""
+    n_gpus_per_node: Annotated[Positive, Inherits("trainer.n_gpus_per_node"), ActsIf(".nnodes", off=(0,))]
+    """Devices that only sample, of each such machine."""
     max_staleness: Annotated[Positive, ActsIf("trainer.async_mode", on=("fully_async",))] = 1
     """Most updates between the policy that samples a response and the one that learns from it. (tether's own key.)"""
     partial_rollout: Annotated[bool, ActsIf("trainer.async_mode", on=("fully_async",))] = False

@@ -8,12 +8,13 @@ from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.data import DataConfig
+from tether.config.schema.engine import ON_RANKS
 from tether.config.schema.env import EnvConfig, PolicyConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from tether.config.schema.rollout import RolloutConfig
-from tether.config.schema.section import EMBODIED, ActsIf, Section
-from tether.config.schema.trainer import RayKwargsConfig, TrainerConfig
+from tether.config.schema.section import EMBODIED, ActsIf, Positive, Section
+from tether.config.schema.trainer import ClusterConfig, RayKwargsConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -28,6 +29,8 @@ class ActorRolloutRefConfig(Section):
         ),
     ]
     rollout: RolloutConfig
+    nccl_timeout: Annotated[Positive, ON_RANKS] = 600
+    """Seconds that a device waits for the others in the middle of a computation."""
 
 
 class RunConfig(Section):
@@ -41,5 +44,6 @@ class RunConfig(Section):
     reward_model: RewardModelConfig
     trainer: TrainerConfig
     ray_kwargs: RayKwargsConfig
+    cluster: ClusterConfig
     env: Annotated[EnvConfig, EMBODIED]
     policy: Annotated[PolicyConfig, EMBODIED]

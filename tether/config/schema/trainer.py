@@ -106,6 +106,10 @@ class TrainerConfig(Section):
     """Machines of a Ray cluster that share the work."""
     max_restarts: Annotated[Count, ON_RANKS] = 3
     """Automatic resumes from the last checkpoint after a rank was lost. (tether's own key.)"""
+    ray_wait_register_center_timeout: Annotated[Positive, ON_RANKS] = 600
+    """Seconds that devices are waited for, and then processes to start. (verl: 300.)"""
+    max_silence: Annotated[Positive, ON_RANKS] = 180
+    """Seconds without a sign of life after which a rank counts as lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
@@ -115,6 +119,13 @@ class TrainerConfig(Section):
     def devices(self) -> int:
         """On all machines together."""
         return self.nnodes * self.n_gpus_per_node
+
+
+class ClusterConfig(Section):
+    """Which devices each model of a run has."""
+
+    component_placement: Annotated[Options, ON_RANKS]
+    """Devices by component, for example {actor: 0-1, rollout: 2-3}; empty: each model is on all. (RLinf's key.)"""
 
 
 class RayKwargsConfig(Section):

@@ -10,6 +10,7 @@ otherwise.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,11 +160,21 @@ class FsdpEngine(RanksEngine[Outputs]):
     def whole_weights(self) -> list[tuple[str, Tensor]]:
         """The exported weights, on rank 0 and in the memory of the host; the other ranks give none."""
         first = dist.get_rank() == 0
-        return [(name, value.cpu()) for name, value in self._gathered() if first]
+        return [(name, value) for name, value in self._gathered(on_host=first) if first]
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(self, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value of each weight; tied ones are put together once."""
+        parameters = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        ties, whole = Counter(parameters.values()), dict[int, Tensor]()
         for name, value in self.model.state_dict().items():
-            yield name, _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
+            own = parameters.get(name, 0)
+            found = whole.get(own)
+            if found is None:
+                found = _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
+                found = found.cpu() if on_host else found
+            if ties[own] > 1:
+                whole[own] = found
+            yield name, found
 
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy what this rank writes, and begin to write it; `writing` says when that is done.

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
-from tether.config.importers.rlinf.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
 from tether.config.importers.rlinf.rows import UNSET, Checked, Mapped, NoEffect, Refuses, Table, Unsupported, Values
 from tether.config.importers.rlinf.text import TEXT
 from tether.config.importers.rlinf.values import values_of
@@ -20,6 +19,7 @@ from tether.config.loading.compose import compose
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import nearest
 from tether.config.loading.yaml_file import MISSING, read_yaml
+from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
 from tether.config.problems import Problem
 from tether.config.support.patterns import look_up
 

@@ -19,6 +19,7 @@ from tether.config.importers.rlinf.rows import (
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_PROCESS = NoEffect("everything runs in one process so far")
+PLACED = "checked; runs on one device, to the same result, unless the command says trainer.n_gpus_per_node"
 NAME = NoEffect("names a group of Ray workers")
 SHARDS = NoEffect("on one device there are no shards to place")
 MEMORY = NoEffect("saves memory, and changes no result")
@@ -48,9 +49,9 @@ def resume_mode(value: object, values: Values) -> object:
 
 
 SHARED: Table = {
-    "cluster.num_nodes": Refuses("tether trains on one device so far", fine=(1, None)),
-    "cluster.component_placement": Checked("checked; everything runs in one process so far, to the same result"),
-    "cluster.node_groups": Checked("checked; everything runs in one process so far, to the same result"),
+    "cluster.num_nodes": Refuses("machines are counted by trainer.nnodes, beside the file", fine=(1, None)),
+    "cluster.component_placement": Checked(PLACED),
+    "cluster.node_groups": Checked(PLACED),
     "cluster.auto_scheduler": Refuses("moving processes between components is not supported", fine=(False, None)),
     "cluster.profiling.*": ONE_PROCESS,
     "cluster.tracer.*": ONE_PROCESS,

@@ -1,0 +1,94 @@
+"""The processes of a run, one for each device, and which of them each model is on."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tether.config import RunConfig, device_count, placed, pools
+from tether.execution import Group
+from tether.runtime.objects import is_object
+from tether.runtime.ranks import Deadlines, Pool
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The processes of a run, in groups whose ranks know each other."""
+
+    whole: Group
+    """All of them, whatever they hold."""
+    of: Mapping[str, Group]
+    """Of each model of the run; models on the same devices have the same."""
+
+    def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
+        """Have a factory make the models of each group; their names are its last argument."""
+        for group in {id(group): group for group in self.of.values()}.values():
+            group.build(factory, *arguments, frozenset(name for name, mine in self.of.items() if mine is group))
+
+
+def build_groups(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> Groups | None:
+    """The processes of a run, which `resources` ends; None where there is one device.
+
+    Raises:
+        ValueError: Ray is not installed, or there are too few devices.
+    """
+    devices = pools(config)
+    if device_count(config) == 1:
+        return None
+    key, count = _key(devices)
+    if is_object(config.actor_rollout_ref.model.path):
+        raise ValueError(f"{key}: a model that is an object of this process has no other device. Save it first")
+    if device.type != "cuda" and config.trainer.device != "cpu":
+        raise ValueError(
+            f"{key}={count}: this machine has no CUDA device. Set it to 1, or trainer.device=cpu "
+            f"for {device_count(config)} processes on its cores"
+        )
+    parts = placed(config)
+    whole = _start_group(
+        devices,
+        device.type,
+        config.trainer.num_threads,
+        logs,
+        together=sorted({*parts.values()}, key=lambda ranks: ranks.start),
+        options=config.ray_kwargs.ray_init,
+        deadlines=Deadlines(
+            start=config.trainer.ray_wait_register_center_timeout,
+            silence=config.trainer.max_silence,
+            collective=config.actor_rollout_ref.nccl_timeout,
+        ),
+    )
+    resources.callback(whole.close)
+    groups = {ranks: whole.some(ranks) for ranks in parts.values()}
+    return Groups(whole, {name: groups[ranks] for name, ranks in parts.items()})
+
+
+def _key(devices: tuple[Pool, ...]) -> tuple[str, int]:
+    """The key that asks for several devices, and its value."""
+    for pool in devices:
+        if pool.nodes > 1:
+            return f"{pool.section}.nnodes", pool.nodes
+    most = max(devices, key=lambda pool: pool.per_node)
+    return f"{most.section}.n_gpus_per_node", most.per_node
+
+
+def _start_group(devices: tuple[Pool, ...], device: str, threads: int | None, logs: Path, **options: Any) -> Any:
+    """See `tether.execution.ray_group.RayGroup`, which needs an extra."""
+    key, count = _key(devices)
+    try:
+        execution = importlib.import_module("tether.execution.ray_group")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{key}={count}: several devices need the package {error.name}, which is not installed. Run: pip install "
+            f"'tether[ray]', or set {key}=1."
+        ) from error
+    here, asked = torch.cuda.device_count(), sum(pool.size for pool in devices)
+    local = execution.is_local(max(pool.nodes for pool in devices), options["options"])
+    if device == "cuda" and asked > here and local:
+        raise ValueError(f"{key}={count}: this machine has {here} CUDA devices. Set it to at most {here}")
+    return execution.RayGroup(devices, device, threads, logs, **options)
