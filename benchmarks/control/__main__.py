@@ -65,7 +65,10 @@ def made(file: Path | None) -> dict[str, dict[str, Any]]:
 def run(
     tasks: Mapping[str, Task], seeds: int, only: Sequence[str], threads: int, file: Path | None, *, made_only: bool
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Results of each task and side, a seed of all tasks after the other; those in the file are not made again."""
+    """Results of each task and side, a seed of all tasks after the other; those in the file are not made again.
+
+    Tasks of which a side has no run yet are left out.
+    """
     done = made(file)
     tables = {name: {side: [] for side in only if side in task.sides} for name, task in tasks.items()}
     for seed in range(1, max([seeds, *(task.seeds or 0 for task in tasks.values())]) + 1):
@@ -88,7 +91,7 @@ def run(
                     f"{name} seed {seed} {side}: {result['sps']:,.0f} steps/s, return {result['return']:.1f}",
                     flush=True,
                 )
-    return tables
+    return {name: sides for name, sides in tables.items() if all(sides.values())}
 
 
 def told(task: Task) -> dict[str, Any]:

@@ -52,12 +52,17 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
 
 
 def over_last(logged: Sequence[tuple[float, int]]) -> list[float]:
-    """Mean returns of the last `LAST_EPISODES` episodes or more, from (mean return, episodes) of each log so far."""
+    """Mean returns of the last `LAST_EPISODES` episodes, from (mean return, episodes) of each log so far.
+
+    Of the oldest log that counts, as many as are missing count, at its mean: while a task is learned, the episodes
+    before are the shorter and the more numerous ones.
+    """
     curve = []
     for end in range(1, len(logged) + 1):
         total = episodes = 0.0
         for mean, count in reversed(logged[:end]):
-            total, episodes = total + mean * count, episodes + count
+            taken = min(count, LAST_EPISODES - episodes)
+            total, episodes = total + mean * taken, episodes + taken
             if episodes >= LAST_EPISODES:
                 break
         curve.append(total / episodes)
@@ -126,7 +131,9 @@ def sb3_wrapper(name: str, task: Task) -> Any:
 
 def sb3_policy(name: str, task: Task) -> tuple[Any, dict[str, Any]]:
     """The algorithm, and the policy that it is given: for MiniGrid tether's CNN, with actor and critic on one torso."""
-    memory = {"lstm_hidden_size": task.lstm_dim, "shared_lstm": True, "enable_critic_lstm": False}
+    shared = task.share_critic
+    memory = {"lstm_hidden_size": task.lstm_dim, "shared_lstm": shared, "enable_critic_lstm": not shared}
+    memory["share_features_extractor"] = shared
     if not name.startswith("MiniGrid-"):
         if task.action_masks:
             from sb3_contrib import MaskablePPO

@@ -27,8 +27,8 @@ def test_curves_are_thinned_to_means() -> None:
 
 
 def test_a_point_of_a_curve_is_the_mean_of_the_last_hundred_episodes() -> None:
-    # After the third log: 60 episodes of 2 and 50 of 8, without the first 70.
-    assert over_last([(1.0, 70), (8.0, 50), (2.0, 60)]) == [1.0, (70 + 400) / 120, (400 + 120) / 110]
+    # After the third log: 60 episodes of 2 and 40 of the 50 of 8, without the first 70.
+    assert over_last([(1.0, 70), (8.0, 50), (2.0, 60)]) == [1.0, (50 + 400) / 100, (320 + 120) / 100]
 
 
 def test_a_difference_of_means_and_its_interval() -> None:

@@ -68,6 +68,7 @@ class Cnn(nn.Module):
     def forward(self, picture: Tensor) -> Tensor:
         """Bytes [..., C, H, W] -> [..., features]."""
         x = picture.flatten(0, -4).to(self.layers[0].get_parameter("weight").dtype) / self._scale
+        x = x.contiguous(memory_format=torch.channels_last)  # few channels: faster so, forward and backward
         for layer in self.layers:
             x = self._activation.apply(layer(x))
         return x.reshape(*picture.shape[:-3], self.features)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from tether.models.control.mlp import FloatArray, as_array
 
 
-def orthogonal_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.LSTM:
-    """An LSTM with orthogonal weights and zero biases."""
+def uniform_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.LSTM:
+    """An LSTM whose weights and biases begin uniform in ±width^-0.5, PyTorch's own start.
+
+    In a maze with a cue it learns sooner than one with orthogonal weights and biases of 0.
+    """
     lstm = nn.LSTM(inputs, width)
-    for name, parameter in lstm.named_parameters():
-        if name.startswith("weight"):
-            nn.init.orthogonal_(parameter, generator=generator)
-        else:
-            nn.init.zeros_(parameter)
+    for parameter in lstm.parameters():
+        nn.init.uniform_(parameter, -(width**-0.5), width**-0.5, generator=generator)
     return lstm
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tether.models.control.actors import Actor, Forward, NetworkActor
 from tether.models.control.cnn import Cnn
-from tether.models.control.lstm import in_numpy, orthogonal_lstm, run_sequences, run_steps
+from tether.models.control.lstm import in_numpy, run_sequences, run_steps, uniform_lstm
 from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.models.control.mlp import ACTIVATIONS, FloatArray, as_array, layers_in_numpy, orthogonal_linear
 from tether.models.control.observations import ALLOWED, NUMBERS, PICTURE, ObservationBatch
@@ -56,7 +56,7 @@ class Torso(nn.Module):
         sizes = [reads] + [spec.hidden_dim] * spec.num_layers
         gain = self._activation.gain
         self.hidden = nn.ModuleList([orthogonal_linear(*pair, gain, generator) for pair in pairwise(sizes)])
-        self.lstm = None if spec.lstm_dim is None else orthogonal_lstm(spec.hidden_dim, spec.lstm_dim, generator)
+        self.lstm = None if spec.lstm_dim is None else uniform_lstm(spec.hidden_dim, spec.lstm_dim, generator)
         self.width = spec.lstm_dim or spec.hidden_dim
 
     def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class Pictures:
         """Channels, height, width."""
 
     def __call__(self, obs: ObservationBatch) -> Tensor:
-        """Bytes [..., channels, height, width]."""
-        return torch.cat([obs[name] for name in self._names], dim=-1).movedim(-1, -3).contiguous()
+        """Bytes [..., channels, height, width], in memory as they came: channels last."""
+        return torch.cat([obs[name] for name in self._names], dim=-1).movedim(-1, -3)
 
 
 def _column(part: ObsPart, values: Tensor) -> Tensor:
