@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.algorithms.cases import CORRECTION, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, train
+from benchmarks.resumable import write_between
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.machine import usable_cores
 
@@ -93,9 +94,7 @@ def main() -> None:
     table = "\n".join([head, "|---|---|---|---|---|---|", *lines])
     print(table)
     if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        arguments.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        write_between(arguments.write, BEGIN, END, table)
 
 
 if __name__ == "__main__":

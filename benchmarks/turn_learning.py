@@ -14,6 +14,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from benchmarks.resumable import write_between
 from tests.trainer.tiny_run import measured, train
 from tests.trainer.turn_run import ROLLOUT, turn_overrides, write_turn_inputs
 
@@ -54,9 +55,7 @@ def main() -> None:
     lines.append("| " + " | ".join([f"{arguments.seeds[0]}, calls never answered", *unanswered]) + " |")
     print(*lines, sep="\n")
     if arguments.write:
-        text = arguments.write.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.write.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+        write_between(arguments.write, BEGIN, END, "\n".join(lines))
 
 
 if __name__ == "__main__":

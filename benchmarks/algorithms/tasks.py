@@ -64,15 +64,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_llama(seed: int) -> LlamaForCausalLM:
-    """Two layers, 32 wide, drawn at random; the global random state is left as it was."""
+def tiny_llama(seed: int, heads: int = 4, head_dim: int = 8) -> LlamaForCausalLM:
+    """Two layers, drawn at random; the global random state is left as it was."""
     config = LlamaConfig(
         vocab_size=len(TOKENS),
-        hidden_size=32,
+        hidden_size=heads * head_dim,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=32,
         initializer_range=0.1,
         pad_token_id=TOKENS.index(PAD),

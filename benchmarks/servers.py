@@ -1,0 +1,247 @@
+"""Does a policy learn the same from a server's samples? GRPO and PPO by `native` and by vLLM, three seeds each.
+
+    python -m benchmarks.servers                                    # minutes; vLLM: scripts/vllm.sh
+    python -m benchmarks.servers --write docs/servers.md --plot docs/assets/servers.png
+    python -m benchmarks.servers --task quickstart --steps 8 --seeds 1 --algorithms PPO
+
+The task is `spell` of `benchmarks.algorithms`: a random model of two layers learns to spell by four optimizer steps a
+rollout, its heads wide enough for vLLM. Or the quickstart recipe, with SmolLM2-135M-Instruct. One server samples for
+all runs by vLLM. Runs that are in --results are not made again, so that an interrupted benchmark resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.algorithms.cases import ALGORITHM, GRPO, ROLLOUT, SHARED
+from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
+from benchmarks.resumable import ROOT, all_runs, write_between
+from tether.assembly.run import build_run
+from tether.config import load_config
+from tether.metrics.loggers.headline import validation_means
+from tether.metrics.loggers.jsonl import read_metrics
+from tether.models.language.registry_download import pull_model
+from tether.runtime.cache import cache_dir
+from tether.runtime.machine import set_threads
+
+BEGIN, END = "<!-- curves:begin -->", "<!-- curves:end -->"
+ENGINES = ("native", "vllm")
+ALGORITHMS = {"GRPO": (GRPO,), "PPO": (f"{ALGORITHM}.adv_estimator=gae",)}
+STEPS = {"spell": 40, "quickstart": 24}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One run."""
+
+    task: str
+    algorithm: str
+    engine: str
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How it went."""
+
+    scores: list[float]
+    """Mean score of the training batch of each step."""
+    held_out: list[float]
+    """Held-out score before the first step and after the last one."""
+    mismatch: float
+    """Largest KL of a step from sampler to trainer on the same tokens, nats per token (k3)."""
+
+
+def spell(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
+    """The task of `benchmarks.algorithms`, with two heads of 32, the narrowest that vLLM takes on a CPU."""
+    write_inputs(SPELL, asked.seed, folder)
+    tiny_llama(asked.seed, heads=2, head_dim=32).save_pretrained(folder / "model")
+    return None, [*overrides(SPELL, asked.steps, asked.seed, folder), *SHARED]
+
+
+def quickstart(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
+    """The recipe."""
+    fixed = [
+        f"trainer.seed={asked.seed}",
+        f"trainer.total_training_steps={asked.steps}",
+        f"trainer.test_freq={asked.steps}",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={folder / 'run'}",
+    ]
+    return ROOT / "recipes/quickstart/run.yaml", fixed
+
+
+def spell_model(folder: Path) -> tuple[Path, int]:
+    """A folder that describes the model of a task, and most tokens of prompt and response."""
+    tiny_llama(0, heads=2, head_dim=32).save_pretrained(folder)
+    return folder, 16
+
+
+def quickstart_model(folder: Path) -> tuple[Path, int]:
+    """See `spell_model`."""
+    return pull_model("smollm2-135m", cache_dir(), progress=print), 136
+
+
+TASKS = {"spell": spell, "quickstart": quickstart}
+MODELS = {"spell": spell_model, "quickstart": quickstart_model}
+
+
+def train(asked: Asked, server: str | None) -> Curve:
+    """Train once.
+
+    Args:
+        asked: which run.
+        server: address of the one that samples; None: this process does.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        file, settings = TASKS[asked.task](asked, Path(name))
+        engine = [f"{ROLLOUT}.name={asked.engine}"]
+        if server is not None:
+            engine += [f"{ROLLOUT}.server_urls=[{server}]", f"{ROLLOUT}.server_timeout=1200"]
+        run = build_run(load_config(file, [*settings, *ALGORITHMS[asked.algorithm], *engine]))
+        try:
+            run.trainer.fit()
+        finally:
+            run.close()
+        metrics = read_metrics(run.directory)
+    steps = range(1, asked.steps + 1)
+    tested = [fmean(validation_means(metrics[step]).values()) for step in (0, asked.steps)]
+    return Curve(
+        scores=[metrics[step]["critic/score/mean"] for step in steps],
+        held_out=tested,
+        mismatch=max(metrics[step]["rollout_corr/k3_kl"] for step in steps),
+    )
+
+
+@contextmanager
+def server_of(model: Path, longest: int) -> Iterator[str]:
+    """The address of a vLLM server that is started as somebody else would; it is ready some time later."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    options = ["--load-format=dummy", "--dtype=float32", "--enforce-eager", "--gpu-memory-utilization=0.05"]
+    command = ["bash", "scripts/vllm.sh", "serve", f"--model={model}", f"--port={port}", f"--max-model-len={longest}"]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen([*command, *options], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def by_side(runs: Mapping[Asked, Curve]) -> dict[tuple[str, str], list[Curve]]:
+    """The curves of all seeds, by algorithm and engine."""
+    sides: dict[tuple[str, str], list[Curve]] = {}
+    for asked, curve in runs.items():
+        sides.setdefault((asked.algorithm, asked.engine), []).append(curve)
+    return sides
+
+
+def spread(values: Sequence[float]) -> str:
+    """Their mean, and the least and the largest of several."""
+    return f"{fmean(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
+
+
+def table(runs: Mapping[Asked, Curve]) -> str:
+    """A line an algorithm and engine: scores at a quarter, half and the whole of the run, their mean, the mismatch."""
+    sides = by_side(runs)
+    steps = len(next(iter(runs.values())).scores)
+    at = [max(steps // 4, 1), max(steps // 2, 1), steps]
+    heads = ["", "seeds", *(f"step {step}" for step in at), "mean over all steps", "held out", "largest KL of a step"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for (algorithm, engine), curves in sides.items():
+        cells = [f"{algorithm}, {engine}", str(len(curves))]
+        cells += [spread([curve.scores[step - 1] for curve in curves]) for step in at]
+        cells += [spread([fmean(curve.scores) for curve in curves]), spread([curve.held_out[-1] for curve in curves])]
+        cells += [f"{max(curve.mismatch for curve in curves):.0e}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(runs: Mapping[Asked, Curve], path: Path) -> None:
+    """Draw the scores of the training batches, a field per algorithm: the mean of the seeds and their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sides = by_side(runs)
+    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in sides))
+    figure, axes = pyplot.subplots(1, len(algorithms), figsize=(4.4 * len(algorithms), 3.2), squeeze=False, sharey=True)
+    for axis, algorithm in zip(axes[0], algorithms, strict=True):
+        for engine in ENGINES:
+            curves = [curve.scores for curve in sides.get((algorithm, engine), [])]
+            if curves:
+                at, points = range(1, len(curves[0]) + 1), list(zip(*curves, strict=True))
+                (line,) = axis.plot(at, [fmean(point) for point in points], label=f"{engine} ({len(curves)} seeds)")
+                low, high = ([pick(point) for point in points] for pick in (min, max))
+                axis.fill_between(at, low, high, color=line.get_color(), alpha=0.2)
+        axis.set(title=algorithm, xlabel="step")
+        axis.legend(loc="lower right")
+    axes[0][0].set_ylabel("score of the training batch")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="spell")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="instead of the task's own number")
+    parser.add_argument("--server", help="address of one that runs already and has the task's model (scripts/vllm.sh)")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs/servers.jsonl", help="file of runs that are done")
+    parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
+    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
+    parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
+    given = parser.parse_args()
+    set_threads(1)
+    steps = given.steps or STEPS[given.task]
+    asked = [
+        Asked(given.task, algorithm, engine, seed, steps)
+        for seed in given.seeds
+        for algorithm in given.algorithms
+        for engine in given.engines
+    ]
+    with ExitStack() as started:
+
+        @cache
+        def server() -> str:
+            folder = Path(started.enter_context(tempfile.TemporaryDirectory()))
+            return given.server or started.enter_context(server_of(*MODELS[given.task](folder)))
+
+        def make(**one: Any) -> dict[str, Any]:
+            return asdict(train(Asked(**one), server() if one["engine"] == "vllm" else None))
+
+        found = all_runs(make, list(map(asdict, asked)), given.results, made_only=given.made_only)
+    runs = {one: Curve(**curve) for one, curve in zip(asked, found, strict=True) if curve is not None}
+    if not runs:
+        parser.error(f"{given.results}: holds none of these runs")
+    order = [(algorithm, engine) for algorithm in given.algorithms for engine in given.engines]
+    runs = dict(sorted(runs.items(), key=lambda pair: order.index((pair[0].algorithm, pair[0].engine))))
+    print(shown := table(runs))
+    if given.write:
+        write_between(given.write, BEGIN, END, shown)
+    if given.plot:
+        plot(runs, given.plot)
+
+
+if __name__ == "__main__":
+    main()
