@@ -60,6 +60,10 @@ class Outside(Corridor):
         return np.zeros(3)
 
 
+class NoSpaces(Corridor):
+    observation_space = None
+
+
 def a_number():
     return 3
 
@@ -189,7 +193,8 @@ def test_objects_train_as_the_same_things_in_files(file: Path, mine: dict[str, A
         ("Outside", r"reset gives array\(\[0., 0., 0.\]\), which is not in Box"),
         ("a_number", "gives int; expected a gymnasium.Env"),
         ("raises", "a call with no arguments .* raised KeyError: 'license'"),
-        ("corridr", "no environment is registered as corridr. Did you mean Corridor"),
+        ("corridr", "neither defines nor registers 'corridr'. Did you mean Corridor"),
+        ("NoSpaces", "its observation_space is None; expected a gymnasium.Space"),
     ],
 )
 def test_an_environment_that_does_not_work_is_refused(file: Path, name: str, message: str, tmp_path: Path) -> None:

@@ -235,8 +235,17 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
         return cast("Callable[..., Any]", function)
     if not module.endswith(".py"):
         return None
-    found = _definitions(module, f"{options.role}.id").get(name)
-    return found if callable(found) and name not in gymnasium.registry else None
+    if name in gymnasium.registry:
+        return None
+    definitions = _definitions(module, f"{options.role}.id")
+    if name in gymnasium.registry:  # by the file
+        return None
+    if not callable(found := definitions.get(name)):
+        raise ValueError(
+            f"{options.role}.id={options.id}: {module} neither defines nor registers {name!r}."
+            f"{did_you_mean(name, [key for key, value in definitions.items() if callable(value)])}"
+        )
+    return cast("Callable[..., Any]", found)
 
 
 def _check_own(options: EnvOptions) -> None:
@@ -259,6 +268,9 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
         raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}") from error
     if not isinstance(env, gymnasium.Env):
         raise ValueError(f"{where}: gives {type(env).__name__}; expected a gymnasium.Env")
+    for name in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, name, None), gymnasium.Space):
+            raise ValueError(f"{where}: its {name} is {space!r:.80}; expected a gymnasium.Space")
     with closing(env):
         try:
             obs, _ = env.reset(seed=0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import DTypeLike
 
 from tether.envs.gymnasium_types import Raw, Space
 from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
@@ -41,7 +42,8 @@ class ObservationReader:
         """Read `rows` observations of the space.
 
         Raises:
-            ValueError: a text is longer than its space allows.
+            ValueError: a text is longer than its space allows, a choice is none of the space, or pixels or other
+                integers are none.
         """
         return {leaf.part.name: leaf.read(obs, rows) for leaf in self._leaves}
 
@@ -73,10 +75,30 @@ class _Leaf:
                 longest = self.part.shape[0]
                 return np.stack([encode_text(text, longest) for text in np.asarray(obs).reshape(rows).tolist()])
             case spaces.Discrete() | spaces.MultiDiscrete():
-                return np.asarray(obs, dtype=np.int64).reshape(rows, -1) - np.reshape(self.space.start, -1)
+                choices = _exactly(obs, np.int64).reshape(rows, -1) - np.reshape(self.space.start, -1)
+                if not ((choices >= 0) & (choices < self.part.choices)).all():
+                    raise ValueError(f"{self.part.name}: {obs!r:.80} is no choice of {self.space}")
+                return choices
             case space if self.part.kind == "image":
-                return as_picture(np.asarray(obs).reshape(rows, *(space.shape or ())))
-        return np.asarray(obs, dtype=self.part.dtype).reshape(rows, -1)
+                return as_picture(_exactly(obs, np.uint8).reshape(rows, *(space.shape or ())))
+        dtype = np.dtype(self.part.dtype)
+        return (np.asarray(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)).reshape(rows, -1)
+
+
+def _exactly(obs: Raw, dtype: DTypeLike) -> Array:
+    """An array of integers of this type.
+
+    Raises:
+        ValueError: they are others: fractions, pixels from 0 to 1, numbers beyond the type.
+    """
+    given = np.asarray(obs)
+    if np.can_cast(given.dtype, dtype):
+        return given.astype(dtype, copy=False)
+    with np.errstate(invalid="ignore"):
+        cast = given.astype(dtype)
+    if not (cast == given).all():
+        raise ValueError(f"an observation of the type {given.dtype} has numbers that {np.dtype(dtype)} cannot hold")
+    return cast
 
 
 def _leaves(space: Space, keys: tuple[str | int, ...], env_id: str) -> Iterator[_Leaf]:

@@ -14,6 +14,7 @@ from tether.envs.spaces.action_masks import refuse_unread_mask
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
+from tether.envs.vectorization.answers import FIX, described, is_usual, read_unusual
 from tether.observations import Array, Observation, copied, shapes
 
 
@@ -98,10 +99,13 @@ class SyncVectorEnv:
                 continue
             env = self._envs[i]
             try:
-                obs, self._reward[i], terminated, truncated, info = env.step(action)
+                answer = env.step(action)
             except Exception as error:
                 error.add_note(f"raised by environment {i} of the {self.num_envs} in its process")
                 raise
+            if not is_usual(answer):
+                answer = read_unusual(answer, f"{self.id}, environment {i}")
+            obs, self._reward[i], terminated, truncated, info = answer
             if self._ignore_terminations:
                 terminated = False
             self._terminated[i], self._truncated[i] = terminated, truncated
@@ -162,10 +166,18 @@ class SyncVectorEnv:
             env.close()
 
     def _write(self, rows: Observation, i: int, obs: Raw) -> None:
-        if self._read.is_plain:  # most are, and their step takes microseconds
-            rows[self.layout[0].name][i] = obs
-        else:
-            self._read.write(obs, rows, i)
+        try:
+            if not self._read.is_plain:
+                self._read.write(obs, rows, i)
+            elif len(obs) == self.layout[0].shape[0]:  # most are plain, and their step takes microseconds
+                rows[self.layout[0].name][i] = obs
+            else:  # numpy would broadcast some
+                raise ValueError("another length")
+        except Exception as error:  # whatever cannot be read is one and the same problem
+            raise ValueError(
+                f"{self.id}, environment {i}: the observation {described(obs)} is not in "
+                f"{self._envs[i].observation_space}. {FIX}"
+            ) from error
 
 
 def told_number(info: Info, name: str, env_id: str) -> float:
