@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,11 @@ def test_only_what_is_missing_is_advised(tmp_path: Path) -> None:
         (record(prompt=[{"role": "user", "content": None}]), "`prompt`[0] is"),
         (record(prompt=["hello"]), "`prompt`[0] is 'hello'. A message is"),
         (record(data_source=None), "no `data_source`. It names the reward"),
+        (record(data_source=5), "`data_source` is 5. It names the reward"),
         (record(reward_model=None), "no `reward_model`, so no ground truth"),
+        (record(reward_model="4"), "`reward_model` is '4', so no ground truth"),
         (record(reward_model={"style": "rule"}), "no `reward_model.ground_truth`"),
+        (record(reward_model={"style": "rule", "ground_truth": math.nan}), "no `reward_model.ground_truth`"),
         (record(extra_info="x"), "`extra_info` is 'x'"),
         (record(images=["cat.png"]), "`images` is not empty, but only text prompts are read"),
         ("text", "a str, not an object with keys"),
@@ -216,9 +220,30 @@ def test_unreadable_files(tmp_path: Path) -> None:
     problems = refusal([str(parquet), str(lines), str(binary), str(deep)]).splitlines()
     assert problems[3] == f"{deep}: nested too deeply to be read"
     assert problems[0].startswith(f"{parquet}: not a readable parquet file:")
-    assert problems[1].startswith(f"{lines} line 2: not a json object:")
+    assert problems[1].startswith(f"{lines} line 2: not readable as json:")
     assert problems[2].startswith(f"{binary}")
     assert "is not UTF-8. Save the file as UTF-8." in problems[2]
+
+
+def test_json_is_not_read_otherwise_than_it_is_written(tmp_path: Path) -> None:
+    twice, digits, listed = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.json"
+    twice.write_text(f'{json.dumps(record())}\n{json.dumps(record())[:-1]}, "prompt": "another"}}')
+    digits.write_text(f'{json.dumps(record())[:-1]}, "extra_info": {{"n": {"1" * 5000}}}}}')
+    listed.write_text("[\n" + json.dumps(record()) + "\n}")
+    problems = refusal([str(twice), str(digits), str(listed)]).splitlines()
+    assert problems[0].startswith(f"{twice} line 2: the key `prompt` stands twice in one object")
+    assert problems[1].startswith(f"{digits} line 1: ") and "4300 digits" in problems[1]
+    assert problems[2].startswith(f"{listed}: not readable as json:") and "at line 3, column 1" in problems[2]
+    marked = tmp_path / "d.jsonl"
+    marked.write_text(json.dumps(record("as Windows writes it")), encoding="utf-8-sig")
+    assert contents(load_rows(str(marked))) == ["as Windows writes it"]
+
+
+def test_a_column_that_stands_twice(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([record()])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table.append_column("prompt", table.column("prompt")), path)
+    assert refusal(str(path)) == f"{path}: several columns are named `prompt`. Leave one, or rename the others."
 
 
 def test_other_kinds_of_path(tmp_path: Path) -> None:
@@ -230,6 +255,10 @@ def test_other_kinds_of_path(tmp_path: Path) -> None:
     (tmp_path / "a.xlsx").touch()
     assert "Convert it" not in refusal(str(tmp_path / "a.xlsx"))
     assert refusal("nothing").startswith("nothing: not a .parquet, .json, .jsonl file, nor `owner/name` on the hub.")
+    assert refusal("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl: an address. Copy the file here, and name its path."
+    link = tmp_path / "link.jsonl"
+    link.symlink_to("gone.jsonl")
+    assert refusal(str(link)) == f"{link}: a link to gone.jsonl, where nothing is."
 
 
 @pytest.mark.parametrize("text", ["q,a\n1+1?,2\n", "q\ta\n1+1?\t2\n"])
@@ -249,6 +278,8 @@ def test_queries() -> None:
         {"size": "20", "suffix": " a\nb", "empty": ""},
     )
     assert "what follows the ? must read key=value" in refusal("reasoning_gym:chain_sum?size")
+    assert "(size stands twice)" in refusal("reasoning_gym:chain_sum?size=5&size=6")
+    assert "size is `many`" in refusal("reasoning_gym:chain_sum?size=many")
 
 
 def test_every_kind_of_file_has_a_reader():

@@ -82,6 +82,8 @@ def test_a_path_that_does_not_exist_names_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # models/... is no hub id where a folder models is
     with pytest.raises(ValueError, match=r"models/qwen-0.5: no such file"):
         resolve_model_path("models/qwen-0.5", tmp_path)
+    with pytest.raises(ValueError, match="near: no such file"):
+        resolve_model_path("./near", tmp_path)
     with pytest.raises(ValueError, match="Its parent /no/such does not exist either"):
         resolve_model_path("/no/such/model", tmp_path)
     with pytest.raises(ValueError, match=r"qwen.gguf: no such file"):

@@ -5,6 +5,7 @@ Reads nothing and imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\\t"}
 ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
 """Options after the ``?`` of a file or hub dataset: its columns, its reward, and text around its prompts."""
 OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
+_REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 PACKAGES = {
     "task": ("reasoning_gym", "tether[quickstart]"),
     "environment": ("verifiers", "tether[verifiers]"),
@@ -57,6 +59,8 @@ def locate(spec: str) -> Location:
     if path.is_dir():
         found = sorted(child.name for child in path.iterdir() if child.suffix in SUFFIXES)
         raise ValueError(f"{spec}: a folder. Name its files one by one: {', '.join(found) or 'it has none to read'}.")
+    if _REMOTE.match(spec):
+        raise ValueError(f"{spec}: an address. Copy the file here, and name its path.")
     name, options = (spec, {}) if path.is_file() else _split(spec, spec)
     file = Path(name).expanduser()
     if file.suffix in SUFFIXES:
@@ -80,9 +84,18 @@ def _conversion(path: Path) -> str:
 
 
 def split_query(spec: str) -> tuple[str, dict[str, str]]:
-    """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``."""
+    """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``.
+
+    Raises:
+        ValueError: a part is not key=value, or a key stands twice.
+    """
     name, _, query = spec.partition("?")
-    return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} stands twice")
+    return name, options
 
 
 def environment_named_by(spec: str) -> str:

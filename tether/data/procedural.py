@@ -61,6 +61,8 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
             raise ValueError(
                 f"{spec}: `{task}` has no parameter `{key}`; it has {', '.join(known)}.{did_you_mean(key, known)}"
             )
+    if not isinstance(size := params.get("size", 1), int):
+        raise ValueError(f"{spec}: size is `{size}`; it is a number of questions.")
     try:
         entries = _entries(task, params, part)
     except (AssertionError, TypeError, ValueError) as error:  # how the tasks' configurations refuse a value

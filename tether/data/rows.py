@@ -13,6 +13,7 @@ Rows are counted from 0, within their file.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,8 +191,9 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
         yield f"`{columns.prompt}` has a system message already; take `system` out of the source's options."
     if isinstance(prompt, str | list):
         yield from _unwritable(prompt, columns.prompt)
-    if not isinstance(_source_of(record, columns), str):
-        yield f"no `{columns.data_source}`. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
+    if not isinstance(source := _source_of(record, columns), str):
+        found = f"no `{columns.data_source}`" if source is None else f"`{columns.data_source}` is {source!r:.80}"
+        yield f"{found}. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
     if columns.answer is None:
         yield from _reward_problems(record.get("reward_model"))
     else:
@@ -235,19 +237,25 @@ def _unwritable(prompt: Any, key: str) -> Iterator[str]:
 
 def _reward_problems(reward_model: object) -> Iterator[str]:
     if not isinstance(reward_model, Mapping):
-        yield "no `reward_model`, so no ground truth. Give {style, ground_truth}."
-    elif reward_model.get("style", "rule") == "rule" and reward_model.get("ground_truth") is None:
+        found = "no `reward_model`" if reward_model is None else f"`reward_model` is {reward_model!r:.80}"
+        yield f"{found}, so no ground truth. Give {{style, ground_truth}}."
+    elif reward_model.get("style", "rule") == "rule" and _is_missing(reward_model.get("ground_truth")):
         yield "no `reward_model.ground_truth`. A row of style `rule` needs one; rows of style `model` need none."
 
 
 def _answer_problems(answer: object, columns: Columns) -> Iterator[str]:
     key = columns.answer
-    if answer is None or answer == "" or answer == []:
+    if _is_missing(answer) or answer == "" or answer == []:
         yield f"no `{key}`, so no right answer."
     elif columns.layout and (not isinstance(answer, str) or columns.layout.extract(answer) is None):
         yield f"no {columns.layout.mark} in `{key}`, as {columns.layout.name} has it. Correct the row, or drop it."
     elif isinstance(answer, list) and len(answer) > 1:
         yield f"`{key}` has {len(answer)} answers. Rules compare with one: leave one."
+
+
+def _is_missing(value: object) -> bool:
+    """Whether a value is none, or the NaN that tables write for one."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _source_of(record: Mapping[str, object], columns: Columns) -> Any:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -98,6 +99,8 @@ def _read_parquet(path: Path, columns: Columns) -> Source:
     } | LAYOUT_KEYS
     try:
         keys = pyarrow.parquet.read_schema(path).names
+        if twice := [key for key in wanted if keys.count(key) > 1]:
+            raise ValueError(f"{path}: several columns are named `{twice[0]}`. Leave one, or rename the others.")
         table = pyarrow.parquet.read_table(path, columns=[key for key in keys if key in wanted])
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error
@@ -106,30 +109,41 @@ def _read_parquet(path: Path, columns: Columns) -> Source:
 
 def _read_json(path: Path, columns: Columns) -> Source:
     try:
-        text = path.read_text(encoding="utf-8")
-        records = json.loads(text) if text.lstrip().startswith("[") else _json_lines(path, text)
+        text = path.read_text(encoding="utf-8-sig")
+        if text.lstrip().startswith("["):
+            records = _parse_json(text, str(path))
+        else:
+            lines = enumerate(text.split("\n"), start=1)
+            records = [_parse_json(line, f"{path} line {number}") for number, line in lines if line.strip()]
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
         raise ValueError(f"{path} line {line}: the byte {byte:#x} is not UTF-8. Save the file as UTF-8.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not a readable json file: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path}: nested too deeply to be read") from error
     keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
     return Source(str(path), records, tuple(keys))
 
 
-def _json_lines(path: Path, text: str) -> list[object]:
-    records = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                problem = f"{path} line {number}: not a json object: {error.msg} at column {error.colno}."
-                raise ValueError(f"{problem} The file must be one list, or one object a line.") from error
-    return records
+def _parse_json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column" if "\n" in text.strip() else "column"
+        problem = f"{place}: not readable as json: {error.msg} at {where} {error.colno}."
+        raise ValueError(f"{problem} The file must be one list, or one object a line.") from error
+    except ValueError as error:  # a key twice, or a number of thousands of digits
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of json, which may hold a key once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key `{twice}` stands twice in one object. Leave one, or rename the other.")
+    return found
 
 
 READERS: dict[str, Callable[[Path, Columns], Source]] = {

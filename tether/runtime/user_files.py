@@ -18,6 +18,8 @@ def raised_by_tether(error: BaseException) -> bool:
 
 def missing_file(path: Path) -> str:
     """Say that `path` does not exist, and which existing path is nearest to it."""
+    if path.is_symlink():
+        return f"{path}: a link to {path.readlink()}, where nothing is."
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     wanted = path.absolute().relative_to(folder).parts[0]
     near = closest(wanted, [entry.name for entry in folder.iterdir()])

@@ -37,7 +37,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     ),
 }
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
 
