@@ -56,7 +56,8 @@ def step(answer, space=BOX, first=OBS):
 def test_what_cannot_be_read_is_refused_by_environment_and_value(answer, words):
     with pytest.raises(ValueError, match="mine, environment 0: ") as refused:
         step(answer)
-    assert words in str(refused.value) and "Correct the environment" in str(refused.value)
+    assert words in str(refused.value)
+    assert "Correct the environment" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +71,15 @@ def test_what_cannot_be_read_is_refused_by_environment_and_value(answer, words):
 )
 def test_numbers_and_flags_of_other_types_are_read(answer):
     read = step(answer)
-    assert read.reward.tolist() == [1, 1] and not read.terminated.any() and read.truncated.all()
+    assert read.reward.tolist() == [1, 1]
+    assert (read.terminated.any(), read.truncated.all()) == (False, True)
 
 
 def test_parts_that_do_not_fit_are_refused():
     space = gymnasium.spaces.Dict({"a": BOX, "b": gymnasium.spaces.Discrete(3)})
-    with pytest.raises(ValueError, match="mine, environment 0: the observation .* is not in Dict"):
+    with pytest.raises(ValueError, match=r"mine, environment 0: the observation .* is not in Dict"):
         step(({"a": OBS}, 1.0, False, False, {}), space, {"a": OBS, "b": 1})
-    with pytest.raises(ValueError, match="mine, environment 0: the observation .* is not in Dict"):
+    with pytest.raises(ValueError, match=r"mine, environment 0: the observation .* is not in Dict"):
         step(({"a": np.zeros(2), "b": 1}, 1.0, False, False, {}), space, {"a": OBS, "b": 1})
 
 
@@ -97,5 +99,5 @@ def test_parts_that_do_not_fit_are_refused():
 def test_integers_are_not_cut_to_fit(space, first, bad):
     step((first, 1.0, False, False, {}), space, first)
     step((np.asarray(first, np.float64), 1.0, False, False, {}), space, first)  # whole numbers of another type
-    with pytest.raises(ValueError, match="mine, environment 0: the observation .* is not in"):
+    with pytest.raises(ValueError, match=r"mine, environment 0: the observation .* is not in"):
         step((bad, 1.0, False, False, {}), space, first)

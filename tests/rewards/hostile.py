@@ -128,6 +128,11 @@ def closes_its_files(*_):
     return 1.0
 
 
+def prints_escapes(*_):
+    print("\x1b[2Jseen", flush=True)
+    return 1.0
+
+
 def prints(*_):
     print("x" * 100_000)
     sys.stdout.flush()

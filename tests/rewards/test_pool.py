@@ -99,6 +99,12 @@ def test_an_odd_call_is_read_rightly(pool, what, expected):
     assert pool.score([ask(what), ask("right"), ask(what)]) == [expected, Score(0.5), expected]
 
 
+def test_what_a_function_prints_does_not_drive_the_terminal(capfd):
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=1, timeout=DEADLINE) as pool:
+        assert pool.score([ask("prints_escapes")]) == [Score(1.0)]
+    assert capfd.readouterr().err == " [2Jseen\n"  # where all that functions print goes
+
+
 def test_extra_keys_arrive_as_plain_values(pool):
     (outcome,) = pool.score([ask("returns_extra")])
     assert outcome.value == 0.5

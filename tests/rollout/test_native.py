@@ -305,5 +305,7 @@ def test_logits_that_are_not_finite_name_the_sample() -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = torch.nan
     engine = NativeEngine(model, eos_token_ids=NO_EOS)
-    with pytest.raises(RuntimeError, match=r"sample 12 \(response 0 to prompts\[1\]\), token 0"):
+    with pytest.raises(
+        ValueError, match=r"sample 12 \(response 0 to prompts\[1\]\), token 0.*with a lower .*optim\.lr"
+    ):
         engine.generate([[5, 6], [7, 77]], SamplingParams(4, n=2), NoiseKey(0, 0, first_sample=10))

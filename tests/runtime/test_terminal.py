@@ -13,7 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tether.runtime.terminal import Screen, one_line, printable, shortened
+from tether.runtime.printable import printable
+from tether.runtime.terminal import Screen, one_line, shortened
 
 NASTY = "\x1b[2J\x1b]0;title\x07red\x9b31m \u202egnp.exe\u2028next \ud83d\r\n\tend"
 

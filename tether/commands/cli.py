@@ -20,7 +20,8 @@ from tether import __version__
 from tether.commands.data import data_app
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
-from tether.runtime.terminal import Screen, printable, replace_what_the_terminal_cannot_write
+from tether.runtime.printable import printable
+from tether.runtime.terminal import Screen, replace_what_the_terminal_cannot_write
 from tether.runtime.user_files import raised_by_tether
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tether.commands.policy import Policy, load
 from tether.models.language.model_path import KNOWN_MODELS
 from tether.models.language.registry_download import pull_model
 from tether.runtime.cache import cache_dir
-from tether.runtime.terminal import printable
+from tether.runtime.printable import printable
 
 
 def generate(

@@ -15,6 +15,7 @@ __all__ = [
     "late_calls",
     "machine",
     "objects",
+    "printable",
     "profiling",
     "program",
     "ranks",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
 from io import TextIOWrapper
@@ -14,18 +13,9 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from tether.runtime.printable import printable
+
 logger = logging.getLogger(__name__)
-
-_DIRECTION = set("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that reorder the text around them, so that a line reads other than it is."""
-
-
-def printable(text: str) -> str:
-    """Replace control characters, of which escape sequences are made, by spaces; drop marks that reorder text.
-
-    Line ends and tabs stay; a lone surrogate, which no encoding can write, becomes U+FFFD.
-    """
-    return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def one_line(text: str) -> str:
@@ -39,19 +29,6 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 3) // 3
     return f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
-
-
-def _printable(character: str) -> str:
-    if character in "\n\t":
-        return character
-    category = unicodedata.category(character)
-    if category == "Cs":
-        return "\ufffd"
-    if category in ("Zl", "Zp"):
-        return "\n"
-    if category == "Cc":
-        return " "
-    return "" if character in _DIRECTION else character
 
 
 class Screen(Console):

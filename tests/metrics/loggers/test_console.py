@@ -55,6 +55,14 @@ def test_headlines() -> None:
     assert headline_values(control) == {"score": "20.000", "val": "22.500", "env steps": "2048", "steps/s": "1235"}
 
 
+def test_failures_are_among_the_headlines_where_there_are_any() -> None:
+    fine = {"critic/score/mean": 0.5, "reward/error_rate": 0.0, "actor/skipped_updates": 0.0}
+    assert headline_values(fine) == {"score": "0.500"}
+    failed = {"reward/error_rate": 0.25, "actor/skipped_updates": 0.0, "critic/skipped_updates": 2.0}
+    assert headline_values(failed) == {"failed rewards": "25.0%", "skipped": "2"}
+    assert headline_keys(failed) == {"reward/error_rate": "25.0%", "critic/skipped_updates": "2"}
+
+
 def test_in_a_pipe_a_step_is_a_line(capsys: pytest.CaptureFixture) -> None:
     logger = ConsoleLogger(run_info())
     logger.phase("gen", 1, 4)
@@ -159,8 +167,9 @@ def test_a_narrow_terminal_leaves_out_what_matters_least(width: int) -> None:
     logger.close()
     header, row = (line for line in written(console).splitlines() if "score" in line or "0.412" in line)
     shown = {label for label in LABELS if label in header}
+    usual = set(LABELS) - {"failed rewards", "skipped"}
     assert shown >= {"score", "val", "expl var", "s/step"}, "the numbers that tell whether it learns, and how fast"
-    assert (shown == set(LABELS)) == (width == 200)
+    assert (shown == usual) == (width == 200)
     assert "6.1" in row
     assert max(map(len, (re.sub(r"\r|\x1b\[[0-9;?]*[a-zA-Z]", "", text) for text in (header, row)))) < width
 

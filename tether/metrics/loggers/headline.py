@@ -18,6 +18,13 @@ class Headline:
     """The first of these that is logged is shown."""
     style: str
     """A format specification."""
+    is_alarm: bool = False
+    """Shown where it is not 0."""
+
+    def shown(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Key -> formatted number of what is to be shown."""
+        keys = (key for key in self.keys if key in metrics and (metrics[key] or not self.is_alarm))
+        return {key: format(metrics[key], self.style) for key in keys}
 
 
 HEADLINES = (
@@ -34,6 +41,8 @@ HEADLINES = (
     Headline("env steps", ("perf/env_steps",), ".0f"),
     Headline("steps/s", ("perf/sps",), ".0f"),
     Headline("s/step", ("timing_s/step",), ".1f"),
+    Headline("failed rewards", ("reward/error_rate",), ".1%", is_alarm=True),
+    Headline("skipped", ("actor/skipped_updates", "critic/skipped_updates"), ".0f", is_alarm=True),
 )
 
 LABELS = tuple(headline.label for headline in HEADLINES)
@@ -60,9 +69,8 @@ def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
     """Give label -> formatted number; "val" is the mean over data sources, or a return; absent: not logged."""
     shown = {}
     for headline in HEADLINES:
-        key = next((key for key in headline.keys if key in metrics), None)
-        if key is not None:
-            shown[headline.label] = format(metrics[key], headline.style)
+        if numbers := headline.shown(metrics):
+            shown[headline.label] = next(iter(numbers.values()))
     means = validation_means(metrics).values()
     return shown | ({"val": f"{sum(means) / len(means):.3f}"} if means else {})
 
@@ -71,5 +79,5 @@ def headline_keys(metrics: Mapping[str, float]) -> dict[str, str]:
     """Give key -> formatted number, validation last."""
     shown: dict[str, str] = {}
     for headline in HEADLINES:
-        shown |= {key: format(metrics[key], headline.style) for key in headline.keys if key in metrics}
+        shown |= headline.shown(metrics)
     return shown | {key: f"{value:.3f}" for key, value in validation_means(metrics).items()}

@@ -23,6 +23,7 @@ from tether.rewards.sandbox.options import ProgramOptions
 from tether.rewards.sandbox.reward import ProgramReward
 from tether.runtime.channel import Channel
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
+from tether.runtime.printable import print_harmlessly
 
 LOADING = 60.0
 """Seconds in which a rule that comes with tether is imported."""
@@ -45,6 +46,7 @@ def serve(channel: Channel) -> None:
         return
     custom, programs, timeout = pickle.loads(first)
     adopt_orphans()
+    print_harmlessly()  # many a reward prints the response that it scores
     try:
         find = _reward_finder(custom, programs)
     except ValueError as error:

@@ -45,7 +45,7 @@ class Generation:
         version: int,
     ) -> None:
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
-        self._device = model.device
+        self._device, self._dtype = model.device, model.dtype
         self._max_prefill_tokens = max_prefill_tokens
         self._prompt_tokens = torch.from_numpy(np.concatenate(prompts)).to(self._device, torch.int64)
         self._prompt_length = torch.tensor([len(prompt) for prompt in prompts])
@@ -299,10 +299,12 @@ class Generation:
 
     def _refuse(self, row: int) -> None:
         n = self._sampling.n
-        raise RuntimeError(
+        raise ValueError(
             f"sample {self._key.first_sample + row} (response {row % n} to prompts[{row // n}]), token "
             f"{int(self._count[self._row[: self._active] == row][0]) - 1}: the model's logits are NaN or infinite. "
-            "The weights are damaged or overflow in this dtype"
+            "If it has been trained, it diverged: begin again, or from an earlier checkpoint, with a lower "
+            "actor_rollout_ref.actor.optim.lr. Else its weights are damaged, or too large for "
+            f"{self._dtype} (actor_rollout_ref.rollout.dtype)"
         )
 
     def progress(self) -> RolloutProgress:
