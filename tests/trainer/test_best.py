@@ -64,7 +64,15 @@ def test_a_new_run_in_the_folder_sets_the_best_of_the_last_one_aside(loop: Loop,
     loop.train(overrides)
     loop.train(overrides)
     assert len(list((tmp_path / "best" / "earlier_1").glob("global_step_*"))) == 1
-    assert len(list((tmp_path / "best").glob("global_step_*"))) == 1
+    (kept,) = (tmp_path / "best").glob("global_step_*")
+
+    # A run that goes on from this one has its best test, and a new one that keeps none has none.
+    path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_1'}"]
+    loop.train(loop.overrides(tmp_path, *path, "trainer.total_training_steps=1"))
+    assert read_result(tmp_path, step=1, total_steps=1).best_checkpoint == kept
+    loop.train(loop.overrides(tmp_path, "trainer.total_training_steps=1", "trainer.resume_mode=disable"))
+    assert read_result(tmp_path, step=1, total_steps=1).best_checkpoint is None
+    assert (tmp_path / "best" / "earlier_2" / kept.name).is_dir()
 
 
 def test_a_score_that_is_enough_ends_the_run(loop: Loop, tmp_path: Path) -> None:
@@ -96,7 +104,9 @@ def test_the_score_of_a_test_is_the_mean_over_data_sources() -> None:
 
 
 def test_without_tests_both_are_said_to_do_nothing() -> None:
+    never = ["env.train.id=CartPole-v1", "trainer.test_freq=-1"]
     for key in ("trainer.keep_best=True", "trainer.stop_at_score=3.0"):
-        loaded = load_config(None, ["env.train.id=CartPole-v1", "trainer.test_freq=-1", key])
-        assert [note for note in loaded.notes if f"no effect: {key} (trainer.test_freq is -1)" in note], loaded.notes
+        loaded = load_config(None, [*never, "trainer.val_before_train=False", key])
+        assert [note for note in loaded.notes if f"no effect: {key} (trainer.test_freq is -1" in note], loaded.notes
+        assert not load_config(None, [*never, key]).notes  # the test before training counts
         assert not load_config(None, ["env.train.id=CartPole-v1", key]).notes

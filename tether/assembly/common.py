@@ -122,15 +122,24 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
     )
 
 
-def build_best_test(trainer: TrainerConfig, persistence: Persistence) -> BestTest:
-    """Keeps the checkpoint of the best test of a run; checkpoints of the best tests of earlier runs are set aside."""
-    if not trainer.keep_best:
-        return BestTest(stop_at=trainer.stop_at_score)
-    store = CheckpointStore(persistence.store.root / BEST, keep=1)
+def build_best_test(trainer: TrainerConfig, persistence: Persistence, checkpoint: Path | None) -> BestTest:
+    """Keeps the checkpoint of the best test of a run.
+
+    Args:
+        trainer: section of the configuration.
+        persistence: of the run.
+        checkpoint: the run resumes from it. The checkpoint of a best test that does not lead to it is set aside, also
+            where this run keeps none: it would show another run's as its own.
+    """
+    root = persistence.store.root
+    store = CheckpointStore(root / BEST, keep=1)
     store.resolve("disable")
     if trainer.resume_mode != "auto" and not trainer.val_only:
-        store.set_aside(None)
-    return BestTest(replace(persistence, store=store), trainer.stop_at_score)
+        kept, start = store.last_saved(), None
+        if checkpoint is not None and checkpoint.parent.resolve() == root.resolve():
+            start = kept if kept is not None and step_of(kept) <= step_of(checkpoint) else None
+        store.set_aside(start)
+    return BestTest(replace(persistence, store=store) if trainer.keep_best else None, trainer.stop_at_score)
 
 
 def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler | None:

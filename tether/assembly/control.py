@@ -129,7 +129,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             estimate_advantages=_advantages(config),
             select_rows=_learned_decisions(config, policy),
             critic_warmup=build_critic_warmup(trainer_config),
-            best=build_best_test(trainer_config, persistence),
+            best=build_best_test(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
             profiler=build_profiler(trainer_config, schedule),
             on_collapse=trainer_config.on_collapse,

@@ -152,7 +152,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
-            best=build_best_test(config.trainer, persistence),
+            best=build_best_test(config.trainer, persistence, checkpoint),
             saver=Saver(config.trainer.async_save),
             profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
             on_collapse=config.trainer.on_collapse,

@@ -31,6 +31,7 @@ LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
 ]  # fmt: skip
 LATER = ("swanlab", "vemlp_wandb", "clearml", "trackio")
+TESTS = ActsIf("trainer.test_freq", off=(-1,), other=ActsIf("trainer.val_before_train", off=(False,)))
 ROLLS_BACK = ActsIf("trainer.on_collapse", on=("rollback",))
 Loggers = Annotated[tuple[LoggerName | OwnFunction, ...], BeforeValidator(as_strings)]
 
@@ -80,9 +81,9 @@ class TrainerConfig(Section):
     """Validate before the first step."""
     val_only: bool = False
     """Validate, then stop."""
-    keep_best: Annotated[bool, ActsIf("trainer.test_freq", off=(-1,)), EMBODIED_TOO] = False
+    keep_best: Annotated[bool, TESTS, EMBODIED_TOO] = False
     """Keep the checkpoint of the best test in the folder best, beside the newest ones. (tether's own key.)"""
-    stop_at_score: Annotated[float | None, ActsIf("trainer.test_freq", off=(-1,)), EMBODIED_TOO] = None
+    stop_at_score: Annotated[float | None, TESTS, EMBODIED_TOO] = None
     """Save and stop once a test scores this: mean over data sources, or return of episodes. (tether's own key.)"""
     on_collapse: Annotated[Literal["warn", "stop", "rollback"], EMBODIED_TOO] = "warn"
     """When an alarm says that the policy has collapsed: go on, save and stop, or go back. (tether's own key.)"""
