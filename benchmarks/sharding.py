@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.training.fsdp_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.training.test_fsdp import critic_gradients, gradients
 
 GOAL = 1e-10

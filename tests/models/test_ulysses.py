@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ranks import on_ranks
 from tests.tiny import TINY_CONFIGS, tiny_model
 from tests.training.batches import make_rollout
-from tests.training.fsdp_ranks import on_ranks
 from tether.batch import TrainBatch
 from tether.models.layers import SequenceRanks, copies_of_keys, use_tether_attention
 from tether.training.text.forward import PolicyForward

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from tests.tiny import save_tiny
+from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_devices import overrides, saved_again
 from tests.trainer.tiny_run import measured, train, weights, write_inputs
+from tether.assembly import roles
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
+from tether.runtime.ranks import RankFailed
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core: pip install 'tether[megatron]'")
@@ -38,15 +42,32 @@ def close(found: dict[int, Any], expected: dict[int, Any]) -> None:
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-2, abs=1e-5)
 
 
+class Dying(ForkedGroup):
+    """Whose last rank is killed with SIGKILL in the middle of a step."""
+
+    updates = 0
+
+    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        self.updates += (part, method) == ("actor", "learn")
+        if self.updates > STEPS // 2:
+            self._processes[-1].kill()
+            self._processes[-1].join()
+        return super().call(part, method, arguments)
+
+
 @pytest.mark.slow
 @needs_megatron
-def test_layouts_train_as_one_process_and_resume_each_others_checkpoints(inputs: Path, tmp_path: Path) -> None:
-    """Steps of one process, of TP 2 x PP 2, and of PP 2 that continues where TP 2 x PP 2 stopped."""
-    pytest.importorskip("ray")
+def test_layouts_train_as_one_process_and_resume_each_others_checkpoints(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one process, of TP 2 x PP 2 until a rank is killed, and of PP 2 that continues from there."""
+    monkeypatch.setattr(roles, "_start_group", Dying)
     kl = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.optim.lr=1e-4", "critic.optim.lr=1e-4"]
     one = train([*overrides(inputs, tmp_path / "one", 1, STEPS), *kl])
     four = [STRATEGY, f"{TP}=2", f"{PP}=2", *kl]
-    train([*overrides(inputs, tmp_path / "split", 4, STEPS // 2), *four])
+    with pytest.raises(RankFailed, match="rank 3 ended"):
+        train([*overrides(inputs, tmp_path / "split", 4, STEPS), *four])
+    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
     checkpoint = tmp_path / f"split/global_step_{STEPS // 2}"
     assert saved_again(inputs, tmp_path / "split", 1, checkpoint, kl)
     two = [STRATEGY, f"{PP}=2", *kl]

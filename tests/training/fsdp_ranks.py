@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import fields
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,27 +18,6 @@ from tether.training.text.micro_batches import MicroBatching
 from tether.training.text.packing import sequence_lengths
 
 OPTIONS = OptimizerOptions(lr=1e-2)
-Work = Callable[..., Any]
-
-
-def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any) -> Any:
-    """What `work` returns on rank 0 of a group of new processes."""
-    # The server imports once for all ranks of all launches; it never ran a backward pass, after which none may fork.
-    mp.set_forkserver_preload([__name__, work.__module__])
-    mp.start_processes(_rank, (ranks, folder, work, arguments), nprocs=ranks, start_method="forkserver")
-    return torch.load(folder / "found.pt", weights_only=False)
-
-
-def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any, ...]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
-    found = work(*arguments)
-    if rank == 0:
-        torch.save(found, folder / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def make_fsdp(model: Any, micro: MicroBatching, **options: Any) -> FsdpEngine[Any]:

@@ -19,7 +19,19 @@ from tests.tiny import tiny_model
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy, same_bits, weights
 from tests.training.batches import gradients as local_gradients
 from tests.training.fsdp_ranks import OPTIONS, costs
-from tests.training.test_fsdp import same_state, saved_state
+from tests.training.test_fsdp import (
+    BAD_ROW,
+    FOUR_ROWS,
+    LOSS,
+    ONE_ROW,
+    PLAN,
+    SELECTING,
+    TOKENS,
+    VALUES,
+    distance,
+    same_state,
+    saved_state,
+)
 from tether.batch import TrainBatch
 from tether.checkpoints import save_state
 from tether.models.language.empty import empty_model
@@ -34,21 +46,9 @@ from tether.training.engines.megatron import MegatronEngine, MegatronOptions
 from tether.training.engines.megatron_shards import main_grad
 from tether.training.protocol import LossSpec, Updated, UpdatePlan
 from tether.training.text.forward import PolicyForward, ValueForward
-from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
 from tether.training.text.packing import token_rows
 
-LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))
-SELECTING = LossSpec(
-    PolicyForward(),
-    PolicyLoss("clip_cov"),
-    TokenSelection("clip_cov", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 0.2,
-                                "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}),
-)  # fmt: skip
-VALUES = LossSpec(ValueForward(), CriticLoss())
-PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
-ONE_ROW, FOUR_ROWS, TOKENS = MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)
-BAD_ROW = 3
 Make = Callable[[], PreTrainedModel]
 MEMORY = ("weights_rest_on_host", "gradients_rest", "optimizer_rests_on_host")
 
@@ -73,12 +73,6 @@ def make_mixture() -> PreTrainedModel:
     model = tiny_model("qwen2_moe", dtype=torch.float64)
     use_tether_attention(model)
     return model
-
-
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative to the size of the expected tensor, at the worst parameter."""
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
 def make_megatron(model: PreTrainedModel, micro: MicroBatching, layout: Layout, **rest: Any) -> MegatronEngine[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from tests.ranks import on_ranks
 from tests.tiny import save_tiny, tiny_model
 from tests.training.batches import (
     ROWS,
@@ -28,7 +29,7 @@ from tests.training.batches import (
     weights,
 )
 from tests.training.batches import gradients as local_gradients
-from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, on_ranks, share, whole_gradients, whole_weights
+from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, share, whole_gradients, whole_weights
 from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
 from tether.models.language.critic import load_critic

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.fsdp_ranks import on_ranks
+from tests.ranks import on_ranks
 from tether.models.megatron import Layout
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -34,29 +31,6 @@ from tether.models.megatron.groups import start
 from tether.models.megatron.layout import experts_of
 from tether.models.megatron.model import MegatronModel, Role, build
 from tether.models.output import KeptRecorder, KeptSets, LmHead, VocabularyShard, lm_head_of, token_log_probs
-
-Work = Callable[..., Any]
-
-
-def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any) -> Any:
-    """What `work` returns on the last rank of a group of new processes, which ends the pipeline."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mp.set_forkserver_preload([__name__, work.__module__])
-    mp.start_processes(_rank, (ranks, folder, work, arguments), nprocs=ranks, start_method="forkserver")
-    return torch.load(folder / "found.pt", weights_only=False)
-
-
-def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any, ...]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
-    found = work(*arguments)
-    if rank == ranks - 1:
-        torch.save(found, folder / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
 
 SEED, LENGTHS, MICRO_BATCHES = 11, (7, 5, 9, 4), 4
 TEMPERATURE = 0.7

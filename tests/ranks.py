@@ -1,0 +1,36 @@
+"""Processes of one process group that do a piece of work of a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Work = Callable[..., Any]
+
+
+def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int = 0) -> Any:
+    """What `work` returns on a rank (`answers`) of a group of new processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The server imports once for all ranks of all launches; it never ran a backward pass, after which none may fork.
+    mp.set_forkserver_preload([__name__, work.__module__])
+    mp.start_processes(_rank, (ranks, folder, work, arguments, answers), nprocs=ranks, start_method="forkserver")
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any, ...], answers: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    found = work(*arguments)
+    if rank == answers:
+        torch.save(found, folder / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
