@@ -6,6 +6,7 @@ import pytest
 
 from tests.trainer.loops import Control, Loop, Text, assert_same_run, contents, results, train_killed
 from tests.trainer.tiny_run import same
+from tether.commands.evaluate import evaluate
 from tether.commands.result import read_result, run_scores
 from tether.config import load_config
 from tether.metrics.loggers import score_of_test
@@ -110,3 +111,14 @@ def test_without_tests_both_are_said_to_do_nothing() -> None:
         assert [note for note in loaded.notes if f"no effect: {key} (trainer.test_freq is -1" in note], loaded.notes
         assert not load_config(None, [*never, key]).notes  # the test before training counts
         assert not load_config(None, ["env.train.id=CartPole-v1", key]).notes
+
+
+def test_a_test_of_a_checkpoint_is_the_same_again_where_wrappers_draw_from_global_generators(tmp_path: Path) -> None:
+    loop = Control()
+    noisy = ["env.train.wrappers=['tests.envs.stateful:DrawsNumpy']"]
+    run = loop.train(loop.overrides(tmp_path, *noisy, "trainer.total_training_steps=1", "trainer.test_freq=-1"))
+    scores = tmp_path / "eval_global_step_1.json"
+    evaluate(str(run.directory), None, [])
+    first = scores.read_text()
+    evaluate(str(run.directory), None, [])
+    assert scores.read_text() == first

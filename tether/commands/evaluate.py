@@ -19,6 +19,7 @@ from tether.models.control import load_policy
 from tether.models.language.model_path import resolve_model_path
 from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
+from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
 from tether.runtime.terminal import Screen
 from tether.trainer import EvaluationResult
@@ -112,6 +113,7 @@ def _sampled(loaded: LoadedConfig, model: Path | str, step: int, screen: Screen)
 
 def _played(loaded: LoadedConfig, checkpoint: Path, screen: Screen) -> dict[str, float]:
     set_threads(loaded.config.trainer.num_threads)
+    seed_rng(loaded.config.trainer.seed)  # environments may draw from the global generators
     policy = load_policy(checkpoint / POLICY)
     with ExitStack() as envs, screen.status("playing") as status:
         return build_evaluation(loaded.config, policy, envs).run(
