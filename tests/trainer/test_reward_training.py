@@ -2,21 +2,23 @@
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny import save_tiny, save_tiny_reward_model
-from tests.trainer.tiny_run import base_overrides, measured, train, write_inputs, write_jsonl
+from tests.trainer.tiny_run import base_overrides, measured, same, train, write_inputs, write_jsonl
 from tether.assembly.reward_training import RewardTrainingOptions, build_reward_training
 from tether.commands.reward_model import train_reward_model
 from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
-from tether.trainer.text import split_pairs
+from tether.trainer.text import Pretraining, split_pairs
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -58,6 +60,37 @@ def test_a_preference_is_learned(trained: tuple[Path, list[float]]) -> None:
     metrics = read_metrics(path)
     assert metrics[1]["rm/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert not list(path.parent.glob(".trained*"))
+
+
+def test_a_training_that_was_stopped_goes_on_bitwise(
+    trained: tuple[Path, list[float]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in step 17 of 33, it goes on after step 15; with another rate, or other pairs, it is refused."""
+    pairs, out, whole = folder / "pairs.jsonl", tmp_path / "rm", Pretraining.run
+    mine = write_jsonl(tmp_path / "pairs.jsonl", preferences(240))
+
+    def stopped(training: Pretraining, done: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
+        for step, metrics in whole(training, done):
+            yield step, metrics
+            if step == 17:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pretraining, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_reward_model(str(folder / "model"), [str(mine)], out, QUICK, save_every=5)
+    assert not out.exists()
+    monkeypatch.undo()
+    for options, changed in ((replace(QUICK, lr=1e-3), "--lr"), (QUICK, f"the file {mine}")):
+        if options is QUICK:
+            write_jsonl(mine, preferences(200))
+        with pytest.raises(ValueError, match=rf"a training was stopped here, and {changed} was not as it is now"):
+            train_reward_model(str(folder / "model"), [str(mine)], out, options, save_every=5)
+    write_jsonl(mine, preferences(240))
+    assert train_reward_model(str(folder / "model"), [str(mine)], out, QUICK) == trained[1]
+    assert pairs.read_bytes() == mine.read_bytes()
+    assert same(load_file(out / "model.safetensors"), load_file(trained[0] / "model.safetensors"))
+    assert read_metrics(out) == read_metrics(trained[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
 
 
 def test_labels_without_a_rule_are_not_learned(folder: Path) -> None:

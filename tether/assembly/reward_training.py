@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -49,8 +50,16 @@ class RewardTrainingOptions:
     """Recompute activations in the backward pass: less memory, more time."""
 
 
-def build_reward_training(model: str, files: Sequence[str], options: RewardTrainingOptions) -> Pretraining:
+def build_reward_training(
+    model: str, files: Sequence[str], options: RewardTrainingOptions, trained: Path | None = None
+) -> Pretraining:
     """A reward model, from a causal LM or a saved sequence classifier, and the pairs that it learns from.
+
+    Args:
+        model: what it is made of, whose tokenizer it has.
+        files: of pairs.
+        options: of its training.
+        trained: where it was saved on the way, with weights that go on from there.
 
     Raises:
         ValueError: files that hold no pairs, or a model that cannot be trained.
@@ -60,7 +69,7 @@ def build_reward_training(model: str, files: Sequence[str], options: RewardTrain
     tokenizer = load_tokenizer(path)
     seed_rng(options.seed)
     device = resolve_device(options.device)
-    classifier = new_reward_model(path, dtype=torch.float32)
+    classifier = new_reward_model(trained or path, dtype=torch.float32)
     config = classifier.config
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tether.assembly.reward_training import RewardTrainingOptions
 
 rm_app = typer.Typer(name="rm", help="The reward model on its own.", no_args_is_help=True)
 
@@ -39,8 +43,11 @@ def train(
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Recompute activations in the backward pass: less memory, more time.")
     ] = False,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 200,
 ) -> None:
     """Train a reward model on pairs (Bradley-Terry), before a run takes it as reward_model.model.path.
+
+    Stopped, the same command goes on after the last checkpoint.
 
     For example: tether rm train pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out rm
     """
@@ -60,55 +67,105 @@ def train(
         device=device,
         gradient_checkpointing=gradient_checkpointing,
     )
-    accuracy = train_reward_model(model, pairs, out, options)
+    accuracy = train_reward_model(model, pairs, out, options, save_every)
     typer.echo(f"held-out accuracy: {accuracy[0]:.3f} before, {accuracy[-1]:.3f} after")
     typer.echo(f"start the run with reward_model.enable=True reward_model.model.path={out}")
 
 
-def train_reward_model(model: str, pairs: list[str], out: Path, options: object) -> list[float]:
+def train_reward_model(
+    model: str, pairs: list[str], out: Path, options: RewardTrainingOptions, save_every: int = 200
+) -> list[float]:
     """Train, and write a Hugging Face directory with the metrics beside it: whole, or not at all.
+
+    What was stopped goes on from its last checkpoint, bitwise as if it had not been.
 
     Args:
         model: a causal LM or a reward model.
         pairs: files.
         out: does not exist yet.
-        options: `tether.assembly.reward_training.RewardTrainingOptions`.
+        options: of the training.
+        save_every: steps from checkpoint to checkpoint, in a hidden folder beside `out`.
 
     Returns:
         Held-out accuracy before the first step and after each epoch.
 
     Raises:
-        ValueError: unusable pairs, or a model that cannot be trained.
+        ValueError: unusable pairs, a model that cannot be trained, or a training that was stopped and had others.
     """
     from rich.progress import Progress
     from transformers.utils.logging import disable_progress_bar
 
-    from tether.assembly.reward_training import RewardTrainingOptions, build_reward_training
-    from tether.metrics.loggers import RunInfo, build_loggers
+    from tether.assembly.reward_training import build_reward_training
+    from tether.checkpoints import CheckpointStore, load_state, step_of
+    from tether.metrics.loggers import RunInfo, build_loggers, read_metrics
+    from tether.runtime.global_rng import set_rng_state
+    from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen
+    from tether.trainer import Persistence
     from tether.trainer.text import ACCURACY
 
-    assert isinstance(options, RewardTrainingOptions)
     disable_progress_bar()
-    training = build_reward_training(model, pairs, options)
-    screen, found = Screen(), list[float]()
-    learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
-    screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
+    work, screen = out.with_name(f".{out.name}.training"), Screen()
+    store = CheckpointStore(work, keep=1)
     try:
-        loggers = build_loggers(("file",), RunInfo(partial, "rm", out.name, asdict(options), total_steps=steps))
-        try:
-            with Progress(console=Screen(stderr=True), transient=True) as progress:
-                bar = progress.add_task("training", total=steps)
-                for step, metrics in training.run():
-                    loggers.log(step, metrics)
-                    found += [metrics[ACCURACY]] if ACCURACY in metrics else []
-                    progress.update(bar, completed=step, description=f"held-out accuracy {found[-1]:.3f}")
-        finally:
-            loggers.close()
-        training.learner.engine.save(partial)
-        partial.rename(out)
+        with RunLock(work, key="--out"):
+            identity = _identity(model, pairs, options)
+            start = store.resolve("auto")
+            if start:
+                _check_same(start, identity)
+            training = build_reward_training(model, pairs, options, start and start / "rm")
+            engine, done = training.learner.engine, step_of(start) if start else 0
+            if start:
+                engine.load_state(start / "training" / "rm.pt")
+                set_rng_state(load_state(start / "training" / "trainer.pt")["rng"])
+                screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
+            learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
+            screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
+            persistence = Persistence(store, identity, json.dumps(asdict(options), indent=2))
+            info = RunInfo(work, "rm", out.name, asdict(options), total_steps=steps, resumed_step=done or None)
+            loggers = build_loggers(("file",), info)
+            try:
+                with Progress(console=Screen(stderr=True), transient=True) as progress:
+                    bar = progress.add_task("training", total=steps, completed=done)
+                    for step, metrics in training.run(done):
+                        loggers.log(step, metrics)
+                        accuracy = f"held-out accuracy {metrics[ACCURACY]:.3f}" if ACCURACY in metrics else None
+                        progress.update(bar, completed=step, description=accuracy)
+                        if step and step % save_every == 0 and step < steps:
+                            persistence.begin(
+                                step,
+                                lambda folder: engine.saving(folder / "rm", folder / "training" / "rm.pt", copy=False),
+                                {},
+                            )()
+            finally:
+                loggers.close()
+            whole = work / "whole"
+            shutil.rmtree(whole, ignore_errors=True)
+            engine.save(whole)
+            shutil.copy(work / "metrics.jsonl", whole)
+            found = [metrics[ACCURACY] for _, metrics in sorted(read_metrics(whole).items()) if ACCURACY in metrics]
+            whole.rename(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if out.exists() or store.last_saved() is None:
+            shutil.rmtree(work, ignore_errors=True)
     return found
+
+
+def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> dict[str, str]:
+    """All that the result depends on, by option."""
+    from tether.checkpoints import sha256_of
+
+    free = ("micro_batch_size", "gradient_checkpointing", "device")
+    chosen = {f"--{key.replace('_', '-')}": str(value) for key, value in asdict(options).items() if key not in free}
+    files = [Path(name) for name in pairs if Path(name).is_file()]  # of the others `load_pairs` speaks
+    hashes = {f"the file {path}": found for path, found in zip(files, sha256_of(files), strict=True)}
+    return {"--model": model, "the files": " ".join(pairs)} | hashes | chosen
+
+
+def _check_same(start: Path, identity: Mapping[str, str]) -> None:
+    before = json.loads((start / "identity.json").read_text())
+    if changed := [key for key in identity if before.get(key) != identity[key]]:
+        raise ValueError(
+            f"{start.parent}: a training was stopped here, and {', '.join(changed)} was not as it is now. Give the "
+            "same to go on, or delete the folder to begin again"
+        )

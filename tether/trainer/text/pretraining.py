@@ -46,16 +46,23 @@ class Pretraining:
         """Optimizer steps of all epochs."""
         return sum(1 for epoch in range(self.plan.epochs) for _ in self._mini_batches(epoch))
 
-    def run(self) -> Iterator[tuple[int, dict[str, float]]]:
+    def run(self, done: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
         """Train; yields (optimizer step, metrics) after each step, and step 0 before the first.
 
         What `measure` gives is there before the first step and after each epoch.
+
+        Args:
+            done: steps that the model and its optimizer have taken already; they are passed over.
         """
-        yield 0, self._measured()
+        if not done:
+            yield 0, self._measured()
         step = 0
         for epoch in range(self.plan.epochs):
             mini_batches = list(self._mini_batches(epoch))
             for rows in mini_batches:
+                if step < done:
+                    step += 1
+                    continue
                 once = UpdatePlan(mini_batch_rows=len(rows))
                 updated = self.learner.engine.update(self.learned[rows], self.learner.loss, once, step)
                 step += 1
