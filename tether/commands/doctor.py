@@ -33,6 +33,7 @@ EXTRAS = {
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
     "ray": ("ray", "several devices: trainer.n_gpus_per_node, trainer.nnodes"),
     "peft": ("lora", "LoRA: actor_rollout_ref.model.lora_rank"),
+    "modelscope": ("modelscope", "models of ModelScope: actor_rollout_ref.model.path=modelscope:OWNER/NAME"),
     "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
     "wandb": ("wandb", "trainer.logger=wandb"),
     "mlflow-skinny": ("mlflow", "trainer.logger=mlflow"),

@@ -1,6 +1,7 @@
 """Turns what a user writes as a model path into something that can be loaded, or into an error. Imports no torch.
 
-A path is, in this order: a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on the model hub.
+A path is, in this order: a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on a model hub: Hugging
+Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is true.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tether.runtime.cache import uses_modelscope
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
 
@@ -37,6 +39,8 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     ),
 }
 
+MODELSCOPE = "modelscope:"
+"""Before the name of a model of ModelScope."""
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
@@ -46,7 +50,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
 
     Args:
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
-        cache_dir: where `tether.models.language.registry_download.pull_model` puts known models.
+        cache_dir: where `tether.models.language.registry_download.pull_model` puts known models; ModelScope's, too.
 
     Returns:
         The directory or file; the object's name, or the hub id, as it is (a str) when nothing local has that name.
@@ -68,8 +72,11 @@ def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
         if local.suffix != ".gguf":
             raise ValueError(f"{local}: is a file but not a .gguf one. Name the model's directory or a GGUF file.")
         return local
-    if isinstance(path, str) and _HUB_ID.fullmatch(path) and not _meant_locally(local):
-        _check_not_misspelt(path)
+    hub_id = name.removeprefix(MODELSCOPE)
+    if isinstance(path, str) and _HUB_ID.fullmatch(hub_id) and (hub_id != name or not _meant_locally(local)):
+        _check_not_misspelt(hub_id)
+        if hub_id != name or uses_modelscope():
+            return _from_modelscope(hub_id, cache_dir)
         _check_on_hub(path)
         return path
     raise ValueError(_nothing_there(local))
@@ -136,6 +143,14 @@ def _check_on_hub(name: str) -> None:
         raise ValueError(f"{missing} the hub cannot be reached (HF_HUB_OFFLINE is set); {fix}") from error
     except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
         raise ValueError(f"{missing} the hub cannot be reached ({type(error).__name__}); {fix}") from error
+
+
+def _from_modelscope(name: str, cache_dir: Path) -> Path:
+    try:
+        from tether.models.language.modelscope import modelscope_directory
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
+    return modelscope_directory(name, cache_dir)
 
 
 def _nothing_there(path: Path) -> str:

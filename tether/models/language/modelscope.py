@@ -1,0 +1,31 @@
+"""Models of ModelScope, through its own client (extra ``modelscope``), which resumes and checks hashes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import requests
+from modelscope import snapshot_download
+from modelscope_hub.errors import HubError
+
+
+@cache
+def modelscope_directory(name: str, cache_dir: Path) -> Path:
+    """Download a model, or what is missing of it; asked once in a process.
+
+    Args:
+        name: ``owner/name``.
+        cache_dir: of tether; MODELSCOPE_CACHE wins.
+
+    Raises:
+        ValueError: ModelScope does not have it, or cannot be reached.
+    """
+    try:
+        return Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
+    except (HubError, requests.RequestException, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{name}: ModelScope does not give it ({why}). Correct the name or the connection (MODELSCOPE_ENDPOINT), "
+            "give the path of a model's directory, or unset VERL_USE_MODELSCOPE for the Hugging Face hub."
+        ) from error
