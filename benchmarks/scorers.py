@@ -1,7 +1,7 @@
 """Do tether's rules score as verl's scorers do? Real rows, replies of known kinds, both side by side.
 
     pip download --no-deps verl==0.9.1 --dest wheels
-    python -m benchmarks.scorers --verl wheels/verl-0.9.1-py3-none-any.whl --data DATA --write docs/rewards.md
+    python -m benchmarks.scorers --verl wheels/verl-0.9.1-py3-none-any.whl --data DATA --write docs/scorers.md
 
 DATA has gsm8k/test.parquet and math/test.parquet in verl's row layout (`tether data pull`). verl's files are loaded one
 by one, without the rest of verl.

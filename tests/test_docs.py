@@ -83,7 +83,7 @@ def test_config_commands_work(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @each_page
 def test_commands_exist(page: Path) -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    groups = {group.name for group in app.registered_groups}
+    groups = {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance}
     lines = "".join(blocks(page, "sh")).splitlines() + code_spans(page)
     used = {match[1] for line in lines if (match := re.match(r"tether (\w+)", line))}
     assert used <= commands | groups

@@ -37,9 +37,9 @@ OWNERS = {
 }
 """Section -> the key that says which simulator or policy its other keys belong to."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
-"""Sections that only RLinf's files have."""
+"""Sections by which RLinf's files are known; `cluster` where no native section but the shared ones stands beside it."""
 ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")
-SHARED_SECTIONS = ("algorithm", "critic", "data", "env")
+SHARED_SECTIONS = ("algorithm", "cluster", "critic", "data", "env")
 """Sections that RLinf's files and native ones both have."""
 
 
