@@ -82,7 +82,7 @@ def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(tmp_path
         assert [found.tolist() for found in one.call("part", "summed", [(torch.ones(1),)])] == [[1.0]]
         assert [found.tolist() for found in two.call("part", "summed", [(torch.ones(1),)] * 2)] == [[2.0]] * 2
         assert two.call("part", "total", [(one.share_weights("part"),)] * 2) == [7.0, 7.0]
-        waiting = threading.Thread(target=two.call, args=("part", "rest", [(8.0,), (8.0,)]))
+        waiting = threading.Thread(target=two.call, args=("part", "rest", [(3.0,), (3.0,)]))
         waiting.start()
         one.call("part", "pid", [()])
         assert waiting.is_alive()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tether.batch import WeightUpdate
 from tether.config import LoadedConfig
 from tether.config.schema.section import Section
-from tether.execution import StoredWeights
+from tether.execution import StoredWeights, Transfers
 from tether.runtime.ranks import Pool
 
 Plan = dict[str, str]
@@ -103,6 +103,10 @@ class OnRanks:
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         return [getattr(self.parts[part], method)(*given) if given is not None else None for given in arguments]
+
+    @property
+    def transfers(self) -> Transfers:
+        return Transfers()
 
     def share_weights(self, part: str) -> StoredWeights:
         return StoredWeights.of([])

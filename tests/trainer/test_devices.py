@@ -72,9 +72,12 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Pat
     for step in (1, 2):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
         more = found[step].keys() - expected[step].keys()
-        assert {key.split("/")[0] for key in more} == {"global_seqlen"}
+        assert {key.split("/")[0] for key in more} == {"global_seqlen", "transfer"}
         assert expected[step].keys() <= found[step].keys()
         assert 1 <= found[step]["global_seqlen/busiest_over_mean"] < 2
+        whole = sum(value.nbytes for value in weights(two / "global_step_2").values())
+        assert found[step]["transfer/weights_bytes"] == 2 * whole
+        assert found[step]["transfer/rows_to_ranks_bytes"] > found[step]["transfer/rows_from_ranks_bytes"] > 0
         for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy"):
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4)
     left, right = weights(one / "global_step_2"), weights(two / "global_step_2")

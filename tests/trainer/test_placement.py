@@ -8,7 +8,7 @@ from tests.trainer.test_devices import KEY, overrides
 from tests.trainer.tiny_run import measured, same, train, weights, write_inputs
 
 ADDED = ("global_seqlen/", "transfer/", "training/")
-APART = [f"{KEY}=4", "cluster.component_placement={actor: 0, critic: 1, inference: 2, rollout: 3}"]
+APART = [f"{KEY}=3", "cluster.component_placement={actor: 0, critic: 1, inference: 1, rollout: 2}"]
 AHEAD = "trainer.async_mode=one_step_off"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.inputs import Inputs
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, WeightUpdate
 from tether.config import RunConfig
 from tether.execution import StoredWeights
 from tether.rollout.native import NativeEngine
@@ -43,14 +44,26 @@ class RankSampler:
         if actor is not None:
             self.refresh()
 
-    def refresh(self) -> None:
-        """Take over the weights of this rank's actor."""
+    def refresh(self) -> int:
+        """Take over the weights of this rank's actor; returns their bytes."""
         assert self._actor is not None
-        self._engine.load_weights(self._actor.export())
+        return self._take(self._actor.export())
 
-    def load(self, version: int, weights: StoredWeights) -> None:
-        """Take over weights that ranks of another group have stored."""
-        self._engine.load_weights(weights.update(version))
+    def load(self, version: int, weights: StoredWeights) -> int:
+        """Take over weights that ranks of another group have stored; returns their bytes."""
+        return self._take(weights.update(version))
+
+    def _take(self, weights: WeightUpdate) -> int:
+        moved = 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal moved
+            for name, value in weights.tensors:
+                moved += value.nbytes
+                yield name, value
+
+        self._engine.load_weights(replace(weights, tensors=counted()))
+        return moved
 
     def generate(self, *arguments: Any) -> RolloutBatch:
         """See `RolloutEngine.generate`."""

@@ -136,6 +136,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
+            **({"transfers": groups.whole.transfers.take} if groups else {}),
             prove=_proof(config, roles.sampler, inputs.train),
         )
         ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule)
@@ -172,8 +173,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             about.append(f"{ranks} devices; up to {config.trainer.max_restarts} restarts when one is lost")
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
-        if formats:
-            about.append(f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto")
+        about += [f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto"] if formats else []
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Generic
 import torch
 
 from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
+from tether.execution.transfers import WEIGHTS
 from tether.execution.weights import StoredWeights
 from tether.execution.worker import Group
 from tether.rollout import FinishedResponse, NoiseKey, Partner, SamplingParams, join_rollouts
@@ -208,9 +209,11 @@ class ShardedSampler:
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`; each rank puts the actor's shards together, or reads what is stored."""
         if isinstance(weights.tensors, _Stored):
-            self._group.call(self._part, "load", [(weights.version, weights.tensors.shared)] * self._group.size)
+            given = (weights.version, weights.tensors.shared)
+            moved = self._group.call(self._part, "load", [given] * self._group.size)
         else:
-            self._group.call(self._part, "refresh", [()] * self._group.size)
+            moved = self._group.call(self._part, "refresh", [()] * self._group.size)
+        self._group.transfers.add(WEIGHTS, sum(moved))
 
 
 def _from(key: NoiseKey, samples: int) -> NoiseKey:

@@ -21,6 +21,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_local, room
+from tether.execution.transfers import FROM, TO, Transfers, size_of
 from tether.execution.weights import StoredWeights
 from tether.execution.worker import Group, Process, Worker, this_process
 from tether.runtime.interrupt import give_up_if_interrupted
@@ -68,6 +69,7 @@ class RayGroup:
     ) -> None:
         self.size = size = sum(pool.size for pool in pools)
         self._deadlines = deadlines
+        self.transfers = Transfers()
         self._beats = [b""] * size
         self._status = logs.absolute() / Path(STATUS).name
         self._silent = [0] * size
@@ -173,11 +175,14 @@ class RayGroup:
     def _answers_now(self, name: str, arguments: Sequence[tuple[object, ...] | None], seconds: float) -> list[Any]:
         if self._failure:
             raise self._failure
+        began = time.perf_counter()
         calls = {
             getattr(actor, name).remote(*given): rank
             for rank, (actor, given) in enumerate(zip(self._actors, arguments, strict=True))
             if given is not None
         }
+        took = time.perf_counter() - began
+        self.transfers.add(TO, size_of(arguments), took)
         with self._looking:
             self._note()
         answers: list[Any] = [None] * self.size
@@ -189,11 +194,14 @@ class RayGroup:
             if not ready and time.monotonic() > until:
                 late = ", ".join(self._name(calls[ref]) for ref in waiting)
                 raise self._hangs(f"{late} gave no answer to {name} within {seconds:g} s", calls[waiting[0]])
+            began = time.perf_counter()
             try:
                 for ref in ready:
                     answers[calls[ref]] = ray.get(ref)
             except RayError:
                 raise self._reason(calls) from None
+            took = time.perf_counter() - began
+            self.transfers.add(FROM, sum(size_of(answers[calls[ref]]) for ref in ready), took)
         return answers
 
     def _look(self) -> None:
@@ -306,6 +314,11 @@ class SomeRanks:
     def size(self) -> int:
         """How many."""
         return len(self.ranks)
+
+    @property
+    def transfers(self) -> Transfers:
+        """See `tether.execution.Group`."""
+        return self.whole.transfers
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
         """See `tether.execution.Group`."""

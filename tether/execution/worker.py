@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from tether import __version__
+from tether.execution.transfers import Transfers
 from tether.runtime.machine import set_threads
 
 BEAT_SECONDS = 0.5
@@ -39,6 +40,11 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """How many."""
+        ...
+
+    @property
+    def transfers(self) -> Transfers:
+        """What went to them and came back."""
         ...
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:

@@ -166,6 +166,16 @@ LENGTHS: Mapping[str, MetricInfo] = {
     "global_seqlen/balanced_min": MetricInfo("Fewest tokens that a device has.", when="on several devices"),
     "global_seqlen/balanced_max": MetricInfo("Most tokens that a device has.", when="on several devices"),
     "global_seqlen/mean": MetricInfo("Mean tokens of a device.", when="on several devices"),
+    "transfer/rows_to_ranks_bytes": MetricInfo(
+        "Bytes of prompts and rows that went to other processes in the step.", when="on several devices"
+    ),
+    "transfer/rows_from_ranks_bytes": MetricInfo(
+        "Bytes of responses, log-probs and values that came back.", when="on several devices"
+    ),
+    "transfer/weights_bytes": MetricInfo(
+        "Bytes of the policy's weights that the devices that sample took over, each the whole policy.",
+        when="on several devices",
+    ),
     "global_seqlen/busiest_over_mean": MetricInfo(
         "Work of the busiest device over the mean, of layers and attention, summed over mini-batches.",
         "near 1",
@@ -320,6 +330,10 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
     "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
+    "timing_s/rows_to_ranks": MetricInfo(
+        "Seconds in which the loop packed what went to other processes.", when="on several devices"
+    ),
+    "timing_s/rows_from_ranks": MetricInfo("Seconds in which it unpacked what came back.", when="on several devices"),
     "timing_s/old_log_prob": MetricInfo(
         "Seconds of recomputing the log-probabilities.", when="where the update does not give them"
     ),

@@ -114,6 +114,8 @@ class TextRollouts:
     max_prompt_length: int
     """The limit that prompts are held to, for metrics."""
     seed: int
+    transfers: Callable[[], dict[str, float]] = dict
+    """What went to other processes since it was last asked."""
     prove: Callable[[], None] | None = None
     """Compares sampler and trainer before the first step, where it cannot be done while a step samples."""
 
@@ -144,6 +146,7 @@ class TextRollouts:
             NothingToLearn: see `DynamicSampling.collect`.
         """
         key = NoiseKey(self.seed, step)
+        self.transfers()  # what went before the step is not its own
         with time("gen"):
             scored = (self.dynamic_sampling or self.collector).collect(prompts, self.sampling, key, progress)
         time.move(scored.reward_seconds, "gen", "reward")
@@ -168,7 +171,8 @@ class TextRollouts:
 
     def metrics(self, experience: TextExperience, outputs: PolicyOutputs | None, time: Timer) -> dict[str, float]:
         """See `Rollouts`."""
-        return step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
+        measured = step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
+        return measured | self.transfers()
 
     def metrics_to_log(self) -> dict[str, float]:
         """See `Rollouts`: a step's metrics are all there is."""
