@@ -115,7 +115,10 @@ def test_each_is_refused_or_noted():
 def test_nulls_and_empty_sections_ask_for_nothing():
     assert (
         load(
-            "actor_rollout_ref.model.mtp.enable=null", "actor_rollout_ref.actor.megatron={}", "distillation=null"
+            "actor_rollout_ref.model.mtp.enable=null",
+            "actor_rollout_ref.actor.megatron={}",
+            "distillation=null",
+            "data.val_files=null",
         ).notes
         == load().notes
     )

@@ -171,6 +171,15 @@ def test_what_is_logged_later_stands_in_the_line_of_its_step_also_after_a_resume
     assert lines == [{"step": step, "score": 0.5, "timing_s/save_checkpoint": 2.0} for step in (1, 2)]
 
 
+def test_a_validation_that_a_resumed_run_makes_up_for_joins_the_line_of_its_step(tmp_path: Path) -> None:
+    log_steps(open_run(tmp_path), 1, 3)
+    resumed = open_run(tmp_path, resumed_step=2)
+    resumed.log(2, {"val": 1})
+    resumed.log(3, {"score": 2})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "score": 0.0}, {"step": 2, "score": 0.0, "val": 1.0}, {"step": 3, "score": 2.0}]
+
+
 def test_a_lone_surrogate_is_written_as_json_escapes_it(tmp_path: Path) -> None:
     logger = open_run(tmp_path)
     logger.log_samples(1, [Sample(0, "s", "p", "half \ud83d", 1.0)])

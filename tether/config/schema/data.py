@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tether.config.schema.section import ActsIf, Inherits, Limit, Options, Positive, Section, Seed, Strings
+from tether.config.schema.section import (
+    ActsIf,
+    Inherits,
+    Limit,
+    NullIsUnset,
+    Options,
+    Positive,
+    Section,
+    Seed,
+    Strings,
+)
 
 
 class CustomClassConfig(Section):
@@ -23,7 +33,7 @@ class DataConfig(Section):
 
     train_files: Strings = Field(examples=["data/gsm8k/train.parquet"])
     """Training prompts: parquet, json or jsonl files, a hub dataset id, or reasoning_gym:TASK?key=value. Joined."""
-    val_files: Strings = ()
+    val_files: Annotated[Strings, NullIsUnset()] = ()
     """Held-out prompts, in the same forms; none: nothing is validated."""
     train_batch_size: Positive = 1024
     """Prompts a training step; each is sampled rollout.n times."""

@@ -33,7 +33,7 @@ class JsonlLogger:
     def __init__(self, run: RunInfo) -> None:
         self._metrics = _Lines(run.directory / METRICS_FILE, run.resumed_step)
         self._samples = _Lines(run.directory / SAMPLES_FILE, run.resumed_step)
-        self._last_step: int | None = None
+        self._last_step = self._metrics.last_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line with all metrics; of the step that was logged last, add them to its line.
@@ -95,12 +95,16 @@ class _Lines:
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._path = path
+        self.last_step: int | None = None
+        """Of the last line of the run that is resumed."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and resumed_step is None:
                 path.rename(_free_name(path))
             elif path.exists():
-                _write_all(path, b"".join(line for line, record in _records(path) if record["step"] <= resumed_step))
+                kept = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resumed_step]
+                _write_all(path, b"".join(line for line, _ in kept))
+                self.last_step = kept[-1][1] if kept else None
             self._file = _open(path)
         except OSError as error:
             raise _failed(path, error) from error
