@@ -180,6 +180,15 @@ def test_a_validation_that_a_resumed_run_makes_up_for_joins_the_line_of_its_step
     assert lines == [{"step": 1, "score": 0.0}, {"step": 2, "score": 0.0, "val": 1.0}, {"step": 3, "score": 2.0}]
 
 
+def test_metrics_that_were_deleted_before_a_resume_are_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log_steps(open_run(tmp_path), 1, 3)
+    open_run(tmp_path, resumed_step=2)
+    assert caplog.text == ""
+    (tmp_path / "metrics.jsonl").unlink()
+    open_run(tmp_path, resumed_step=2)
+    assert f"{tmp_path}/metrics.jsonl has no line of the steps before the resume" in caplog.text
+
+
 def test_a_lone_surrogate_is_written_as_json_escapes_it(tmp_path: Path) -> None:
     logger = open_run(tmp_path)
     logger.log_samples(1, [Sample(0, "s", "p", "half \ud83d", 1.0)])

@@ -34,6 +34,8 @@ class JsonlLogger:
         self._metrics = _Lines(run.directory / METRICS_FILE, run.resumed_step)
         self._samples = _Lines(run.directory / SAMPLES_FILE, run.resumed_step)
         self._last_step = self._metrics.last_step
+        if run.resumed_step and self._last_step is None:
+            logger.warning("%s has no line of the steps before the resume", run.directory / METRICS_FILE)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line with all metrics; of the step that was logged last, add them to its line.
