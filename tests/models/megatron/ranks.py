@@ -236,6 +236,7 @@ def refusals(folder: Path) -> dict[str, str]:
     attempts: dict[str, Callable[[], object]] = {
         "family": lambda: built(TINY_CONFIGS["gemma2"]()),
         "unknown": lambda: built(recompute_granularty="full"),
+        "unfit": lambda: built(moe_router_load_balancing_type="sinkhorn"),
         "set elsewhere": lambda: built(tensor_model_parallel_size=2),
         "activation": lambda: built(bent),
         "router": lambda: built(TINY_CONFIGS["deepseek_v3"](norm_topk_prob=False)),

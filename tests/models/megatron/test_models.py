@@ -105,6 +105,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "llama, mistral, qwen2, qwen3, qwen2_moe, qwen3_moe, deepseek_v3" in messages["family"]
     assert "override_transformer_config.recompute_granularty='full'" in messages["unknown"]
     assert "Did you mean recompute_granularity?" in messages["unknown"]
+    assert "'sinkhorn': sinkhorn chooses experts by what else is in the micro-batch" in messages["unfit"]
     assert "follows from the model" in messages["set elsewhere"]
     assert "hidden_act='gelu'" in messages["activation"]
     assert "norm_topk_prob=False" in messages["router"]

@@ -23,6 +23,12 @@ SET_ELSEWHERE = (
     "pipeline_model_parallel_layout", "moe_grouped_gemm", "hidden_dropout", "attention_dropout",
 )  # fmt: skip
 """Entries of Megatron's config that the model, the layout or the way tether runs it decide."""
+UNFIT = {
+    "moe_input_jitter_eps": "adds noise that no seed of the run draws",
+    "moe_expert_capacity_factor": "drops tokens, by what else is in their micro-batch",
+    "moe_router_load_balancing_type": "sinkhorn chooses experts by what else is in the micro-batch",
+}
+"""Entries with which a gradient depends on chance or on micro-batches, the last for sinkhorn alone."""
 
 
 def check_family(hf_config: Any) -> None:
@@ -248,3 +254,5 @@ def _check_overrides(overrides: Mapping[str, object], known: set[str]) -> None:
                 f"override_transformer_config.{key}={value!r}: follows from the model, the parallel sizes and the "
                 "engine's options. Leave it out, and set those."
             )
+        if key in UNFIT and value and (key != "moe_router_load_balancing_type" or "sinkhorn" in str(value)):
+            raise ValueError(f"override_transformer_config.{key}={value!r}: {UNFIT[key]}. Leave it out.")
