@@ -151,6 +151,9 @@ def text_context(folder: Path) -> dict[str, list[str]]:
     ]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
     return {
+        "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": [
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
+        ],
         "critic.ulysses_sequence_parallel_size": ["critic.model.use_remove_padding=True"],
         "data.truncation": [*overlong, "data.truncation=left"],
         "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],

@@ -304,5 +304,5 @@ def test_the_batches_of_a_finished_checkpoint_are_learned_in_turns_again(inputs:
 
 def test_several_devices_are_refused(inputs: Path, tmp_path: Path):
     options = [*base_overrides(inputs, tmp_path), *GRPO, *MODES["one_step_off"], "trainer.n_gpus_per_node=2"]
-    with pytest.raises(ValueError, match=r"trainer\.n_gpus_per_node.*2 devices.*async_mode=one_step_off.*set it to 1"):
+    with pytest.raises(ValueError, match=r"native samples on the 2 devices.*one_step_off.*set it to vllm"):
         load_config(None, options)

@@ -147,11 +147,13 @@ def _check_layers(layout: Layout, layers: int, prefix: str) -> None:
         layout.layers_by_stage(layers)
     except ValueError as error:
         sizes = [size for size in _divisors(layers) if size <= layers]
+        pieces = f"{prefix}virtual_pipeline_model_parallel_size={layout.virtual_pipeline}"
         raise ValueError(
             f"{prefix}pipeline_model_parallel_size={layout.pipeline}: cannot deal out {error} of a model with {layers} "
-            f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, sizes)} works (with virtual "
-            "stages, their number must divide the layers of each rank); or set override_transformer_config."
-            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage so that the rest is even."
+            f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, sizes)} works"
+            + (f" ({pieces} must divide the layers of each rank)" if layout.virtual_pipeline else "")
+            + "; or set override_transformer_config.num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage so that the rest is even."
         ) from None
 
 
