@@ -13,7 +13,7 @@ from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
-from tether.assembly import roles
+from tether.assembly import groups
 from tether.config import ConfigError, LoadedConfig, load_config
 from tether.config.keys import values_of
 from tether.config.support.live_keys import live_keys, why_idle
@@ -205,7 +205,7 @@ SMALL_LAYOUTS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", SMALL_LAYOUTS)
 def test_a_recipe_runs_in_megatron(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     sizes = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in SMALL_LAYOUTS[name].items()]
     chosen = "actor_rollout_ref.actor.strategy=megatron"
     check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=2", chosen, *sizes])
@@ -214,5 +214,5 @@ def test_a_recipe_runs_in_megatron(name: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["run_gemma", "run_deepseek7b_llm_sp2"])
 def test_a_recipe_runs_on_its_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     check_run(name, [*made_small(name, tmp_path), "trainer.n_gpus_per_node=2"])

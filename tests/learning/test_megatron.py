@@ -11,7 +11,7 @@ from benchmarks.algorithms.tasks import EOS, PAD, SPELL, TOKENS, overrides, writ
 from tests.tiny import tiny_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import train
-from tether.assembly import roles
+from tether.assembly import groups
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
 
@@ -25,7 +25,7 @@ LAYOUTS = {"qwen2": f"{SIZES}.tensor_model_parallel_size=2", "qwen2_moe": f"{SIZ
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_it_learns(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks; the first steps are those of one process."""
-    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     runs = {}
     for name, steps, parts in (("one", SAME_STEPS, ()), ("two", STEPS, (*PARTS, LAYOUTS[family]))):
         folder = tmp_path / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -12,24 +13,27 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tether.execution.transfers import Transfers
 from tether.execution.worker import Worker
-from tether.runtime.ranks import RankFailed
+from tether.runtime.ranks import Pool, RankFailed
+
+JOIN_SECONDS = 600.0
 
 if importlib.util.find_spec("megatron") is not None:
-    pass  # for the forks
+    importlib.import_module("tether.training.engines.megatron")  # once, for all forks
 
 
 class ForkedGroup:
     """See `tether.execution.Group`; takes the place of `tether.execution.ray_group.RayGroup`."""
 
-    def __init__(self, per_node: int, device: str, threads: int | None, logs: Path, **_: object) -> None:
-        self.size = per_node
+    def __init__(self, pools: Sequence[Pool], device: str, threads: int | None, logs: Path, **_: object) -> None:
+        self.size, self.transfers = sum(pool.size for pool in pools), Transfers()
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._logs = [logs / f"rank_{rank}.log" for rank in range(per_node)]
+        self._logs = [logs / f"rank_{rank}.log" for rank in range(self.size)]
         self._ranks, self._processes = [], []
-        for rank in range(per_node):
+        for rank in range(self.size):
             here, there = context.Pipe()
             of_worker = (rank, threads or 1, self._logs[rank], Path.cwd(), ("127.0.0.1", self._store.port))
             process = context.Process(target=_serve, args=(there, of_worker), daemon=True)
@@ -37,7 +41,12 @@ class ForkedGroup:
             there.close()
             self._ranks.append(here)
             self._processes.append(process)
-        self._answers("join", [(per_node, device)] * per_node)
+        self._answers("join", [(range(self.size), device, JOIN_SECONDS)] * self.size)
+
+    def some(self, ranks: range) -> ForkedGroup:
+        """All of them: no model has devices of its own here."""
+        assert len(ranks) == self.size
+        return self
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
         """See there."""
@@ -50,6 +59,10 @@ class ForkedGroup:
     def share(self, value: object) -> object:
         """See there."""
         return value
+
+    def read(self, shared: object) -> object:
+        """See there."""
+        return shared
 
     def close(self) -> None:
         """End all ranks."""

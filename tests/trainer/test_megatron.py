@@ -13,7 +13,7 @@ from tests.tiny import save_tiny
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_devices import overrides, saved_again
 from tests.trainer.tiny_run import measured, train, weights, write_inputs
-from tether.assembly import roles
+from tether.assembly import groups
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
@@ -61,13 +61,13 @@ def test_layouts_train_as_one_process_and_resume_each_others_checkpoints(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of one process, of TP 2 x PP 2 until a rank is killed, and of PP 2 that continues from there."""
-    monkeypatch.setattr(roles, "_start_group", Dying)
+    monkeypatch.setattr(groups, "_start_group", Dying)
     kl = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.optim.lr=1e-4", "critic.optim.lr=1e-4"]
     one = train([*overrides(inputs, tmp_path / "one", 1, STEPS), *kl])
     four = [STRATEGY, f"{TP}=2", f"{PP}=2", *kl]
     with pytest.raises(RankFailed, match="rank 3 ended"):
         train([*overrides(inputs, tmp_path / "split", 4, STEPS), *four])
-    monkeypatch.setattr(roles, "_start_group", ForkedGroup)
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     checkpoint = tmp_path / f"split/global_step_{STEPS // 2}"
     assert saved_again(inputs, tmp_path / "split", 1, checkpoint, kl)
     two = [STRATEGY, f"{PP}=2", *kl]
