@@ -42,6 +42,12 @@ def run(inputs: Path, folder: Path, *more: str, steps: int = 4, killer: object =
     return train(given, Callbacks([killer] if killer else [])).folder
 
 
+def learned(directory: Path) -> dict[int, dict[str, float]]:
+    """What a run measured but for bytes: a checkpoint that is written meanwhile is counted in another step."""
+    steps = measured(directory).items()
+    return {step: {key: value for key, value in found.items() if "transfer/" not in key} for step, found in steps}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saving", [["trainer.save_freq=2"], ["trainer.async_save=True"]], ids=["", "while-it-saves"])
 def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(
@@ -58,7 +64,7 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(
     assert (said.out + said.err).count("rank 1 died") == 1
     for role in ("actor", "critic"):
         assert same(weights(whole / "global_step_4", role), weights(killed / "global_step_4", role))
-    assert measured(whole) == measured(killed)
+    assert learned(whole) == learned(killed)
     assert not any(Path(f"/proc/{pid}").exists() for pid in killer.killed[0].values())
 
 
