@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.resumable import write_between
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.metrics.plot import plot_run
@@ -59,19 +60,6 @@ def questions(folder: Path) -> str:
     return f"{distinct:>9.0f}  {best_constant:>8}"
 
 
-def write_table(page: Path, table: str) -> None:
-    """Put the table between the marks of a page.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
-    text = page.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page}: no {BEGIN} ... {END} to write between")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
-
-
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,7 +89,7 @@ def main() -> None:
         "`majority` is what always giving the most frequent answer would score."
     )
     for page in arguments.write:
-        write_table(page, "\n".join(["```text", header, *lines, "```", "", note]))
+        write_between(page, BEGIN, END, "\n".join(["```text", header, *lines, "```", "", note]))
     if arguments.plot:
         validation = sorted({key for f in folders for m in read_metrics(f).values() for key in validation_means(m)})
         shown = [arguments.score, "env/return"] if arguments.score else [*validation, "critic/score/mean"]

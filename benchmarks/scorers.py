@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from benchmarks.resumable import write_between
 from tether.rewards.rules.gsm8k import strict
 from tether.rewards.rules.math import boxed, dapo
 from tether.types import JsonObject
@@ -142,9 +143,7 @@ def main() -> None:
         lines += lines_of(arguments.data, arguments.verl, case)
     print(*lines, sep="\n")
     if arguments.write:
-        text = arguments.write.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.write.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+        write_between(arguments.write, BEGIN, END, "\n".join(lines))
 
 
 if __name__ == "__main__":

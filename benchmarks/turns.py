@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.resumable import write_between
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
 
@@ -83,9 +84,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     print(*lines, f"{platform.machine()}, one thread", sep="\n")
     if arguments.write:
-        text = arguments.write.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.write.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+        write_between(arguments.write, BEGIN, END, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.algorithms.cases import all_cases
 from benchmarks.algorithms.report import PICTURE, core_minutes, draw, markdown, text_table
 from benchmarks.algorithms.runs import run_all
+from benchmarks.resumable import write_between
 from tether.runtime.machine import usable_cores
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -44,9 +45,7 @@ def main() -> int:
     failed = [row.case.name for row in rows if not row.passed]
     print(f"\n{len(rows) - len(failed)} of {len(rows)} rows pass, {core_minutes(rows):.1f} minutes of one core")
     if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8")
-        head, tail = page.split(BEGIN)[0], page.split(END)[1]
-        arguments.write.write_text(f"{head}{BEGIN}\n{markdown(rows)}\n{END}{tail}", encoding="utf-8")
+        write_between(arguments.write, BEGIN, END, markdown(rows))
         draw(rows, arguments.write.parent / "assets" / PICTURE)
     return 1 if failed else 0
 

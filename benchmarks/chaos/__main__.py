@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.chaos import files, kills, rewards
+from benchmarks.resumable import write_between
 from benchmarks.speed.machine import machine_line
 
 BEGIN, END = "<!-- chaos:begin -->", "<!-- chaos:end -->"
@@ -69,8 +70,7 @@ def _write(page: Path, command: str, table: str, began: float) -> None:
     """Write a table between the marks of a page."""
     minutes = (time.perf_counter() - began) / 60
     note = f"`python -m benchmarks {command}`, {minutes:.0f} minutes, {date.today()}: {machine_line()}."
-    head, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n{table}\n\n{note}\n{END}{rest.partition(END)[2]}")
+    write_between(page, BEGIN, END, f"{table}\n\n{note}")
 
 
 def _show(lines: list[str], line: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control.tasks import Task
+from benchmarks.resumable import write_between
 
 LEARNING_MARKS = "<!-- learning:begin -->", "<!-- learning:end -->"
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -131,10 +132,7 @@ def write_table(path: Path, tasks: Mapping[str, Task], tables: Mapping[str, Runs
         seeds = f"{len(ours)}, {len(theirs)}"
         cells = (name, f"{tasks[name].steps:,}", seeds, *returns, *compared, f"{speed:.1f}")
         rows.append(f"| {' | '.join(cells)} |")
-    text, (begin, end) = path.read_text(), LEARNING_MARKS
-    before, _, rest = text.partition(begin)
-    after = rest.partition(end)[2]
-    path.write_text("\n".join([before + begin, *rows, end + after]))
+    write_between(path, *LEARNING_MARKS, "\n".join(rows))
 
 
 def _with_spread(values: Sequence[float]) -> str:
