@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Learned:
-    """How a run went."""
+    """Scores and tool calls of a run."""
 
     held_out: list[float]
     """Score of sampled answers to held-out questions before the first step and after the last one."""

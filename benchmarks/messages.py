@@ -1,4 +1,4 @@
-"""What ranks send each other: python -m benchmarks.messages
+"""Messages between ranks, counted beside formulas: python -m benchmarks.messages
 
 Collective calls and their bytes on one rank, counted while a tiny policy runs, beside what formulas say. The weights of
 a layer are gathered before it runs, freed after it, and gathered again for its backward pass; its gradients are summed

@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Curve:
-    """How it went."""
+    """Scores of a run, and the distance of sampler and trainer."""
 
     scores: list[float]
     """Mean score of the training batch of each step."""

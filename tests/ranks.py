@@ -16,7 +16,7 @@ Work = Callable[..., Any]
 
 
 def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int = 0) -> Any:
-    """What `work` returns on a rank (`answers`) of a group of new processes."""
+    """The result of `work` on a rank (`answers`) of a group of new processes."""
     folder.mkdir(parents=True, exist_ok=True)
     # The server imports once for all ranks of all launches; it never ran a backward pass, after which none may fork.
     mp.set_forkserver_preload([__name__, work.__module__])

@@ -52,7 +52,7 @@ class Soak:
     noise: random.Random
     driver: BaseProcess = field(init=False)
     commands: int = 0
-    """How often the command was given."""
+    """Starts of the command, by hand or not."""
 
     def __post_init__(self) -> None:
         self.command()

@@ -114,7 +114,7 @@ def test_lengths_are_limited_and_ends_ignored_on_demand(bench: Bench) -> None:
 
 
 def test_weights_may_change_within_responses(bench: Bench) -> None:
-    """What is not complete when weights come goes on with them, and every token says which weights drew it."""
+    """A response that is incomplete when weights arrive continues with them; each token has its version."""
     engine = up_to_date(bench).engine
     before, ends, engine.eos_token_ids = copy.deepcopy(bench.model), engine.eos_token_ids, frozenset([5, 105])
     finished: list[FinishedResponse] = []

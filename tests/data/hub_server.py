@@ -20,7 +20,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repository, self.files, self.large, self.commit = repository, files, large, COMMIT
         self.lies: dict[str, bytes] = {}
-        """What is sent in place of a file."""
+        """Bytes that are sent in place of a file."""
         self.asked: list[tuple[str, str, str | None]] = []
         """Method, path and range of each request."""
         self.cut: int | None = None

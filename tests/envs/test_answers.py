@@ -1,4 +1,4 @@
-"""What a step of an environment gives is read exactly, or refused by environment and value."""
+"""Observations, rewards and flags of an environment's step: read exactly, or refused by environment and value."""
 
 import gymnasium
 import numpy as np

@@ -67,7 +67,7 @@ def test_a_new_run_in_the_folder_sets_the_best_of_the_last_one_aside(loop: Loop,
     assert len(list((tmp_path / "best" / "earlier_1").glob("global_step_*"))) == 1
     (kept,) = (tmp_path / "best").glob("global_step_*")
 
-    # A run that goes on from this one has its best test, and a new one that keeps none has none.
+    # A run that resumes from this one keeps its best test; a new one that keeps none has none.
     path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_1'}"]
     loop.train(loop.overrides(tmp_path, *path, "trainer.total_training_steps=1"))
     assert read_result(tmp_path, step=1, total_steps=1).best_checkpoint == kept

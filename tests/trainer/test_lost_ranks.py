@@ -43,7 +43,7 @@ def run(inputs: Path, folder: Path, *more: str, steps: int = 4, killer: object =
 
 
 def learned(directory: Path) -> dict[int, dict[str, float]]:
-    """What a run measured but for bytes: a checkpoint that is written meanwhile is counted in another step."""
+    """Metrics without the bytes moved: those of a background checkpoint may count in another step."""
     steps = measured(directory).items()
     return {step: {key: value for key, value in found.items() if "transfer/" not in key} for step, found in steps}
 

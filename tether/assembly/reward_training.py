@@ -59,7 +59,7 @@ def build_reward_training(
         model: what it is made of, whose tokenizer it has.
         files: of pairs.
         options: of its training.
-        trained: where it was saved on the way, with weights that go on from there.
+        trained: a checkpoint of this training, to resume from.
 
     Raises:
         ValueError: files that hold no pairs, or a model that cannot be trained.

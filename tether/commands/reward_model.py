@@ -77,7 +77,7 @@ def train_reward_model(
 ) -> list[float]:
     """Train, and write a Hugging Face directory with the metrics beside it: whole, or not at all.
 
-    What was stopped goes on from its last checkpoint, bitwise as if it had not been.
+    A stopped training resumes from its last checkpoint, bitwise as if it had not been stopped.
 
     Args:
         model: a causal LM or a reward model.

@@ -103,7 +103,7 @@ def _apart(cfg: RunConfig) -> list[tuple[str, str]]:
 
 
 def _given(cfg: RunConfig, devices: int) -> dict[str, range] | Problem:
-    """What ``cluster.component_placement`` says."""
+    """The devices that ``cluster.component_placement`` gives each model."""
     if twice := _apart(cfg):
         return Problem(twice[0][1], f"says devices of its own beside {PATH}", f"keep one of the two, such as {PATH}")
     placements, problems = parse_placements(cfg.cluster.component_placement, {}, devices)
