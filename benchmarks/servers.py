@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from benchmarks.algorithms.cases import ALGORITHM, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
 from benchmarks.resumable import ROOT, all_runs, write_between
@@ -33,7 +35,7 @@ from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.registry_download import pull_model
 from tether.runtime.cache import cache_dir
-from tether.runtime.machine import set_threads
+from tether.runtime.machine import computes_in_bfloat16, set_threads
 
 BEGIN, END = "<!-- curves:begin -->", "<!-- curves:end -->"
 ENGINES = ("native", "vllm")
@@ -83,19 +85,21 @@ def quickstart(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
     return ROOT / "recipes/quickstart/run.yaml", fixed
 
 
-def spell_model(folder: Path) -> tuple[Path, int]:
-    """A folder that describes the model of a task, and most tokens of prompt and response."""
+def spell_server(folder: Path) -> list[str]:
+    """Options of a server for a task: its model, most tokens of prompt and response, format, share of the memory."""
     tiny_llama(0, heads=2, head_dim=32).save_pretrained(folder)
-    return folder, 16
+    return [f"--model={folder}", "--max-model-len=16", "--dtype=float32", "--gpu-memory-utilization=0.05"]
 
 
-def quickstart_model(folder: Path) -> tuple[Path, int]:
-    """See `spell_model`."""
-    return pull_model("smollm2-135m", cache_dir(), progress=print), 136
+def quickstart_server(folder: Path) -> list[str]:
+    """See `spell_server`; the format is the one that the recipe computes in here."""
+    model = pull_model("smollm2-135m", cache_dir(), progress=print)
+    dtype = "bfloat16" if computes_in_bfloat16(torch.device("cpu")) else "float32"
+    return [f"--model={model}", "--max-model-len=136", f"--dtype={dtype}", "--gpu-memory-utilization=0.15"]
 
 
 TASKS = {"spell": spell, "quickstart": quickstart}
-MODELS = {"spell": spell_model, "quickstart": quickstart_model}
+SERVERS = {"spell": spell_server, "quickstart": quickstart_server}
 
 
 def train(asked: Asked, server: str | None) -> Curve:
@@ -126,13 +130,12 @@ def train(asked: Asked, server: str | None) -> Curve:
 
 
 @contextmanager
-def server_of(model: Path, longest: int) -> Iterator[str]:
+def server_of(options: Sequence[str]) -> Iterator[str]:
     """The address of a vLLM server that is started as somebody else would; it is ready some time later."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    options = ["--load-format=dummy", "--dtype=float32", "--enforce-eager", "--gpu-memory-utilization=0.05"]
-    command = ["bash", "scripts/vllm.sh", "serve", f"--model={model}", f"--port={port}", f"--max-model-len={longest}"]
+    command = ["bash", "scripts/vllm.sh", "serve", f"--port={port}", "--load-format=dummy", "--enforce-eager"]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen([*command, *options], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     try:
@@ -225,7 +228,7 @@ def main() -> None:
         @cache
         def server() -> str:
             folder = Path(started.enter_context(tempfile.TemporaryDirectory()))
-            return given.server or started.enter_context(server_of(*MODELS[given.task](folder)))
+            return given.server or started.enter_context(server_of(SERVERS[given.task](folder)))
 
         def make(**one: Any) -> dict[str, Any]:
             return asdict(train(Asked(**one), server() if one["engine"] == "vllm" else None))

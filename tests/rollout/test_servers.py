@@ -261,7 +261,7 @@ def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest
         taken.listen()
         monkeypatch.setattr("tether.rollout.servers.server._free_port", lambda: taken.getsockname()[1])
         bench = started()
-        bench.server.timeout = bench.server.patience = 60
+        bench.server.timeout, bench.server.patience = 60, 2
         with pytest.raises(ValueError, match=r"(?s)exit code 1 while it started.*server.log ends with:.*in use"):
             bench.engine.generate(PROMPTS, SAMPLING, KEY)
 

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rollout.bench import KEY, LONG, PROMPTS, REAL, SAMPLING, VLLM, Bench, bench_of, complaint, needs_vllm
+from tests.rollout.bench import (
+    KEY,
+    LONG,
+    PROMPTS,
+    REAL,
+    SAMPLING,
+    VLLM,
+    Bench,
+    bench_of,
+    complaint,
+    needs_vllm,
+    rows_of,
+)
 from tether.batch import WeightUpdate
 from tether.rollout.servers import Launch, Server
 
@@ -86,6 +98,19 @@ def test_the_head_of_vllm_keeps_its_first_weights_unless_packed(made: Callable[.
     bench.server.where = replace(launch, environment={**launch.environment, "PYTHONPATH": path})
     found = complaint(bench.probe())
     assert "an output head that keeps its first weights: yes, this is it" in found
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., Bench]) -> None:
+    """A part of a prompt ends the engine of a CPU where it draws with a request's seed."""
+    rows = []
+    for most in (4096, 64):
+        bench = made(python=REAL, max_num_batched_tokens=most, enable_chunked_prefill=True, max_num_seqs=8)
+        rollout = bench.engine.generate([*LONG, *PROMPTS], SAMPLING, KEY)
+        rows.append(rows_of(rollout))
+        bench.close()
+    assert rows[0] == rows[1]
 
 
 def test_a_server_that_sleeps_is_woken(made: Callable[..., Bench]) -> None:

@@ -45,6 +45,11 @@ class Server:
         self.http = Connections(self.where if isinstance(self.where, str) else "http://127.0.0.1:0")
 
     @property
+    def _soon(self) -> float:
+        """Seconds in which it must answer a question that costs it nothing."""
+        return min(30.0, self.patience)
+
+    @property
     def url(self) -> str:
         """Its address."""
         return self.http.url
@@ -96,7 +101,7 @@ class Server:
 
     def _answers(self, route: str) -> bool:
         try:
-            self.http.get(route, within=min(30.0, self.timeout))
+            self.http.get(route, within=self._soon)
         except (ServerGone, ServerRefuses):
             return False
         return True
@@ -122,7 +127,7 @@ class Server:
             ValueError: it cannot.
         """
         try:
-            self.speaks.interrupt(self.http, min(30.0, self.timeout))
+            self.speaks.interrupt(self.http, self._soon)
         except ServerRefuses as error:
             key = "actor_rollout_ref.rollout.partial_rollout=True"
             raise ValueError(f"{error}: the server breaks off no responses, as {key} asks for. Leave it out") from None
@@ -132,7 +137,7 @@ class Server:
         if self.weights != weights:
             return False
         try:
-            return self.speaks.weights(self.http, min(30.0, self.timeout)) == weights
+            return self.speaks.weights(self.http, self._soon) == weights
         except (ServerGone, ServerRefuses):
             return False
 
@@ -175,7 +180,7 @@ class Server:
     def sign_of_life(self) -> float | None:
         """See `Dialect.sign_of_life`; None too where it does not answer."""
         try:
-            return self.speaks.sign_of_life(self.http, min(30.0, self.timeout))
+            return self.speaks.sign_of_life(self.http, self._soon)
         except (ServerGone, ServerRefuses):
             return None
 

@@ -1,4 +1,6 @@
-"""Takes over weights from files, inside a vLLM server's processes: standard library, torch, safetensors and vLLM only.
+"""Inside a vLLM server's processes: takes over weights from files, and puts right what fails on CPUs.
+
+It may import the standard library, vLLM and what vLLM needs.
 
 Naming `Extension` as ``--worker-extension-cls`` imports this module in every worker, which registers the backend
 ``tether`` of vLLM's weight transfer. Each call of ``/update_weights`` names a safetensors file with some tensors, as
@@ -7,11 +9,14 @@ transformers names them; every tensor-parallel worker reads the whole of each an
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 @dataclass
@@ -87,5 +92,25 @@ class Extension:
         pack_tied_head(self.model_runner.model)  # type: ignore[attr-defined]
 
 
+def draw_for_whole_prompts_only(runner: type[GPUModelRunner]) -> None:
+    """Let a seeded request draw nothing while its prompt is computed in parts: vLLM 0.32 draws and then turns the
+    generator back, which one of a CPU refuses ("CPU Generator does not use offset"), and the whole server ends.
+    """
+    sample = runner.sample_tokens
+
+    def sample_tokens(self: GPUModelRunner, *given: object, **named: object) -> object:
+        batch = self.input_batch
+        partly = map(int, np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0])
+        kept = {row: batch.generators.pop(row) for row in partly if row in batch.generators}
+        try:
+            return sample(self, *given, **named)
+        finally:
+            batch.generators.update(kept)
+
+    runner.sample_tokens = sample_tokens
+
+
+if current_platform.is_cpu():
+    draw_for_whole_prompts_only(GPUModelRunner)
 if "tether" not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine("tether", FileEngine)
