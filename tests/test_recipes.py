@@ -1,6 +1,8 @@
 """Every recipe's configuration is sound, and verl's command is verl's."""
 
+import importlib
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from tests.config.test_reference_command import PAGE, RUN_GEMMA
 from tether.config import LoadedConfig, load_config
+from tether.data.pairs import pair_problems
 from tether.data.sources import load_rows
 from tether.rewards.custom import load_reward_function
 
@@ -86,3 +89,27 @@ def test_quickstart_has_the_distinct_held_out_questions_that_it_asks_for() -> No
     )
     assert len(test) == len(set(test))
     assert not set(test) & set(train)
+
+
+def test_the_pairs_of_the_reward_model_follow_the_gold_score_and_no_tested_prompt_is_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = RECIPES / "reward-model"
+    monkeypatch.syspath_prepend(str(folder))
+    gold, make = (importlib.import_module(name) for name in ("gold", "make"))
+
+    def score(text: str) -> float:
+        return gold.compute_score("notes", text, None, {})["score"]
+
+    # Two different words of praise; near is said four times, which is two too many.
+    assert score("warm calm warm near near near near on") == 2 - 2 * 0.5
+    rows = make.rows(random.Random(1))
+    assert not {str(row["prompt"]) for row in rows["train"]} & {str(row["prompt"]) for row in rows["test"]}
+    assert not [problem for pair in rows["pairs"] for problem in pair_problems(pair)]
+    ahead = sum(score(pair["chosen"]) > score(pair["rejected"]) for pair in rows["pairs"])
+    behind = sum(score(pair["chosen"]) < score(pair["rejected"]) for pair in rows["pairs"])
+    assert 0.65 < ahead / (ahead + behind) < 0.85  # some pairs are wrong
+    words = make.tokenizer()
+    for row in rows["train"]:
+        asked = words.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        assert words.unk_token_id not in words.encode(f"{asked}{rows['pairs'][0]['chosen']}")
