@@ -20,6 +20,10 @@ from tether.rewards.sandbox.limits import Finished
         ("```rust\na\n```", ("python",), None),
         ("```python\nwas cut of", ("python",), ("python", "was cut of")),
         ("no block", ("python",), None),
+        ("", ("python",), None),
+        ("# a comment", ("python",), None),
+        ("print(1)", ("python", "cpp"), ("python", "print(1)")),
+        ("print(1)", ("cpp", "python"), None),
     ],
 )
 def test_the_program_of_a_response(response, languages, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -41,18 +42,28 @@ class Answer:
 def find_answer(response: str, languages: Collection[str], *, raw: bool = False) -> Answer | None:
     """The last block of code in one of the languages; without one, the last block that names none, in the first.
 
+    A response without any block is the program itself where the first language is Python and all of it parses.
+
     Args:
         response: text with blocks between three backquotes; the last may be cut off.
         languages: names of `LANGUAGES`.
-        raw: a response without any block is code itself.
+        raw: such a response is code whether it parses or not: it may be the body of a function.
     """
     tags = {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
     blocks = [(match[1].strip().lower(), match[2]) for match in _BLOCK.finditer(response)]
     tagged = [Answer(tags[tag], source) for tag, source in blocks if tag in tags]
     default = next(iter(languages))
     untagged = [Answer(default, source) for tag, source in blocks if not tag]
-    whole = [Answer(default, response)] if raw and "```" not in response else []
+    is_code = "```" not in response and (raw or (default == "python" and _is_python(response)))
+    whole = [Answer(default, response)] if is_code else []
     return next(iter([*tagged[::-1], *untagged[::-1], *whole]), None)
+
+
+def _is_python(text: str) -> bool:
+    try:
+        return bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def job_for(test: Test, answer: Answer) -> Job:
