@@ -1,9 +1,9 @@
-"""What becomes of the true score while PPO raises a learned one? The recipe `reward-model`, three seeds with two weights of the KL.
+"""What becomes of the true score while PPO raises a learned one? `recipes/reward-model`, three seeds.
 
     python -m benchmarks.overoptimisation
     python -m benchmarks.overoptimisation --write recipes/reward-model/README.md --plot docs/assets/reward-model.png
 
-Each seed makes a policy, pairs and a reward model of its own, then trains with a weak and with a strong KL penalty.
+Each seed makes a policy, pairs and a reward model of its own, then trains with a weak and a strong KL penalty.
 Runs that are done are kept in --results and not made again.
 """
 
