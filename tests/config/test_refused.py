@@ -67,6 +67,25 @@ def test_the_dapo_manager_is_the_naive_one_with_an_overlong_buffer():
     assert loaded.notes == (f"no effect: {buffer}.log=True (the punishment is always logged)",)
 
 
+def test_dapos_arguments_of_the_manager_are_the_overlong_buffer():
+    given = "reward_model.reward_kwargs"
+    buffer = [f"{given}.overlong_buffer_cfg.enable=True", f"{given}.overlong_buffer_cfg.len=64"]
+    loaded = load("data.max_response_length=256", *buffer, f"{given}.max_resp_len=256")
+    found = loaded.config.reward_model.overlong_buffer
+    assert (found.enable, found.len) == (True, 64)
+    shorter = problems_of("data.max_response_length=256", *buffer, f"{given}.max_resp_len=128")
+    assert "the limit of responses is data.max_response_length" in shorter.popitem()[1]
+    assert "custom_reward_function.reward_kwargs" in problems_of(f"{given}.bonus=1")[f"{given}.bonus"]
+
+
+def test_a_batch_is_scored_by_a_function_alone():
+    batch, function = "reward_model.reward_manager=batch", "custom_reward_function.path=mine.py"
+    assert load(batch, function).config.reward_model.reward_manager == "batch"
+    assert "needs custom_reward_function.path" in problems_of(batch)["reward_model.reward_manager"]
+    parts = "reward_model.parts={rule: {kind: rules}}"
+    assert "not by reward_model.parts" in problems_of(batch, function, parts)["reward_model.reward_manager"]
+
+
 def test_verls_copies_of_a_value_are_fine_when_they_agree():
     load("actor_rollout_ref.rollout.n=4", "critic.rollout_n=4")
     problems = problems_of("actor_rollout_ref.rollout.n=4", "critic.rollout_n=3")

@@ -447,6 +447,12 @@ CASES |= {
         "8 asks for adapters",
         ["actor_rollout_ref.model.lora_rank=0"],
     ),
+    "batches_are_scored_by_a_function": (
+        ["reward_model.reward_manager=batch"],
+        "reward_model.reward_manager",
+        "batch needs custom_reward_function.path",
+        ["custom_reward_function.path=mine.py"],
+    ),
     "megatron_has_one_model_at_a_time": (
         [*ON_MEGATRON, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"],
         f"{ACTOR}.kl_loss_type",
@@ -583,7 +589,7 @@ def test_a_rule_is_silent_about_a_key_that_is_wrong_by_itself():
 
 
 def test_an_inheriting_key_takes_whatever_its_source_takes():
-    looser = {"actor_rollout_ref.actor.clip_ratio_high", "data.gen_batch_size", "reward_manager.name"}
+    looser = {"actor_rollout_ref.actor.clip_ratio_high", "data.gen_batch_size"}
     looser |= {key.path for key in keys().values() if key.path.endswith(("rollout_n", "forward_max_token_len_per_gpu"))}
     for key in keys().values():
         if key.inherits and key.inherits.equals is None and key.path not in looser:

@@ -312,9 +312,11 @@ def test_false_turns_validation_off():
     assert "trainer.test_freq" in problems_of("trainer.test_freq=True")
 
 
-def test_the_reward_manager_has_one_rule_under_both_names():
-    load("reward_model.reward_manager=dapo", "reward_manager.name=dapo")
-    assert "reward_manager.name" in problems_of("reward_manager.name=batch")
+@pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name"])
+def test_the_reward_manager_has_one_rule_under_all_names(key):
+    assert load(f"{key}=dapo").config.reward_model.reward_manager == "naive"
+    assert "needs custom_reward_function.path" in str(problems_of(f"{key}=batch"))
+    assert "is not one of naive, batch" in str(problems_of(f"{key}=remote"))
 
 
 # What verl would act on, and tether does not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards.custom import check_call
+from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
@@ -59,7 +59,15 @@ def _of_text(config: RunConfig) -> Named:
     if custom.path:
         named = f"{custom.path}:{custom.name}"
         yield "custom_reward_function.path", named, _definition
-        yield "custom_reward_function.name", named, partial(_reward, reward_kwargs=custom.reward_kwargs)
+        yield (
+            "custom_reward_function.name",
+            named,
+            partial(
+                _reward,
+                reward_kwargs=custom.reward_kwargs,
+                arguments=LISTS if config.reward_model.reward_manager == "batch" else ARGUMENTS,
+            ),
+        )
     yield from _of_parts(config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.name in SERVERS and not rollout.server_urls:
@@ -180,12 +188,17 @@ def _definition(named: str) -> None:
         raise ValueError(f"{file}: defines no {name}.{did_you_mean(name, names)}")
 
 
-def _reward(named: str, reward_kwargs: Mapping[str, object], key: str = "custom_reward_function") -> None:
+def _reward(
+    named: str,
+    reward_kwargs: Mapping[str, object],
+    key: str = "custom_reward_function",
+    arguments: Sequence[str] = ARGUMENTS,
+) -> None:
     """Check what a reward function takes, where it is a plain ``def`` of the file."""
     file, _, name = named.rpartition(":")
     found = [node for node in _parsed(file).body if isinstance(node, ast.FunctionDef) and node.name == name]
     if found and not found[-1].decorator_list:
-        check_call(_signature(found[-1].args), Path(file), name, reward_kwargs, key)
+        check_call(_signature(found[-1].args), Path(file), name, reward_kwargs, key, arguments)
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:

@@ -15,7 +15,7 @@ from tether.data.rows import Row
 from tether.rewards import check_ground_truth, check_sources
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.sandbox import Limits, ProgramOptions, Server
-from tether.rewards.service import CombinedRewards, LocalRewards, Part, RewardPool, Rewards
+from tether.rewards.service import BatchedRewards, CombinedRewards, LocalRewards, Part, RewardPool, Rewards
 from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object
 
@@ -110,9 +110,14 @@ def _build_part(config: RunConfig, name: str, part: RewardPart, groups: Groups |
     return _build_rules(config) if isinstance(part, RulesPart) else build_reward_model(config, groups)
 
 
-def _build_rules(config: RunConfig) -> RewardPool | LocalRewards:
+def _build_rules(config: RunConfig) -> RewardPool | LocalRewards | BatchedRewards:
     """A user's function is loaded and checked in the processes; one that is an object runs here."""
     custom = config.custom_reward_function
+    if config.reward_model.reward_manager == "batch":
+        if is_object(custom.path):
+            raise ValueError("reward_model.reward_manager=batch: its function has to be in a file, and not an object")
+        named = CustomReward(str(custom.path), custom.name, custom.reward_kwargs)
+        return BatchedRewards(named, timeout=config.reward_model.timeout)
     if is_object(custom.path):
         function = load_reward_function(str(custom.path), custom.name, custom.reward_kwargs)
         return LocalRewards(function, config.reward_model.timeout)

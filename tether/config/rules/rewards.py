@@ -56,6 +56,18 @@ def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
+    """verl's BatchRewardManager calls the function by other names of arguments, which no rule has."""
+    if cfg.reward_model.reward_manager != "batch":
+        return None
+    key, takes = "reward_model.reward_manager", "fn(data_sources, solution_strs, ground_truths, extra_infos) -> list"
+    if cfg.reward_model.parts:
+        return Problem(key, "batch scores all responses by one function, and not by reward_model.parts", "leave it out")
+    if cfg.custom_reward_function.path is None:
+        return Problem(key, "batch needs custom_reward_function.path", f"name a file with {takes}, or leave it out")
+    return None
+
+
 def served_reward_models_read_text(cfg: RunConfig) -> Problem | None:
     """vLLM's /classify takes no token ids."""
     model = cfg.reward_model
@@ -85,6 +97,7 @@ REWARD_RULES: tuple[Rule, ...] = (
     reward_model_is_named,
     parts_of_the_reward_are_whole,
     the_reward_has_what_its_parts_ask_for,
+    batches_are_scored_by_a_function,
     served_reward_models_read_text,
     responses_are_decoded_by_the_policys_tokenizer,
 )

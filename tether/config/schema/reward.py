@@ -28,6 +28,11 @@ def _named_by_text(value: object) -> object:
     return {str(name): part for name, part in value.items()} if isinstance(value, dict) else value
 
 
+def _manager(value: object) -> object:
+    # dapo is naive with overlong_buffer, which acts with any of them; prime is naive with processes, as all are here.
+    return "naive" if value in ("dapo", "prime") else value
+
+
 FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.parts", off=({},)))
 """Read where functions score responses."""
 HERE = ActsIf("reward_model.server.url", on=(None,), other=ActsIf("reward_model.enable", on=(False,)))
@@ -152,6 +157,13 @@ class RewardModelConfig(Section):
     """The run stops when more than this share of a step's rewards are errors. (tether's own key.)"""
     reward_scale: float = 1.0
     """Factor of every score in training, before punishment of length, normalisation and KL. (RLinf's key.)"""
+    reward_manager: Annotated[
+        Literal["naive", "batch"],
+        NullIsUnset(),
+        BeforeValidator(_manager),
+        ActsIf("custom_reward_function.path", off=(None,)),
+    ] = "naive"
+    """batch: the function is called once, with lists of all responses; naive, dapo, prime: once for each response."""
     overlong_buffer: Annotated[OverlongBufferConfig, ActsIf("reward_model.overlong_buffer.enable", on=(True,))]
     sandbox: SandboxConfig
     sandbox_fusion: SandboxFusionConfig

@@ -14,7 +14,7 @@ import pickle
 import random
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, outcome_of
@@ -39,7 +39,7 @@ def serve(channel: Channel) -> None:
     The first request is the pickled (`CustomReward` or None, `ProgramOptions`, deadline of a call in seconds); the
     answer is null when the function is loaded, else what is wrong. Every later one is a pickled list of pickled
     `RewardRequest`s, each of which has an answer of its own (`tether.rewards.outcome.load_answer`), sent as soon as it
-    is known.
+    is known. A list of requests in the place of one is scored by a single call, and has a list of answers.
     """
     first = channel.receive()
     if first is None:
@@ -58,13 +58,14 @@ def serve(channel: Channel) -> None:
     while (message := channel.receive()) is not None:
         channel.beat(timeout)
         for payload in pickle.loads(message):
-            request: RewardRequest = pickle.loads(payload)
-            if request.data_source not in known:  # importing a rule for the first time does not count as calling it
+            request: RewardRequest | list[RewardRequest] = pickle.loads(payload)
+            source = request[0].data_source if isinstance(request, list) else request.data_source
+            if source not in known:  # importing a rule for the first time does not count as calling it
                 channel.beat(LOADING)
-                known.add(request.data_source)
-                _found(find, request.data_source)
+                known.add(source)
+                _found(find, source)
                 channel.beat(timeout)
-            function = _found(find, request.data_source)
+            function = _found(find, source)
             if isinstance(function, ProgramReward):  # its programs have deadlines of their own
                 channel.beat(max(timeout, function.deadline))
             answer = _answer(function, request)
@@ -76,7 +77,7 @@ def serve(channel: Channel) -> None:
 def _reward_finder(custom: CustomReward | None, programs: ProgramOptions) -> FindReward:
     if custom is None:
         return lambda data_source: find_reward(data_source, programs)
-    function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, custom.key)
+    function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, custom.key, custom.arguments)
     return lambda _: function
 
 
@@ -87,17 +88,22 @@ def _found(find: FindReward, data_source: str) -> RewardFunction | RewardError:
         return RewardError(str(error))
 
 
-def _answer(function: RewardFunction | RewardError, request: RewardRequest) -> bytes:
-    """Score one request; the answer to send."""
+def _answer(function: RewardFunction | RewardError, request: RewardRequest | list[RewardRequest]) -> bytes:
+    """Score one request, or all of a list by one call; the answer to send."""
     if isinstance(function, RewardError):
         return dump_answer(function, 0.0)
-    random.seed(request.solution_str)  # a function that draws numbers gives the same result in every worker
+    requests = request if isinstance(request, list) else [request]
+    # A function that draws numbers gives the same result in every worker.
+    random.seed("\0".join(one.solution_str for one in requests))
     own = os.getpid()
     begun = time.monotonic()
-    outcome = call(function, request)
+    outcomes = call_for_all(function, requests) if isinstance(request, list) else [call(function, request)]
     if os.getpid() != own:
         os._exit(0)  # a copy of the worker, forked by the function, that came back from the call
-    return dump_answer(outcome, time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    if isinstance(request, list):
+        return json.dumps([dump_answer(outcome, seconds).decode() for outcome in outcomes]).encode()
+    return dump_answer(outcomes[0], seconds)
 
 
 def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
@@ -111,5 +117,31 @@ def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
         )
         return outcome_of(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too: each is an error outcome
-        what = traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD]  # works if str(error) itself raises
-        return RewardError(f"the reward function raised {what}", traceback.format_exc()[-_TRACEBACK_TAIL:])
+        return _raised(error)
+
+
+def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+    """Call a function of lists the way verl's batch manager does; an item that is no score costs its response alone."""
+    try:
+        result = function(
+            data_sources=[request.data_source for request in requests],
+            solution_strs=[request.solution_str for request in requests],
+            ground_truths=[request.ground_truth for request in requests],
+            extra_infos=[request.extra_info for request in requests],
+        )
+        found = asyncio.run(result) if inspect.iscoroutine(result) else result
+        items = [found] if isinstance(found, dict | str) else list(found)
+        if isinstance(found, dict | str) or len(items) != len(requests):
+            shown = f"{len(items)} items" if isinstance(found, list | tuple) else type(found).__name__
+            wrong = (
+                f"the reward function returned {shown} for {len(requests)} responses; return a list with one for each"
+            )
+            return [RewardError(wrong)] * len(requests)
+        return [outcome_of(item) for item in items]
+    except BaseException as error:  # noqa: BLE001 - as above
+        return [_raised(error)] * len(requests)
+
+
+def _raised(error: BaseException) -> RewardError:
+    what = traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD]  # works if str(error) itself raises
+    return RewardError(f"the reward function raised {what}", traceback.format_exc()[-_TRACEBACK_TAIL:])

@@ -1,0 +1,98 @@
+"""One call for all responses of a step: scores, what is no score, and a call that does not come back."""
+
+from pathlib import Path
+
+import pytest
+
+from tether.rewards import RewardError, RewardRequest, Score
+from tether.rewards.custom import LISTS, CustomReward, load_reward_function
+from tether.rewards.outcome import Abstention
+from tether.rewards.service import BatchedRewards
+
+FILE = '''
+import os, time
+
+def rank(data_sources, solution_strs, ground_truths, extra_infos, best=1.0):
+    """The longest response has `best`."""
+    if "raise" in solution_strs:
+        raise RuntimeError("no")
+    if "exit" in solution_strs:
+        os._exit(3)
+    if "hang" in solution_strs:
+        time.sleep(60)
+    if "short" in solution_strs:
+        return [1.0]
+    if "dict" in solution_strs:
+        return {"score": 1.0}
+    longest = max(map(len, solution_strs))
+    known = {"none": None, "nan": float("nan")}
+    return [
+        known.get(text, {"score": best * (len(text) == longest), "row": info["row"], "truth": truth, "from": source})
+        for source, text, truth, info in zip(data_sources, solution_strs, ground_truths, extra_infos)
+    ]
+
+def of_one(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("batched") / "rank.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rewards(file: Path):
+    with BatchedRewards(CustomReward(str(file), "rank", {"best": 2.0}), timeout=5) as made:
+        yield made
+
+
+def rows(*texts: str) -> list[RewardRequest]:
+    return [RewardRequest("mine", text, f"truth {n}", {"row": n}) for n, text in enumerate(texts)]
+
+
+def test_all_responses_are_seen_at_once_in_the_order_of_their_indices(rewards: BatchedRewards) -> None:
+    for index, request in reversed(list(enumerate(rows("abc", "ab", "none", "abcde")))):
+        rewards.submit(index, request)
+    found = rewards.collect()
+    assert [outcome.value if isinstance(outcome, Score) else outcome for outcome in found] == [0, 0, Abstention(), 2]
+    assert found[3] == Score(2.0, {"row": 3, "truth": "truth 3", "from": "mine"})
+    assert len(rewards.durations) == 4
+    assert rewards.collect() == []
+
+
+def test_an_item_that_is_no_score_is_an_error_of_its_response(rewards: BatchedRewards) -> None:
+    first, second = rewards.score(rows("nan", "ab"))
+    assert isinstance(first, RewardError)
+    assert isinstance(second, Score)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise", "raised RuntimeError: no"),
+        ("exit", "ended with exit code 3"),
+        ("short", "returned 1 items for 2 responses"),
+        ("dict", "returned dict for 2 responses"),
+    ],
+)
+def test_a_call_that_fails_is_an_error_of_every_response_and_the_next_one_goes_on(
+    rewards: BatchedRewards, text: str, message: str
+) -> None:
+    found = rewards.score(rows(text, "ab"))
+    assert [message in outcome.message for outcome in found if isinstance(outcome, RewardError)] == [True, True]
+    assert isinstance(rewards.score(rows("ab"))[0], Score)
+
+
+def test_a_call_that_hangs_is_killed(file: Path) -> None:
+    with BatchedRewards(CustomReward(str(file), "rank"), timeout=1) as rewards:
+        found = rewards.score(rows("hang", "ab"))
+        assert all(isinstance(outcome, RewardError) for outcome in found)
+        assert len(found) == 2
+
+
+def test_a_function_of_one_response_is_refused(file: Path) -> None:
+    with pytest.raises(ValueError, match=r"called by keyword as of_one\(data_sources, solution_strs, "):
+        load_reward_function(file, "of_one", {}, arguments=LISTS)

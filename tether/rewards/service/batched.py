@@ -1,0 +1,77 @@
+"""Scores all responses of a step by one call of a user's function, as verl's batch manager does."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tether.rewards.custom import LISTS, CustomReward
+from tether.rewards.outcome import MAX_ANSWER, RewardError, RewardFailure, RewardOutcome, RewardRequest, load_answer
+from tether.rewards.sandbox.options import ProgramOptions
+from tether.runtime.worker_pool import Work, WorkerPool, WorkersFailed
+
+Answers = list[tuple[RewardOutcome, float]]
+
+
+class BatchedRewards:
+    """Has the methods of a `RewardPool`; the process is asked when all responses are there.
+
+    Args:
+        custom: the user's function. It takes lists, and returns a list with one item a response.
+        timeout: seconds that the call may take, after which its process is killed and every response has an error.
+        startup_timeout: seconds that loading the function may take.
+
+    Raises:
+        ValueError: the function cannot be loaded.
+    """
+
+    def __init__(self, custom: CustomReward, *, timeout: float, startup_timeout: float = 60.0) -> None:
+        work = Work[Answers](
+            serve="tether.rewards.service.worker:serve",
+            begin=(replace(custom, arguments=LISTS), ProgramOptions(), timeout),
+            name="reward function",
+            load=lambda answer: [load_answer(one.encode()) for one in json.loads(answer)],
+            failed=lambda reason, seconds: [(RewardError(reason), seconds)],
+            limit=8 * MAX_ANSWER,
+        )
+        self._pool = WorkerPool(work, num_workers=1, timeout=timeout, startup_timeout=startup_timeout)
+        self._requests: dict[int, RewardRequest] = {}
+        self.durations: list[float] = []
+
+    def submit(self, index: int, request: RewardRequest) -> None:
+        """See `RewardPool.submit`."""
+        assert index not in self._requests, f"request {index} was submitted twice"
+        self._requests[index] = replace(request, dialogue=None)
+
+    def collect(self) -> list[RewardOutcome]:
+        """See `RewardPool.collect`."""
+        requests, self._requests = [self._requests[index] for index in sorted(self._requests)], {}
+        if not requests:
+            return []
+        self._pool.put(0, pickle.dumps(requests))
+        try:
+            (answers,) = self._pool.take_all()
+        except WorkersFailed as error:
+            raise RewardFailure(str(error)) from error
+        if len(answers) != len(requests):  # the process ended
+            answers = answers[:1] * len(requests)
+        self.durations = [seconds for _, seconds in answers]
+        return [outcome for outcome, _ in answers]
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        """See `RewardPool.score`."""
+        for index, request in enumerate(requests):
+            self.submit(index, request)
+        return self.collect()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.close()
+
+    def __enter__(self) -> BatchedRewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
