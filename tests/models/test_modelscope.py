@@ -22,10 +22,11 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     lies: bytes | None = None
     """Sent in place of weights."""
+    files = "/api/v1/models/owner/tiny/repo/files"
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        if address.path == "/api/v1/models/owner/tiny/repo/files":
+        if address.path == self.files:
             files = [
                 {"Name": name, "Path": name, "Type": "blob", "Size": len(content), "Revision": "abc"}
                 | {"Sha256": hashlib.sha256(content).hexdigest()}
@@ -73,6 +74,17 @@ def test_a_model_is_downloaded_whole(name: str, tmp_path: Path, monkeypatch: pyt
     path = Path(resolve_model_path(name, tmp_path / "cache"))
     assert path.is_relative_to(tmp_path / "cache" / "modelscope")
     assert {name: (path / name).read_bytes() for name in FILES} == FILES
+
+
+def test_looking_for_a_model_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    assert resolve_model_path("modelscope:owner/tiny", cache, fetch=False) == "owner/tiny"
+    assert not list(cache.rglob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"^owner/none: ModelScope does not give it \("):
+        resolve_model_path("modelscope:owner/none", cache, fetch=False)
+    resolve_model_path("modelscope:owner/tiny", cache)
+    monkeypatch.setattr(Handler, "files", "/nowhere")  # it is in the cache, and not asked for again
+    assert resolve_model_path("modelscope:owner/tiny", cache, fetch=False) == "owner/tiny"
 
 
 def test_a_model_that_is_not_there_or_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def _of_both(config: RunConfig) -> Named:
 
 
 def _model(path: str) -> object:
-    return resolve_model_path(path, cache_dir())
+    return resolve_model_path(path, cache_dir(), fetch=False)
 
 
 def server_address(url: str) -> str:

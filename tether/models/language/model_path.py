@@ -45,12 +45,13 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
 
-def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
+def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True) -> Path | str:
     """Find a model, reading no weights.
 
     Args:
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
         cache_dir: where `tether.models.language.registry_download.pull_model` puts known models; ModelScope's, too.
+        fetch: download a model of ModelScope that is not in the cache; else it is only looked for.
 
     Returns:
         The directory or file; the object's name, or the hub id, as it is (a str) when nothing local has that name.
@@ -76,7 +77,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path) -> Path | str:
     if isinstance(path, str) and _HUB_ID.fullmatch(hub_id) and (hub_id != name or not _meant_locally(local)):
         _check_not_misspelt(hub_id)
         if hub_id != name or uses_modelscope():
-            return _from_modelscope(hub_id, cache_dir)
+            return _from_modelscope(hub_id, cache_dir, fetch=fetch)
         _check_on_hub(path)
         return path
     raise ValueError(_nothing_there(local))
@@ -145,12 +146,15 @@ def _check_on_hub(name: str) -> None:
         raise ValueError(f"{missing} the hub cannot be reached ({type(error).__name__}); {fix}") from error
 
 
-def _from_modelscope(name: str, cache_dir: Path) -> Path:
+def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool) -> Path | str:
     try:
-        from tether.models.language.modelscope import modelscope_directory
+        from tether.models.language.modelscope import check_on_modelscope, modelscope_directory
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
-    return modelscope_directory(name, cache_dir)
+    if fetch:
+        return modelscope_directory(name, cache_dir)
+    check_on_modelscope(name, cache_dir)
+    return name
 
 
 def _nothing_there(path: Path) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import requests
 from modelscope import snapshot_download
+from modelscope.hub.api import HubApi
 from modelscope_hub.errors import HubError
 
 
@@ -21,8 +24,27 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
     Raises:
         ValueError: ModelScope does not have it, or cannot be reached.
     """
-    try:
+    with _asking(name):
         return Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
+
+
+def check_on_modelscope(name: str, cache_dir: Path) -> None:
+    """Ask for the list of a model's files, unless it is in the cache; nothing is downloaded.
+
+    Raises:
+        ValueError: as `modelscope_directory`.
+    """
+    try:
+        snapshot_download(name, cache_dir=str(cache_dir / "modelscope"), local_files_only=True)
+    except (HubError, OSError, ValueError):
+        with _asking(name):
+            HubApi().get_model_files(name, recursive=False)
+
+
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    try:
+        yield
     except (HubError, requests.RequestException, OSError, ValueError) as error:
         why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise ValueError(
