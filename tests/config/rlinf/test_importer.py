@@ -72,7 +72,7 @@ def test_other_kinds_of_run_are_refused(imported, task, fix):
         (TEXT, "runner.max_epoch", "did you mean runner.max_epochs?"),
         (TEXT, "actor.optim.value_lr", "is a key of embodied runs only"),
         (EMBODIED, "actor.lr", "did you mean actor.optim.lr?"),
-        (EMBODIED, "actor.tokenizer.use_fast", "is a key of text runs only"),
+        (EMBODIED, "algorithm.n_minibatches", "is a key of text runs only"),
         (EMBODIED, "runner.nonsense.of.mine", "unknown key of RLinf. leave it out"),
     ],
 )

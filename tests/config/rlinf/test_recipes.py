@@ -92,3 +92,33 @@ def test_defaults_of_rlinf_are_taken_where_the_file_is_silent(tmp_path):
     assert lines["policy.activation"].status == "defaulted"
     assert lines["algorithm.gamma"].status == "mapped"
     assert lines["algorithm.length_params.*"].status == "no effect"
+
+
+PRESET_OF_OFT = [
+    "actor.model.model_type=openvla_oft", "+actor.model.implement_version=rlinf",
+    "+actor.model.value_type=action_level", "+actor.model.use_proprio=False", "+actor.model.use_film=False",
+    "+actor.model.unnorm_key=libero_10_no_noops", "+actor.model.center_crop=True",
+    "+actor.model.max_prompt_length=50", "+actor.model.vocab_size=32000", "+actor.model.hidden_size=4096",
+    "+actor.model.image_size=[224,224]", "+actor.model.lora_path=null", "+actor.model.num_images_in_input=1",
+    "+actor.model.attn_implementation=flash_attention_2", "+actor.model.force_musa_eager_sdpa=True",
+    "+actor.model.low_cpu_mem_usage=True", "+actor.model.trust_remote_code=True",
+]  # fmt: skip
+"""What the preset says besides what the recipe with an MLP has."""
+OLDER = [
+    "+env.channel.name=env", "+rollout.channel.queue_size=0", "+actor.channel.queue_name=replay",
+    "+rollout.mode=colocate", "+rollout.generation_backend=huggingface", "+actor.tokenizer.padding_side=right",
+    "+actor.tokenizer.use_fast=False",
+]  # fmt: skip
+"""What files of the older versions say."""
+
+
+def test_a_vision_language_action_policy_is_refused_for_what_it_would_see_otherwise(tmp_path):
+    path = write_recipe(tmp_path, "maniskill_ppo_mlp")
+    imported = import_file(path, parse_overrides([*PRESET_OF_OFT, *OLDER])[0])
+    assert imported.problems == ()
+    assert {problem.path for problem in imported.refusals()} == {"actor.model.center_crop"}
+    assert imported.native["policy.model_type"] == "openvla_oft"
+    others = {"center_crop": "False", "use_film": "True", "lora_path": "elsewhere", "implement_version": "official"}
+    changed = [f"actor.model.{name}={value}" for name, value in others.items()]
+    found = import_file(path, parse_overrides([*PRESET_OF_OFT, *changed])[0]).refusals()
+    assert {problem.path for problem in found} == {f"actor.model.{name}" for name in list(others)[1:]}

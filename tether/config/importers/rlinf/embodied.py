@@ -34,6 +34,8 @@ SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
 SPEED = NoEffect("changes speed, and no result")
 VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
+QUEUES = NoEffect("a queue between processes, of which there is one")
+RANGES = NoEffect("actions have the ranges of the episodes that the policy imitated, or of the action space")
 RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 START = "actor_rollout_ref.model.path"
 MANISKILL = "maniskill"
@@ -234,8 +236,33 @@ SIMULATOR_KEYS = (
     "render", "headless", "enable_rt", "sim_device", "gym_config_path",
 )  # fmt: skip
 
+_VLA: Table = {
+    "actor.model.implement_version": Refuses("policies are RLinf's own OpenVLA-OFT", fine=("rlinf", None)),
+    "actor.model.unnorm_key": RANGES,
+    "actor.model.lora_path": Refuses("adapters are not loaded from elsewhere; merge them into the model"),
+    "actor.model.center_crop": Refuses("pictures are not cropped", fine=(False, None)),
+    "actor.model.num_images_in_input": ITS_OWN,
+    "actor.model.use_proprio": ITS_OWN,
+    "actor.model.use_wrist_image": ITS_OWN,
+    "actor.model.use_film": Refuses("text does not modulate the picture's features", fine=(False, None)),
+    "actor.model.value_type": NoEffect("algorithm.reward_type says what has a value"),
+    "actor.model.gradient_checkpointing": MEMORY,
+    "actor.model.low_cpu_mem_usage": MEMORY,
+    "actor.model.attn_implementation": SPEED,
+    "actor.model.force_musa_eager_sdpa": SPEED,
+    "actor.model.trust_remote_code": NoEffect("the policy's classes are tether's"),
+    "actor.model.image_size": ITS_OWN,
+    "actor.model.max_prompt_length": ITS_OWN,
+    "actor.model.vocab_size": NoEffect("the policy's own tokens"),
+    "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a trained one has its own"),
+    "actor.tokenizer.*": NoEffect("the policy reads its instructions itself"),
+    "rollout.unnorm_key": RANGES,
+}
+"""Keys of RLinf's presets and files of OpenVLA and OpenVLA-OFT."""
+
 EMBODIED: Table = {
     **SHARED,
+    **_VLA,
     **_env("train"),
     **_env("eval"),
     "env.group_name": NAME,
@@ -325,6 +352,12 @@ EMBODIED: Table = {
     f"{OPTIM}.min_lr": to(f"{NATIVE_OPTIM}.min_lr_ratio", by=min_lr_ratio(OPTIM)),
     f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
     "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
+    "env.channel.*": QUEUES,
+    "rollout.channel.*": QUEUES,
+    "actor.channel.*": QUEUES,
+    "actor.sync_precision": NoEffect("weights are not sent"),
+    "rollout.mode": NoEffect("the policy acts in this process"),
+    "rollout.generation_backend": NoEffect("the policy acts in this process"),
     "rollout.backend": NoEffect("the policy acts in this process"),
     "rollout.pipeline_stage_num": NoEffect("environments step together: overlapping them in stages gained too little"),
     "rollout.enable_torch_compile": SPEED,
