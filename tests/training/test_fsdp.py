@@ -6,7 +6,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -370,42 +370,70 @@ def broken(folder: Path) -> str:
     return str(caught.value)
 
 
-def everything(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "gradients": dict([*gradients("gae", sharding), *gradients("grpo", sharding), *critic_gradients(sharding)]),
-        "inferred": dict(inferred(sharding)),
+def everything(folder: Path, layouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Findings for each layout of these ranks; those that know no layout are the same for all."""
+    of_ranks: dict[str, Any] = {
         "averaged": averaged_gradients(),
-        "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
         "out of memory": out_of_memory(),
-        "memory": dict(options_of_memory(sharding)),
         "kept gathered": [kept_gathered(True), kept_gathered(False)],
         "rounded": rounded_sums(),
-        "updates": [updates(LOSS, sharding), updates(SELECTING, sharding)],
         "float32": bits(None, folder / "float32"),
         "bfloat16": bits(torch.bfloat16, folder / "bfloat16"),
-        "read": read(folder / "read", {key: value for key, value in sharding.items() if key != "shards"}),
         "broken": broken(folder / "broken"),
+        "resumed": resumed(folder / "resumed"),
+    }
+    return [of_ranks | of_layout(folder / str(number), sharding) for number, sharding in enumerate(layouts)]
+
+
+def of_layout(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "gradients": dict([*gradients("gae", sharding), *gradients("grpo", sharding), *critic_gradients(sharding)]),
+        "inferred": dict(inferred(sharding)),
+        "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
+        "memory": dict(options_of_memory(sharding)),
+        "updates": [updates(LOSS, sharding), updates(SELECTING, sharding)],
+        "read": read(folder / "read", {key: value for key, value in sharding.items() if key != "shards"}),
         "skipped": skipped(folder / "incidents", sharding),
     }
-    return found | {"resumed": resumed(folder / "resumed")}
 
 
-LAYOUTS = (
-    pytest.param((1, {}), id="1 rank"),
-    pytest.param((2, {}), id="2 ranks"),
-    pytest.param((2, {"sequence": 2}), id="2 ranks share rows"),
-    pytest.param((4, {}), id="4 ranks", marks=pytest.mark.slow),
-    pytest.param((4, {"shards": 2}), id="2 x 2 ranks", marks=pytest.mark.slow),
-    pytest.param((4, {"sequence": 2}), id="2 x 2 ranks share rows", marks=pytest.mark.slow),
-    pytest.param((4, {"sequence": 4, "shards": 2}), id="4 ranks share rows", marks=pytest.mark.slow),
-)
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"1 rank": {}},
+    2: {"2 ranks": {}, "2 ranks share rows": {"sequence": 2}},
+    4: {
+        "4 ranks": {},
+        "2 x 2 ranks": {"shards": 2},
+        "2 x 2 ranks share rows": {"sequence": 2},
+        "4 ranks share rows": {"sequence": 4, "shards": 2},
+    },
+}
+"""Ranks -> their layouts, all of which they try one after the other."""
+GROUPS = [
+    pytest.param((ranks, number), id=name, marks=[pytest.mark.slow] if ranks == 4 else [])
+    for ranks, layouts in LAYOUTS.items()
+    for number, name in enumerate(layouts)
+]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    ranks, sharding = request.param
-    folder = tmp_path_factory.mktemp("ranks")
-    return ranks, on_ranks(folder, ranks, everything, folder, sharding)
+@pytest.fixture(scope="module")
+def found_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """Findings of so many ranks for each of their layouts; they are launched once."""
+
+    @cache
+    def launched(ranks: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        found: list[dict[str, Any]] = on_ranks(folder, ranks, everything, folder, list(LAYOUTS[ranks].values()))
+        return found
+
+    return launched
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def group(
+    request: pytest.FixtureRequest, found_on: Callable[[int], list[dict[str, Any]]]
+) -> tuple[int, dict[str, Any]]:
+    ranks, number = request.param
+    return ranks, found_on(ranks)[number]
 
 
 def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:
