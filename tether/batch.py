@@ -317,6 +317,18 @@ class EnvBatch:
         """K: actions that are decided on at once."""
         return self.token_level_scores.shape[1] // self.actions.shape[1]
 
+    def part(self, rows: range) -> tuple[EnvBatch, Tensor]:
+        """A copy of some of the rows of a rollout that nothing was filled in yet, without its episodes; and the numbers
+        of their last observations among all.
+        """
+        row, step = self.final_at
+        (finals,) = ((row >= rows.start) & (row < rows.stop)).nonzero(as_tuple=True)
+        numbers = torch.arange(rows.start, rows.stop)
+        names = ("obs", "actions", "token_level_scores", "terminated", "truncated", "valid", "starts", "state")
+        columns: dict[str, Any] = {name: getattr(self, name)[numbers] for name in names}
+        final_at = (row[finals] - rows.start, step[finals])
+        return EnvBatch(**columns, final_obs=self.final_obs[finals], final_at=final_at, episodes=()), finals
+
     @property
     def decided(self) -> Tensor:
         """[M, C]: decisions of which at least the first action was carried out."""

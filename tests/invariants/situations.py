@@ -241,6 +241,14 @@ def text_others(folder: Path) -> dict[str, list[str]]:
     }
 
 
+ON_RANKS = (
+    *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "max_restarts", "max_silence")),
+    "trainer.ray_wait_register_center_timeout",
+    "actor_rollout_ref.nccl_timeout",
+    "ray_kwargs.ray_init",
+)
+
+
 def control(folder: Path) -> Situation:
     """A run in toy environments with continuous actions."""
     features = folder / "features.py"
@@ -269,6 +277,7 @@ def control(folder: Path) -> Situation:
         "env.train.num_workers": in_envpool,
         "env.eval.num_workers": in_envpool,
         **ROLLBACKS,
+        **{key: ["trainer.device=cpu"] for key in ON_RANKS},
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.invariants import situations
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
@@ -138,6 +139,9 @@ class Bench:
         self.loaders = [self.pools]
         patch.setattr(rewards, "RewardPool", self.pools)
         patch.setattr(groups, "_start_group", OnRanks)
+        self.alone = not dist.is_initialized()
+        if self.alone:  # what a rank of control policies is built with
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         if HAS_MEGATRON:
             patch.setattr(importlib.import_module("tether.training.engines.megatron"), "MegatronEngine", GivenEngine)
@@ -174,6 +178,8 @@ class Bench:
     def close(self) -> None:
         for pool in self.pools.kept.values():
             RewardPool.close(pool)
+        if self.alone:
+            dist.destroy_process_group()
 
 
 def command(loaded: LoadedConfig) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, rollbacks_of, step_of
-from tether.config import LoadedConfig, RunConfig
+from tether.config import LoadedConfig, RunConfig, device_count
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
@@ -155,6 +155,11 @@ def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler |
             f"trainer.profile_steps: there is no step {last}, the run has {schedule.total_steps}. Name others."
         )
     return StepProfiler(trainer.profile_steps, Path(trainer.default_local_dir) / "profile")
+
+
+def ranks_line(config: RunConfig) -> str:
+    """What a user is told of several devices."""
+    return f"{device_count(config)} devices; up to {config.trainer.max_restarts} restarts when one is lost"
 
 
 def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from tether.assembly.common import (
     find_start,
     loss_by_step,
     policy_loss_options,
+    ranks_line,
     selection_options,
 )
 from tether.assembly.policies import env_for_policy, start_policy
@@ -53,11 +54,12 @@ from tether.trainer.control import (
 )
 from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
 from tether.trainer.preflight import Need, preflight
-from tether.training import Learner, LossSpec, UpdatePlan
+from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
 from tether.training.engines.flat import FlatEngine
 
 if TYPE_CHECKING:
+    from tether.assembly.groups import Groups
     from tether.envs.make import EnvOptions
 
 
@@ -73,7 +75,7 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     train = config.env.train
     own = "auto" if train.vectorization == "vector" else train.vectorization
     one = train.model_copy(update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": own})
-    with closing(make_env(one, "env.train", _pacing(config), view_of(config))) as env:
+    with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
         continuous = isinstance(env.actions, ContinuousActions)
     return for_continuous_actions(loaded) if continuous else replace(loaded, undecided=None)
 
@@ -97,32 +99,29 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         identity = identity_of(config)
         if checkpoint:
             check_identity(checkpoint, identity)
-        env = make_env(train, "env.train", _pacing(config), view_of(config))
-        resources.callback(env.close)
-        policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
-        if trainer_config.device != "auto":  # which is the CPU: what pays depends on the network
-            policy.to(resolve_device(trainer_config.device))
-        actor = config.actor_rollout_ref.actor
-        if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
-            policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
         schedule = _schedule(config)
+        roles, groups = _roles(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
+        policy = roles.policy
         evaluation = build_evaluation(config, policy, resources) if _tests(config, resumes=bool(checkpoint)) else None
+        profiler = build_profiler(trainer_config, schedule)
         loggers = begin_run(loaded, store, schedule, checkpoint)
         resources.callback(loggers.close)
         source = StartStates(train.seed, train.rollout_epoch, train.auto_reset)
         rollouts = EnvRollouts(
             policy=policy,
-            collector=_collector(config, env_for_policy(env, policy), policy),
+            collector=roles.collector,
             evaluation=evaluation,
             seed=trainer_config.seed,
             env_seed=train.seed,
             warn=lambda message: loggers.warn(message),
+            ranks=trainer_config.devices,
+            transfers=groups.whole.transfers.take if groups else dict,
         )
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         trainer = Trainer(
             source=source,
             rollouts=rollouts,
-            actor=_actor(config, policy, schedule.total_steps),
+            actor=_actor(config, roles, schedule.total_steps),
             critic=None,
             reference=None,
             reward_transforms=[_rewards(config)],
@@ -131,7 +130,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             critic_warmup=build_critic_warmup(trainer_config),
             best=build_best_test(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
-            profiler=build_profiler(trainer_config, schedule),
+            profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
             schedule=schedule,
@@ -141,7 +140,9 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         resources.callback(trainer.saver.close)
         if checkpoint:
             trainer.resume(checkpoint)
-        about = f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"
+        env = roles.env
+        about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
+        about += [ranks_line(config)] if groups else []
         # What is collected is copied once, into the rows that are learned from.
         rows = Need("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
         check = partial(
@@ -150,7 +151,49 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             [trainer.actor],
             [rows],
         )
-        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), (about,), check)
+        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+@dataclass(frozen=True)
+class ControlRoles:
+    """The environments of a run, the policy, and what acts and learns with it."""
+
+    env: VectorEnv
+    """As they were made."""
+    policy: Policy
+    """With the weights of the last update."""
+    engine: Engine[Any, RolloutOutputs]
+    collector: EnvCollector
+
+
+def _roles(
+    config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
+) -> tuple[ControlRoles, Groups | None]:
+    """All of them in this process; or with environments and engines on several devices, and the processes there."""
+    if config.trainer.devices > 1:
+        ranks = importlib.import_module("tether.assembly.control_ranks")
+        found: tuple[ControlRoles, Groups] = ranks.roles_on_ranks(config, checkpoint, total_steps, logs, resources)
+        return found
+    env = make_env(config.env.train, "env.train", pacing_of(config), view_of(config))
+    resources.callback(env.close)
+    policy = policy_of(config, checkpoint, env)
+    collector = build_collector(config, env_for_policy(env, policy), policy)
+    return ControlRoles(env, policy, flat_engine(config, policy, total_steps, FlatEngine), collector), None
+
+
+def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Policy:
+    """The policy of a checkpoint, or of a run that begins, on its device.
+
+    Raises:
+        ValueError: no policy fits the environments.
+    """
+    policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+    if config.trainer.device != "auto":  # which is the CPU: what pays depends on the network
+        policy.to(resolve_device(config.trainer.device))
+    actor = config.actor_rollout_ref.actor
+    if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
+        policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
+    return policy
 
 
 def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
@@ -160,7 +203,7 @@ def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
     few = train.model_copy(
         update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
     )
-    return env_for_policy(make_env(few, "env.train", _pacing(config), view_of(config)), policy)
+    return env_for_policy(make_env(few, "env.train", pacing_of(config), view_of(config)), policy)
 
 
 def _tests(config: RunConfig, *, resumes: bool) -> bool:
@@ -225,6 +268,7 @@ def make_env(
     view: Mapping[str, object],
     *,
     render: bool = False,
+    first: int = 0,
 ) -> VectorEnv:
     """The environments of a section.
 
@@ -234,11 +278,12 @@ def make_env(
         pacing: fields of `tether.envs.make.Pacing`.
         view: fields of `tether.envs.make.View`.
         render: the environments can show themselves.
+        first: number of the first of them, where others are on other ranks.
 
     Raises:
         ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
     """
-    options = env_options(section, role, pacing, view, render=render)
+    options = replace(env_options(section, role, pacing, view, render=render), first=first)
     made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
     return made
 
@@ -280,7 +325,8 @@ def env_options(
     )
 
 
-def _pacing(config: RunConfig) -> dict[str, object]:
+def pacing_of(config: RunConfig) -> dict[str, object]:
+    """Fields of `tether.envs.make.Pacing`."""
     train = config.env.train
     return {
         "chunk": config.policy.num_action_chunks,
@@ -344,7 +390,8 @@ def _given_scale(actor: ActorConfig) -> float | None:
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
-def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
+def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
+    """Steps the environments, as the policy acts in them."""
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
@@ -355,9 +402,23 @@ def _collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollecto
     )
 
 
-def _actor(config: RunConfig, policy: Policy, total_steps: int) -> Learner[Any, RolloutOutputs]:
+def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Callable[..., FlatEngine]) -> FlatEngine:
+    """The engine of a policy.
+
+    Args:
+        config: of the run.
+        policy: is trained.
+        total_steps: training steps.
+        make: `FlatEngine`, or that of one of several ranks.
+    """
+    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
+    options = build_optimizer(config.actor_rollout_ref.actor.optim, total_steps)
+    return make(policy, options, config.critic.optim.lr, incidents)
+
+
+def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
     """The learner of a policy and its critic, which share a model."""
-    actor, critic = config.actor_rollout_ref.actor, config.critic
+    actor = config.actor_rollout_ref.actor
     plan = UpdatePlan(
         actor.ppo_mini_batch_size,
         actor.ppo_epochs,
@@ -366,14 +427,13 @@ def _actor(config: RunConfig, policy: Policy, total_steps: int) -> Learner[Any, 
         target_kl=actor.target_kl,
         leads_rate=actor.target_kl_control == "lr",
     )
-    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
     loss, forward = _loss(config, actor), RolloutForward(config.algorithm.logprob_type)
     return Learner(
-        FlatEngine(policy, build_optimizer(actor.optim, total_steps), critic.optim.lr, incidents),
+        roles.engine,
         forward,
         LossSpec(forward, loss),
         plan,
-        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if policy.spec.value_width else None,
+        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if roles.policy.spec.value_width else None,
         loss_at=loss_by_step(actor, total_steps, lambda actor: LossSpec(forward, _loss(config, actor))),
     )
 

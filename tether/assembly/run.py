@@ -29,6 +29,7 @@ from tether.assembly.common import (
     build_profiler,
     build_rollbacks,
     find_start,
+    ranks_line,
 )
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
@@ -46,7 +47,7 @@ from tether.assembly.reward_model import reward_model_path
 from tether.assembly.rewards import build_rewards
 from tether.assembly.roles import build_roles
 from tether.assembly.turns import build_conversations, build_tool_pool
-from tether.config import LoadedConfig, RunConfig, device_count
+from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -169,8 +170,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        if (ranks := device_count(config)) > 1:
-            about.append(f"{ranks} devices; up to {config.trainer.max_restarts} restarts when one is lost")
+        about += [ranks_line(config)] if groups else []
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
         about += [f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto"] if formats else []

@@ -62,7 +62,9 @@ def misplaced(cfg: RunConfig) -> Problem | None:
 
 
 def models_of(cfg: RunConfig) -> set[str]:
-    """The models that the devices of a run hold."""
+    """The models that the devices of a run hold; of an embodied run the policy, with its critic, acts there, too."""
+    if cfg.env.train.id is not None:
+        return {"actor"}
     actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
     by_tokens = actor.use_kl_loss and actor.kl_loss_type != "full"
     has = {
@@ -78,7 +80,7 @@ def models_of(cfg: RunConfig) -> set[str]:
 def _placed(cfg: RunConfig) -> dict[str, range] | Problem:
     there, first = models_of(cfg), cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     found = dict.fromkeys(sorted(there), range(first))
-    if cfg.cluster.component_placement:
+    if cfg.cluster.component_placement and cfg.env.train.id is None:
         given = _given(cfg, first)
         if isinstance(given, Problem):
             return given

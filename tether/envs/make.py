@@ -24,6 +24,7 @@ from tether.envs.spaces.action_masks import MaskedActions
 from tether.envs.vectorization.episode_starts import PacedEnv
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
+from tether.envs.vectorization.part import PartOfEnvs
 from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
 from tether.runtime.late_calls import LateCalls
@@ -96,6 +97,8 @@ class EnvOptions:
     pacing: Pacing = field(default_factory=Pacing)
     role: str = "env.train"
     """Section of the configuration, for messages."""
+    first: int = 0
+    """Number of the first environment, where those of a run are divided among processes."""
 
 
 class SeedsByMethod(Wrapper):
@@ -121,6 +124,9 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         if not in_processes:
             _check_own(options)
         env = _make(options)
+    if options.first and options.pacing == Pacing():  # else the pacing knows the numbers
+        part: Any = PartOfEnvs(env, options.first)
+        env = part
     if in_processes:
         return env  # they have the deadline
     timed: Any = TimedEnv(env, options.timeout, options.role)
@@ -183,10 +189,11 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
             make_first=partial(_first_loop, options, paced),
             timeout=options.timeout,
             holds=paced,
+            first=options.first,
         )
     else:
         env = loop(options.num_envs)
-    return PacedEnv(env, **vars(options.pacing)) if paced else env
+    return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
 
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:

@@ -53,13 +53,28 @@ def device_pays(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.device", what, "leave it out")
 
 
-def one_device_trains(cfg: RunConfig) -> Problem | None:
-    """Several devices share the work of text runs alone."""
-    trainer = cfg.trainer
-    devices, key = trainer.devices, "nnodes" if trainer.nnodes > 1 else "n_gpus_per_node"
-    if devices == 1:
+def devices_are_named(cfg: RunConfig) -> Problem | None:
+    """One device is the CPU where nothing is said; of several that is no matter of course."""
+    if cfg.trainer.devices == 1 or cfg.trainer.device != "auto":
         return None
-    return Problem(f"trainer.{key}", f"{devices} devices train no embodied runs so far", "leave it out")
+    what = f"auto does not say what the {cfg.trainer.devices} devices are"
+    return Problem("trainer.device", what, "set cpu; or cuda, for large networks")
+
+
+def devices_have_environments(cfg: RunConfig) -> Problem | None:
+    """Each device steps some of the environments, and a group of them stays together."""
+    train, devices = cfg.env.train, cfg.trainer.devices
+    groups = train.total_num_envs // train.group_size
+    if devices <= groups:
+        return None
+    what = (
+        f"{train.total_num_envs} in groups of {train.group_size} ({TRAIN}.group_size) are {groups} groups, fewer than "
+    )
+    return Problem(
+        f"{TRAIN}.total_num_envs",
+        f"{what}the {devices} devices (trainer.n_gpus_per_node x trainer.nnodes), each of which steps some",
+        f"set it to at least {devices * train.group_size}",
+    )
 
 
 def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
@@ -185,7 +200,8 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
 
 RULES = (
     device_pays,
-    one_device_trains,
+    devices_are_named,
+    devices_have_environments,
     loss_has_no_second_sampler,
     estimator_fits_episodes,
     critic_exists,

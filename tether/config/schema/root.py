@@ -13,7 +13,7 @@ from tether.config.schema.env import EnvConfig, PolicyConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from tether.config.schema.rollout import RolloutConfig
-from tether.config.schema.section import EMBODIED, ActsIf, Positive, Section
+from tether.config.schema.section import EMBODIED, EMBODIED_TOO, ActsIf, Positive, Section
 from tether.config.schema.trainer import ClusterConfig, RayKwargsConfig, TrainerConfig
 
 
@@ -29,7 +29,7 @@ class ActorRolloutRefConfig(Section):
         ),
     ]
     rollout: RolloutConfig
-    nccl_timeout: Annotated[Positive, ON_RANKS] = 600
+    nccl_timeout: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 600
     """Seconds that a device waits for the others in the middle of a computation."""
 
 

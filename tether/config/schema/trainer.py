@@ -101,15 +101,15 @@ class TrainerConfig(Section):
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
     """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
-    n_gpus_per_node: Positive = 1
+    n_gpus_per_node: Annotated[Positive, EMBODIED_TOO] = 1
     """Devices of each machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
-    nnodes: Positive = 1
+    nnodes: Annotated[Positive, EMBODIED_TOO] = 1
     """Machines of a Ray cluster that share the work."""
-    max_restarts: Annotated[Count, ON_RANKS] = 3
+    max_restarts: Annotated[Count, ON_RANKS, EMBODIED_TOO] = 3
     """Automatic resumes from the last checkpoint after a rank was lost. (tether's own key.)"""
-    ray_wait_register_center_timeout: Annotated[Positive, ON_RANKS] = 600
+    ray_wait_register_center_timeout: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 600
     """Seconds that devices are waited for, and then processes to start. (verl: 300.)"""
-    max_silence: Annotated[Positive, ON_RANKS] = 180
+    max_silence: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 180
     """Seconds without a sign of life after which a rank counts as lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
@@ -132,5 +132,5 @@ class ClusterConfig(Section):
 class RayKwargsConfig(Section):
     """The Ray cluster of runs on several devices."""
 
-    ray_init: Annotated[Options, ON_RANKS]
+    ray_init: Annotated[Options, ON_RANKS, EMBODIED_TOO]
     """Arguments of ray.init, for example {address: auto} for a cluster that is there, or {num_cpus: 8}."""

@@ -25,6 +25,7 @@ class PacedEnv:
         auto_reset: begin new episodes after chunks; False: only in `reset`.
         group_size: environments in a row whose k-th episodes begin in the same state.
         fixed_seed: every episode of a group begins in the state of this seed and the group; None: each in another.
+        first: number of the first environment, where those of a run are divided among processes.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class PacedEnv:
         auto_reset: bool = True,
         group_size: int = 1,
         fixed_seed: int | None = None,
+        first: int = 0,
     ) -> None:
+        self._first = first
         self._env = env
         self.id, self.num_envs, self.actions = env.id, env.num_envs, env.actions
         self.layout = env.layout
@@ -88,9 +91,10 @@ class PacedEnv:
 
     def _next_seed(self, n: int) -> int | None:
         """Seed of the next episode of an environment; None where its own generator may go on."""
-        group = n // self._group_size
+        number = self._first + n
+        group = number // self._group_size
         if self._fixed_seed is not None:
             return seed_of(self._fixed_seed, 0, "episode", group)
         if self._group_size > 1:
             return seed_of(self._seed, self._begun[n], "episode", group)
-        return self._seed + n if self._begun[n] == 0 else None
+        return self._seed + number if self._begun[n] == 0 else None

@@ -56,6 +56,7 @@ class WorkerVectorEnv:
         num_workers: processes, at most one for each environment.
         timeout: seconds that a process may take to make, reset or step its environments.
         holds: the loops wait for `begin` (`HeldEnv`).
+        first: number of the first environment for messages, where those of a run are divided.
 
     Raises:
         ValueError: the environments cannot be made.
@@ -72,13 +73,14 @@ class WorkerVectorEnv:
         make_first: MakeVector | None = None,
         timeout: float = 300.0,
         holds: bool = False,
+        first: int = 0,
     ) -> None:
-        self.id, self.num_envs = id, num_envs
+        self.id, self.num_envs, self._first = id, num_envs, first
         self._make, self._timeout, self._holds = make, timeout, holds
         self._seed = 0
         bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
-        first, *others = (slice(begin, end) for begin, end in pairwise(bounds))
-        self._workers = [self._start(first, make_first or make, announces=True)]
+        one, *others = (slice(begin, end) for begin, end in pairwise(bounds))
+        self._workers = [self._start(one, make_first or make, announces=True)]
         try:
             self._workers += map(self._start, others)
             self.actions, self.layout = self._announced()
@@ -178,8 +180,7 @@ class WorkerVectorEnv:
         answers = [self._receive(worker) for worker in self._workers]
         for worker, answer in zip(self._workers, answers, strict=True):
             if isinstance(answer, str):
-                rows = f"{worker.rows.start} to {worker.rows.stop - 1}"
-                raise RuntimeError(f"{self.id}: {command} of environments {rows}: their process {answer}")
+                raise RuntimeError(f"{self.id}: {command} of {self._names(worker)}: their process {answer}")
         return answers
 
     def _announced(self) -> tuple[ActionSpec, ObsLayout]:
@@ -189,9 +190,7 @@ class WorkerVectorEnv:
             first.process.send(b"", self._timeout + PATIENCE)  # its own deadline, which says more, comes before
         answer = self._result(0)
         if isinstance(answer, str):
-            raise ValueError(
-                f"{self.id}: the process of environments 0 to {first.rows.stop - 1}, making them, {answer}"
-            )
+            raise ValueError(f"{self.id}: the process of {self._names(first)}, making them, {answer}")
         announced: tuple[ActionSpec, ObsLayout] = answer
         return announced
 
@@ -229,12 +228,15 @@ class WorkerVectorEnv:
     def _replace(self, number: int, how: str) -> None:
         failed = self._workers[number]
         failed.process.close()
-        names = f"{self.id}: the process of environments {failed.rows.start} to {failed.rows.stop - 1}"
+        names = f"{self.id}: the process of {self._names(failed)}"
         if failed.failure is not None:
             raise RuntimeError(f"{names} failed twice. First it {failed.failure}. Then it {how}.")
         warnings.warn(f"{names} {how}. It is replaced, and its episodes are lost", RuntimeWarning, stacklevel=4)
         self._workers[number] = self._start(failed.rows)
         self._workers[number].failure = how
+
+    def _names(self, worker: _Worker) -> str:
+        return f"environments {self._first + worker.rows.start} to {self._first + worker.rows.stop - 1}"
 
     def _lost(self, number: int, how: str) -> EnvStep:
         """Replace a process; returns the step in which its episodes were lost."""

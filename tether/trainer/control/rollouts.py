@@ -21,6 +21,8 @@ from tether.types import StateDict
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
 """In a checkpoint."""
+RANKS = "ranks"
+"""Beside the states of environments there."""
 NOT_SAVED = (
     "not all of the environments can be saved: {}. So new episodes begin after each checkpoint; a run that a signal "
     "stops between two of them, or whose environments keep state over reset(seed=...), does not resume exactly. "
@@ -114,6 +116,10 @@ class EnvRollouts:
     """New episodes begin before the next step."""
     version: int = 0
     """Of the policy's weights."""
+    ranks: int = 1
+    """Devices that have a part of the environments each."""
+    transfers: Callable[[], dict[str, float]] = dict
+    """Metrics of what a step moved between them and this process."""
     testing: bool = False
     """A test has begun and not ended: its environments may hang, and are not asked for their state."""
 
@@ -158,7 +164,7 @@ class EnvRollouts:
         self.finished += ended
         speed = {"perf/env_steps": float(self.env_steps), "perf/sps": taken / time.seconds["step"]}
         score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}  # of this step, for alarms
-        return speed | score | time.metrics()
+        return speed | score | self.transfers() | time.metrics()
 
     def metrics_to_log(self) -> dict[str, float]:
         """Metrics of the episodes that ended since the last log."""
@@ -189,7 +195,7 @@ class EnvRollouts:
         """
         envs = {} if in_step else self._env_states()
         self.episodes_begin = in_step or bool(envs["train"].left_out)
-        data = pickle.dumps({name: env.data for name, env in envs.items()})
+        data = pickle.dumps({name: env.data for name, env in envs.items()} | {RANKS: self.ranks})
         return Frozen({"episodes_begin": self.episodes_begin}, {ENVIRONMENTS: data})
 
     def saved(self, step: int) -> None:
@@ -207,6 +213,8 @@ class EnvRollouts:
         self.episodes_begin = "train" not in saved
         for name, env in self._envs().items():
             try:
+                if name == "train" and name in saved and (ranks := saved.get(RANKS, 1)) != self.ranks:
+                    raise ValueError(f"saved on {ranks} devices, now {self.ranks}")
                 if name in saved:
                     env.set_state(saved[name])
             except ValueError as error:

@@ -4,7 +4,7 @@ from tether.training.control.behaviour_cloning import Cloning, CloningData, Clon
 from tether.training.control.chunk_levels import per_column
 from tether.training.control.forward import RolloutForward, RolloutOutputs
 from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import EPISODES_WEIGH_EQUALLY, Samples
+from tether.training.control.samples import EPISODES_WEIGH_EQUALLY, Samples, dealt
 
 __all__ = [
     "EPISODES_WEIGH_EQUALLY",
@@ -15,6 +15,7 @@ __all__ = [
     "RolloutForward",
     "RolloutOutputs",
     "Samples",
+    "dealt",
     "per_column",
     "split_episodes",
     "windows",

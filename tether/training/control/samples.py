@@ -87,6 +87,19 @@ class Samples:
         return replace(self, **changed)
 
 
+def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
+    """The samples as each of several ranks has them, and the observations of its own: those of every so-manieth row.
+
+    In the place of its observations each row has its number among these, -1 where they are another's.
+    """
+    owner = torch.arange(len(samples)) % ranks
+    found = []
+    for mine in (owner == rank for rank in range(ranks)):
+        numbers = torch.where(mine, mine.cumsum(0) - 1, -1)
+        found.append((replace(samples, obs=numbers), samples.obs[mine]))
+    return found
+
+
 def loss_weights(
     mode: str,
     loss: Tensor,

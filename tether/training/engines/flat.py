@@ -72,7 +72,7 @@ class FlatEngine:
             ValueError: it does not fit into memory, a single decision at a time.
         """
         rows = batch.actions.shape[:2].numel()
-        return within_policy_memory(self.policy, lambda: forward(self.policy, batch, None), rows)
+        return self._within_memory(lambda: forward(self.policy, batch, None), rows)
 
     @torch.no_grad()
     def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
@@ -97,8 +97,7 @@ class FlatEngine:
                 if math.isfinite(norms[-1]):
                     self._optimizer.step(rates)
                 else:
-                    skipped = SkippedMiniBatch(self.policy, function, mini, draws)
-                    self._incidents.keep(step, self.policy, skipped)
+                    self._keep_incident(step, function, mini, draws)
             epochs += 1
             if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
                 break
@@ -127,29 +126,62 @@ class FlatEngine:
             ValueError: it does not fit into memory, a single decision at a time.
         """
         rows = mini.old_log_probs.shape[:-1].numel()
-        return within_policy_memory(self.policy, lambda: self._gradients(mini, loss, draws), rows)
+        return self._within_memory(lambda: self._gradients(mini, loss, draws), rows)
 
     @torch.no_grad()
     def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
-        policy = self.policy
-        passed, rows = policy.run(mini.obs, mini.memory, mini.actions), mini.decisions()
-        done = policy.head.evaluate(passed.outputs, rows.actions)
-        log_probs = loss.log_probs(done.log_probs, rows.mask, self._chunk)
-        values_grad = None if passed.values is None else loss.values_gradient(passed.values, rows)
+        policy, rows, mine = self.policy, mini.decisions(), self._mine(mini)
+        passed = policy.run(mine.obs, mine.memory, mine.actions)
+        decided = mine.decisions()
+        done = policy.head.evaluate(passed.outputs, decided.actions)
+        log_probs = self._of_all(mini, loss.log_probs(done.log_probs, decided.mask, self._chunk))
+        entropy = self._of_all(mini, done.entropy)
+        values, values_grad = None, None
+        if passed.values is not None:
+            values = self._of_all(mini, passed.values)
+            values_grad = self._of_mine(mini, loss.values_gradient(values, rows))
         if loss.critic_only:
             policy.backward(passed, None, values_grad)
             self._flat.grads[self._flat.slices[0]].zero_()
-            return Outputs(log_probs, done.entropy, passed.values, None)
+            self._finish_gradients()
+            return Outputs(log_probs, entropy, values, None)
         found = loss.policy_gradient(log_probs, rows, policy.head.width, draws)
         outputs_grad = policy.head.backward(
             done,
-            rows.actions,
-            to_columns(found.by_log_probs, policy.head.width, rows.mask),
-            loss.entropy_gradient(done.entropy, rows.mask, self._chunk),
+            decided.actions,
+            self._of_mine(mini, to_columns(found.by_log_probs, policy.head.width, rows.mask)),
+            self._of_mine(mini, loss.entropy_gradient(entropy, rows.mask, self._chunk)),
         )
         policy.backward(passed, outputs_grad, values_grad)
-        norm = torch.linalg.vector_norm(outputs_grad) * math.sqrt(len(outputs_grad))
-        return Outputs(log_probs, done.entropy, passed.values, found.loss, norm)
+        self._finish_gradients()
+        norm = self._norm_of_all(outputs_grad) * math.sqrt(len(log_probs))
+        return Outputs(log_probs, entropy, values, found.loss, norm)
+
+    def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
+        """See `within_policy_memory`."""
+        return within_policy_memory(self.policy, attempt, rows)
+
+    def _mine(self, rows: Samples) -> Samples:
+        """Those of the rows whose decisions this engine computes, with their observations: all."""
+        return rows
+
+    def _of_all(self, rows: Samples, found: Tensor) -> Tensor:
+        """What was found for the decisions of `_mine`, for those of all rows."""
+        return found
+
+    def _of_mine(self, rows: Samples, found: Tensor) -> Tensor:
+        """The reverse of `_of_all`; a single row is the same for all."""
+        return found
+
+    def _finish_gradients(self) -> None:
+        """Make the gradients those of all rows."""
+
+    def _norm_of_all(self, found: Tensor) -> Tensor:
+        """Norm of a matrix of which each decision has a row."""
+        return torch.linalg.vector_norm(found)
+
+    def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
+        self._incidents.keep(step, self.policy, SkippedMiniBatch(self.policy, loss, mini, draws))
 
     def export(self) -> WeightUpdate:
         """See `Engine.export`."""
@@ -203,12 +235,12 @@ class FlatEngine:
     def _kl(self, samples: Samples, loss: ControlLoss) -> float:
         """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats per decision."""
         rows = samples.old_log_probs.shape[:-1].numel()
-        outputs = within_policy_memory(
-            self.policy, lambda: self.policy.outputs(samples.obs, samples.memory, samples.actions), rows
-        )
+        mine = self._mine(samples)
+        outputs = self._within_memory(lambda: self.policy.outputs(mine.obs, mine.memory, mine.actions), rows)
+        decided = mine.decisions()
+        columns = self.policy.head.evaluate(outputs, decided.actions).log_probs
+        log_probs = self._of_all(samples, loss.log_probs(columns, decided.mask, self._chunk))
         samples = samples.decisions()
-        columns = self.policy.head.evaluate(outputs, samples.actions).log_probs
-        log_probs = loss.log_probs(columns, samples.mask, self._chunk)
         counted = mask_at(loss.logprob_level, samples.mask, self.policy.head.width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", mask)

@@ -1,0 +1,99 @@
+"""Environments and policy of an embodied run on several devices, each of which steps a part and learns from a part."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tether.assembly.control import (
+    ControlRoles,
+    build_collector,
+    flat_engine,
+    make_env,
+    pacing_of,
+    policy_of,
+    view_of,
+)
+from tether.assembly.groups import Groups, build_groups
+from tether.assembly.policies import env_for_policy
+from tether.config import RunConfig
+from tether.config.schema import TrainEnvConfig
+from tether.execution.control import ShardedCollector, ShardedEnvs, ShardedFlatEngine
+from tether.keyed_random import seed_of
+from tether.rollout.env.rank_envs import RankEnvs
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import resolve_device, usable_cores
+from tether.runtime.objects import is_object
+from tether.runtime.profiling import ProcessTrace
+from tether.training.engines.flat_ranks import FlatRankEngine
+
+ENGINE, ENVS = "actor", "envs"
+"""Parts of each rank."""
+
+
+def roles_on_ranks(
+    config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
+) -> tuple[ControlRoles, Groups]:
+    """Have the ranks of a run make their parts; the policy here has their weights, and is tested with.
+
+    Args:
+        config: of the run.
+        checkpoint: it resumes from.
+        total_steps: training steps.
+        logs: folder for what the ranks print.
+        resources: ends them.
+
+    Raises:
+        ValueError: see `build_groups` and `make_env`; or an object of this process would be needed there.
+    """
+    policy_config, id = config.policy, config.env.train.id
+    named = {"env.train.id": id, "policy.model_type": policy_config.model_type}
+    for key, value in (named | {"policy.features_extractor": policy_config.features_extractor}).items():
+        if is_object(value):
+            raise ValueError(f"{key}: an object of this process is on no other device. Name it as FILE.py:NAME")
+    groups = build_groups(config, resolve_device(config.trainer.device), logs, resources)
+    assert groups is not None
+    groups.build(build_control_parts, config, checkpoint, total_steps)
+    group, train = groups.of[ENGINE], config.env.train
+    env: Any = ShardedEnvs(group, ENVS)
+    policy = policy_of(config, checkpoint, env)
+    engine: Any = ShardedFlatEngine(group, ENGINE)
+    engine.export().copy_to(policy)  # another processor may begin with other bits
+    collector: Any = ShardedCollector(
+        env, train.max_steps_per_rollout_epoch, chunk=policy_config.num_action_chunks, epochs=train.rollout_epoch
+    )
+    return ControlRoles(env, policy, engine, collector), groups
+
+
+def build_control_parts(
+    config: RunConfig, checkpoint: Path | None, total_steps: int, names: frozenset[str]
+) -> dict[str, Any]:
+    """The parts of one rank; called on each."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # What environments draw from the global generators is another's on each rank.
+    seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
+    train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
+    env = make_env(train, "env.train", pacing_of(config), view_of(config), first=first)
+    policy = policy_of(config, checkpoint, env)
+    engine = flat_engine(config, policy, total_steps, FlatRankEngine)
+    collector = build_collector(config, env_for_policy(env, policy), policy)
+    return {ENGINE: engine, ENVS: RankEnvs(env, collector, policy), "trace": ProcessTrace()}
+
+
+def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
+    """The environments of a rank, whole groups of them, and the number of the first.
+
+    Args:
+        train: of all.
+        rank: whose.
+        ranks: of the run.
+        on_node: how many of them share the cores of a machine.
+    """
+    groups = train.total_num_envs // train.group_size
+    first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))
+    workers = (train.num_workers // ranks) if train.num_workers else usable_cores() // on_node
+    changed = {"total_num_envs": end - first, "num_workers": max(1, workers)}
+    return train.model_copy(update=changed), first

@@ -1,0 +1,83 @@
+"""The environments of one of several ranks, and the copy of the policy that acts in them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from tether.batch import EnvBatch
+from tether.envs import ContinuousActions, DiscreteActions, EnvState, VectorEnv
+from tether.models.control import Policy
+from tether.observations import ObsLayout
+from tether.rollout.env.collector import EnvCollector
+from tether.runtime.global_rng import rng_state, set_rng_state
+from tether.types import StateDict
+
+
+class RankEnvs:
+    """Answers `tether.execution.control.ShardedCollector` and `ShardedEnvs`.
+
+    Args:
+        env: the environments of this rank, as they were made.
+        collector: steps them, perhaps in a wrapper.
+        policy: acts; an engine trains it.
+    """
+
+    def __init__(self, env: VectorEnv, collector: EnvCollector, policy: Policy) -> None:
+        self._env, self._collector, self._policy = env, collector, policy
+
+    def describe(self) -> tuple[str, int, ObsLayout, ContinuousActions | DiscreteActions]:
+        """Their id, number, observations and actions."""
+        return self._env.id, self._env.num_envs, self._env.layout, self._env.actions
+
+    def nbytes(self) -> int:
+        """See `EnvCollector.nbytes`."""
+        return self._collector.nbytes
+
+    def collect(self, noise: Tensor, seeds: Sequence[int]) -> tuple[EnvBatch, float, list[str]]:
+        """See `EnvCollector.collect`; also the seconds that the environments took, and what was warned of."""
+        waited = self._collector.env_seconds
+        with _warnings_kept() as messages:
+            batch = self._collector.collect(self._policy.acting(), noise, seeds)
+        return replace(batch, obs=batch.obs.contiguous()), self._collector.env_seconds - waited, messages
+
+    def restart(self, seed: int) -> None:
+        """See `EnvCollector.restart`."""
+        self._collector.restart(seed)
+
+    def state_dict(self) -> StateDict:
+        """See `EnvCollector.state_dict`."""
+        return self._collector.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """See `EnvCollector.load_state_dict`."""
+        self._collector.load_state_dict(state)
+
+    def get_state(self) -> EnvState:
+        """See `VectorEnv.get_state`; the global generators of this process are a part of it."""
+        state = self._env.get_state()
+        return replace(state, data=(rng_state(), state.data))
+
+    def set_state(self, data: tuple[StateDict, object]) -> str | None:
+        """See `VectorEnv.set_state`; returns why it does not fit."""
+        rng, state = data
+        try:
+            self._env.set_state(state)
+        except ValueError as error:
+            return str(error)
+        set_rng_state(rng)
+        return None
+
+
+@contextmanager
+def _warnings_kept() -> Iterator[list[str]]:
+    """A list of what is warned of, which this process does not show."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield messages
+    messages += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
