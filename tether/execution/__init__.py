@@ -8,4 +8,14 @@ from tether.execution.transfers import Transfers
 from tether.execution.weights import StoredWeights
 from tether.execution.worker import Group
 
-__all__ = ["Group", "Replicas", "ShardedEngine", "ShardedSampler", "StoredWeights", "Transfers", "cluster", "ray_group"]
+__all__ = [
+    "Group",
+    "Replicas",
+    "ShardedEngine",
+    "ShardedSampler",
+    "StoredWeights",
+    "Transfers",
+    "cluster",
+    "control",
+    "ray_group",
+]

@@ -39,13 +39,10 @@ class ShardedFlatEngine(ShardedEngine[RolloutOutputs]):
     def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:  # type: ignore[override]
         """See `tether.training.protocol.Engine.infer`; each rank gets rows of the rollout."""
         parts = [batch.part(range(*bounds)) for bounds in _bounds(len(batch.actions), self._group.size)]
-        asked = [(part, forward) if len(part.actions) else None for part, _ in parts]
-        found = [(answer, finals) for answer, (_, finals) in zip(self._group.call(self._part, "infer", asked), parts, strict=True)
-                 if answer is not None]  # fmt: skip
-        answers = [answer for answer, _ in found]
+        answers: list[RolloutOutputs] = self._call("infer", [(part, forward) for part, _ in parts])
         last = _joined([answer.bootstrap_values for answer in answers])
         if last is not None:
-            last = last[torch.cat([finals for _, finals in found]).argsort()]
+            last = last[torch.cat([finals for _, finals in parts]).argsort()]
         return RolloutOutputs(
             torch.cat([answer.log_probs for answer in answers]),
             torch.cat([answer.seen for answer in answers]),

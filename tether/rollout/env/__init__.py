@@ -7,4 +7,4 @@ from tether.rollout.env.collector import EnvCollector
 from tether.rollout.env.episodes import episode_metrics
 from tether.rollout.env.evaluation import evaluate
 
-__all__ = ["EnvCollector", "agent", "demonstration_recorder", "episode_metrics", "evaluate", "video"]
+__all__ = ["EnvCollector", "agent", "demonstration_recorder", "episode_metrics", "evaluate", "rank_envs", "video"]

@@ -4,4 +4,4 @@
 some of them load transformers.
 """
 
-__all__ = ["autograd", "copies", "flat", "fsdp", "local", "optimizer", "shares"]
+__all__ = ["autograd", "copies", "flat", "flat_ranks", "fsdp", "local", "optimizer", "shares"]
