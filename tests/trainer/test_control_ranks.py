@@ -43,7 +43,7 @@ from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
 
-DIED = Path(__file__).parent / "died"
+DIED = Path(__file__).parent / "one_has_died"
 
 
 class Dies(CartPoleEnv):
