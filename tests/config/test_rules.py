@@ -409,7 +409,7 @@ CASES |= {
     "megatron_has_one_layout": (
         [*ON_MEGATRON, f"{SIZES}.tensor_model_parallel_size=2", "critic.megatron.tensor_model_parallel_size=1"],
         "critic.megatron.tensor_model_parallel_size",
-        f"1 contradicts {SIZES}.tensor_model_parallel_size=2: all models of a run share a layout",
+        f"1 contradicts {SIZES}.tensor_model_parallel_size=2: models on the same devices share a layout",
         ["critic.megatron.tensor_model_parallel_size=2"],
     ),
     "megatron_has_one_layout_with_the_reference": (
@@ -606,7 +606,10 @@ def test_an_inheriting_key_takes_whatever_its_source_takes():
         (["actor: '0,2', critic: 1, rollout: 3"], f"{PLACES}.actor", "leaves a gap in [0, 2]"),
         (["actor: '0:0-1', critic: 1, rollout: 2-3"], f"{PLACES}.actor", "not one process a device"),
         (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes", "beside"),
-        (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ACTOR}.strategy=megatron"], f"{PLACES}.rollout", "share them"),
+        (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ACTOR}.strategy=megatron"], f"{PLACES}.rollout",
+         "samples on the actor's"),
+        (["actor: 0-2, rollout: 0-2, critic: 3", f"{ACTOR}.strategy=megatron", f"{SIZES}.tensor_model_parallel_size=3"],
+         "critic.megatron.tensor_model_parallel_size", f"= 3 does not divide the 1 devices ({PLACES})"),
         (["", "reward_model.enable_resource_pool=True", "reward_model.nnodes=0"], "reward_model.nnodes", "0 machines"),
         (["", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.nnodes", "vllm samples in servers"),
         (["actor: 0, critic: 0, rollout: 1-3", f"{ACTOR}.fsdp_config.fsdp_size=2"], f"{ACTOR}.fsdp_config.fsdp_size",
@@ -625,3 +628,10 @@ def test_models_have_the_devices_that_their_keys_say():
     loaded = load(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2").config
     assert placed(loaded) == {"actor": range(2), "critic": range(2), "sampler": range(2, 5)}
     assert placed(load("trainer.n_gpus_per_node=2").config)["sampler"] == range(2)
+
+
+def test_on_devices_of_its_own_megatrons_critic_has_a_layout_of_its_own():
+    apart = f"{PLACES}={{actor: 0-1, rollout: 0-1, critic: 2-3}}"
+    sizes = [f"{SIZES}.tensor_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=2"]
+    loaded = load(*ON_MEGATRON, apart, *sizes, "critic.megatron.tensor_model_parallel_size=1").config
+    assert placed(loaded)["critic"] == range(2, 4)

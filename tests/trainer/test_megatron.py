@@ -80,6 +80,21 @@ def test_layouts_train_as_one_process_and_resume_each_others_checkpoints(
         torch.testing.assert_close(right[name], left[name], rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
+@needs_megatron
+def test_ray_runs_the_ranks_and_a_critic_apart_has_its_own_layout(inputs: Path, tmp_path: Path) -> None:
+    """Two steps of one process, and of a policy in TP 2 beside a critic that is whole on a device of its own."""
+    pytest.importorskip("ray")
+    one = train(overrides(inputs, tmp_path / "one", 1, 2))
+    where = "cluster.component_placement={actor: 0-1, rollout: 0-1, inference: 0-1, critic: 2}"
+    three = [STRATEGY, f"{TP}=2", "critic.megatron.tensor_model_parallel_size=1", where]
+    found, expected = measured(train([*overrides(inputs, tmp_path / "ray", 3, 2), *three])), measured(one)
+    for step in (1, 2):
+        assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
+        for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy"):
+            assert found[step][name] == pytest.approx(expected[step][name], rel=1e-3, abs=1e-6)
+
+
 BAD: dict[str, tuple[list[str], str]] = {
     "heads": ([f"{TP}=8", "trainer.n_gpus_per_node=8"], f"{TP}=8 cannot split 4 attention heads"),
     "layers": ([f"{PP}=4"], f"{PP}=4: cannot deal out 2 layers over 4 pipeline ranks"),
@@ -91,6 +106,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "key set elsewhere": (
         [f"{SIZES}.override_transformer_config={{num_layers: 3}}"],
         f"{SIZES}.override_transformer_config.num_layers=3: follows from the model",
+    ),
+    "layers of the critic, which is apart": (
+        [
+            "cluster.component_placement={actor: 0-1, rollout: 0-1, inference: 0-1, critic: 2-3}",
+            "critic.megatron.override_transformer_config={num_layers_in_first_pipeline_stage: 2}",
+            "critic.megatron.pipeline_model_parallel_size=2",
+        ],
+        "critic.megatron.pipeline_model_parallel_size=2: cannot deal out",
     ),
     "layers of a stage": (
         [f"{SIZES}.override_transformer_config={{num_layers_in_last_pipeline_stage: two}}"],

@@ -11,12 +11,12 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from tether.assembly.learners import actor_engine, asks_reference, critic_engine, reference_engine
+from tether.assembly.learners import actor_engine, critic_engine, reference_engine
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.parts import RankSampler, Sources
 from tether.assembly.servers import PolicyCard
-from tether.config import RunConfig, device_count
+from tether.config import RunConfig, device_count, models_of, placed
 from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.models.language.empty import empty_model
 from tether.models.language.load import is_gguf, load_causal_lm, load_config
@@ -36,9 +36,20 @@ def uses_megatron(config: RunConfig) -> bool:
     return device_count(config) > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """The layout that all models of a run have."""
-    sizes = config.actor_rollout_ref.actor.megatron
+def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
+    """Of each model that Megatron holds, the path of its section and the section."""
+    settings, there = config.actor_rollout_ref, models_of(config)
+    sections: dict[str, tuple[str, Role]] = {
+        "actor": ("actor_rollout_ref.actor", settings.actor),
+        "reference": ("actor_rollout_ref.ref", settings.ref),
+        "critic": ("critic", config.critic),
+    }
+    return {model: section for model, section in sections.items() if model in there}
+
+
+def layout_of(role: Role, section: str) -> Layout:
+    """The layout that a model has, of which `section` is the path."""
+    sizes = role.megatron
     given, pieces = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
     return Layout(
         tensor=sizes.tensor_model_parallel_size,
@@ -48,15 +59,15 @@ def layout_of(config: RunConfig) -> Layout:
         expert=sizes.expert_model_parallel_size,
         expert_tensor=sizes.expert_tensor_parallel_size,
         sequence_parallel=sizes.sequence_parallel,
-        first_stage_layers=_layers(given, FIRST),
-        last_stage_layers=_layers(given, LAST),
+        first_stage_layers=_layers(given, FIRST, section),
+        last_stage_layers=_layers(given, LAST, section),
     )
 
 
-def _layers(given: dict[str, Any], name: str) -> int | None:
+def _layers(given: dict[str, Any], name: str, section: str) -> int | None:
     value = given.get(name)
     if value is not None and (type(value) is not int or value < 1):
-        key = f"actor_rollout_ref.actor.megatron.override_transformer_config.{name}"
+        key = f"{section}.megatron.override_transformer_config.{name}"
         raise ValueError(f"{key}={value!r}: is not a whole number above 0. Give the layers of that pipeline stage.")
     return value
 
@@ -96,11 +107,10 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it misses apex and Transformer Engine, and goes on without
         families = importlib.import_module("tether.models.megatron.families")
-    settings, layout = config.actor_rollout_ref, layout_of(config)
-    roles: list[tuple[str, Role, Path | str]] = [("actor_rollout_ref.actor", settings.actor, policy)]
-    roles += [("actor_rollout_ref.ref", settings.ref, policy)] if asks_reference(config) else []
-    roles += [("critic", config.critic, critic)] if config.critic.enable else []
-    for name, role, path in roles:
+    settings, devices = config.actor_rollout_ref, placed(config)
+    paths = {"actor": policy, "reference": policy, "critic": critic}
+    for model, (name, role) in roles_of(config).items():
+        path, layout = paths[model], layout_of(role, name)
         if is_object(path) or is_gguf(path):
             what = "a model that is an object" if is_object(path) else f"{path}: a GGUF file"
             raise ValueError(
@@ -110,7 +120,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
         hf_config = load_config(path, trust_remote_code=settings.model.trust_remote_code)
         prefix = f"{name}.megatron."
         families.check_family(hf_config)
-        check(layout, hf_config, config.trainer.devices, prefix)
+        check(layout, hf_config, len(devices[model]), prefix)
         try:
             families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
         except (AssertionError, TypeError, ValueError) as error:
@@ -118,16 +128,17 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
             raise ValueError(f"{prefix}{said}") from error
 
 
-def megatron_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
-    """The parts of one rank; called on each."""
+def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+    """The parts of one rank, with the models of these names; called on each."""
     engine = importlib.import_module("tether.training.engines.megatron")
-    settings, layout = config.actor_rollout_ref, layout_of(config)
+    settings, roles = config.actor_rollout_ref, roles_of(config)
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
 
-    def make(section: Role, weights: Path, **rest: Any) -> Any:
+    def make(model: str, weights: Path, **rest: Any) -> Any:
+        name, section = roles[model]
         sizes, trained = section.megatron, not isinstance(section, RefConfig)
         options = engine.MegatronOptions(
-            layout=layout,
+            layout=layout_of(section, name),
             overrides=overrides_of(config, section),
             distributed_optimizer=trained and getattr(sizes, "use_distributed_optimizer"),  # noqa: B009
             weights_rest_on_host=sizes.param_offload,
@@ -141,14 +152,16 @@ def megatron_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
     hf_config = load_config(
         folder, trust_remote_code=settings.model.trust_remote_code, override_config=settings.model.override_config
     )
-    policy = empty_model(folder, hf_config)
-    actor = actor_engine(config, policy, None, tokenizer, steps, incidents, make(settings.actor, folder))
-    parts: dict[str, Any] = {"actor": actor}
-    if settings.rollout.name in SERVERS:
-        parts["card"] = PolicyCard.of(policy)
-    else:
-        parts["sampler"] = RankSampler(_sampler(config, folder, sources), actor)
-    if config.critic.enable:
+    parts: dict[str, Any] = {}
+    if "actor" in names:
+        policy = empty_model(folder, hf_config)
+        actor = actor_engine(config, policy, None, tokenizer, steps, incidents, make("actor", folder))
+        parts["actor"] = actor
+        if settings.rollout.name in SERVERS:
+            parts["card"] = PolicyCard.of(policy)
+        else:
+            parts["sampler"] = RankSampler(_sampler(config, folder, sources), actor)
+    if "critic" in names:
         where = _folder(sources.critic_path)
         critic = empty_model(
             where,
@@ -159,11 +172,11 @@ def megatron_parts(config: RunConfig, sources: Sources) -> dict[str, Any]:
             ),
             critic=True,
         )
-        of_critic = make(config.critic, where, role="critic")
+        of_critic = make("critic", where, role="critic")
         parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
-    if asks_reference(config):
+    if "reference" in names:
         dtype = DTYPES[settings.ref.fsdp_config.dtype]
-        of_reference = make(settings.ref, start, compute_dtype=dtype)
+        of_reference = make("reference", start, compute_dtype=dtype)
         alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
         parts["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
     return parts

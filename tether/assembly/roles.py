@@ -125,7 +125,7 @@ def _replicas(config: RunConfig, groups: Groups) -> dict[str, Replicas]:
     if asks_reference(config):
         parts["reference"] = reference_ranks(config)
     if uses_megatron(config):
-        return dict.fromkeys(parts, Replicas.asked(groups.of["actor"], "actor"))
+        return {name: Replicas.asked(groups.of[name], name) for name in parts}
     return {name: Replicas.in_a_row(groups.of[name].size, each) for name, each in parts.items()}
 
 
@@ -164,7 +164,7 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
     if uses_megatron(config):
-        models = megatron_parts(config, sources)
+        models = megatron_parts(config, sources, names)
     else:
         models = _engines(config, sources, make, names, sharded=True)
     parts = models | {"trace": ProcessTrace()}

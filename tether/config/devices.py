@@ -55,6 +55,12 @@ def placed(cfg: RunConfig) -> dict[str, range]:
     return found
 
 
+def devices_of(cfg: RunConfig, model: str) -> range:
+    """Those of one model, or of the actor where there is no such model; see `placed`."""
+    found = placed(cfg)
+    return found.get(model, found["actor"])
+
+
 def misplaced(cfg: RunConfig) -> Problem | None:
     """Why the devices of the models do not add up, if they do not."""
     found = _placed(cfg)
@@ -161,11 +167,10 @@ def _unfit(cfg: RunConfig, found: Mapping[str, range]) -> Problem | None:
     settings, apart = cfg.actor_rollout_ref, {name for name, ranks in found.items() if ranks != found["actor"]}
     if not apart:
         return None
-    keys = dict(_apart(cfg))
-    key = next(keys.get(name, f"{PATH}.{NAMES[name]}") for name in sorted(apart))
-    if settings.actor.strategy == "megatron":
-        what = "devices of its own; with actor_rollout_ref.actor.strategy=megatron all models share them so far"
-        return Problem(key, what, f"leave {key} out")
+    if settings.actor.strategy == "megatron" and "sampler" in apart:
+        key = dict(_apart(cfg)).get("sampler", f"{PATH}.{NAMES['sampler']}")
+        what = "devices of its own; with actor_rollout_ref.actor.strategy=megatron it samples on the actor's so far"
+        return Problem(key, what, "give both the same devices, or sample with vLLM or SGLang")
     if "reference" in apart and settings.model.lora_rank:
         what = f"apart from the actor, of whose model it is a part ({LORA}={settings.model.lora_rank})"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")

@@ -27,6 +27,7 @@ YARN = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "deepseek_v3")},
+    "qwen2_moe_without_biases": ("qwen2_moe", {"qkv_bias": False}),
     "llama3": ("llama", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "tensor, pipeline, sequence": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), ("qwen3", *SPARSE)),
     "uneven stages": (2, Layout(pipeline=2, first_stage_layers=3), ("qwen2", "moonlight")),
     "virtual stages": (2, Layout(pipeline=2, virtual_pipeline=2), ("qwen2", "qwen2_moe")),
-    "experts": (2, Layout(expert=2), SPARSE),
+    "experts": (2, Layout(expert=2), (*SPARSE, "qwen2_moe_without_biases")),
     "pipeline, experts": (4, Layout(pipeline=2, expert=2), SPARSE),
     "experts in parts": (4, Layout(tensor=2, expert=2, sequence_parallel=True), ("qwen2_moe", "moonlight")),
     "context": (2, Layout(context=2), ("llama", "mistral", "qwen2_moe", "deepseek_v3")),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from tether.config.devices import device_count
+from tether.config.devices import device_count, devices_of, misplaced
 from tether.config.keys import show
+from tether.config.placement import PATH
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Condition, Rule
 from tether.config.schema.root import RunConfig
@@ -17,6 +18,8 @@ ONE_LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
 )  # fmt: skip
+MODELS = {ACTOR: "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
+ONE = "models on the same devices share a layout"
 EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -39,21 +42,21 @@ def same_engine(role: str, when: Condition) -> Rule:
 
 
 def same_layout(role: str, when: Condition) -> Rule:
-    """Megatron holds one set of process groups in a process."""
+    """Megatron holds one set of process groups in a process; models on devices of their own have other processes."""
 
     def rule(cfg: RunConfig) -> Problem | None:
-        if not trains(cfg) or not when(cfg):
+        if not trains(cfg) or not when(cfg) or misplaced(cfg) or _is_apart(cfg, role):
             return None
         for name in ONE_LAYOUT:
             mine, actors = (_at(cfg, f"{section}.megatron.{name}") for section in (role, ACTOR))
             if mine != actors:
-                what = f"{show(mine)} contradicts {SIZES}.{name}={show(actors)}: all models of a run share a layout"
+                what = f"{show(mine)} contradicts {SIZES}.{name}={show(actors)}: {ONE}"
                 return Problem(f"{role}.megatron.{name}", what, f"leave {role}.megatron.{name} out")
         for name in EDGES:
             mine, actors = (_at(cfg, f"{section}.megatron.override_transformer_config") for section in (role, ACTOR))
             if mine.get(name) != actors.get(name):
                 key = f"{role}.megatron.override_transformer_config"
-                what = f"its {name} contradicts that of {SIZES}.override_transformer_config: all models share a layout"
+                what = f"its {name} contradicts that of {SIZES}.override_transformer_config: {ONE}"
                 return Problem(key, what, f"leave {name} out of {key}")
         return None
 
@@ -62,27 +65,33 @@ def same_layout(role: str, when: Condition) -> Rule:
 
 def sizes_divide_devices(cfg: RunConfig) -> Problem | None:
     """What is left of the devices after the other kinds are data-parallel replicas."""
-    if cfg.actor_rollout_ref.actor.strategy != "megatron":
+    if cfg.actor_rollout_ref.actor.strategy != "megatron" or misplaced(cfg):
         return None
-    sizes, devices = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.devices
+    apart = [role for role, when in ROLES if when(cfg) and _is_apart(cfg, role)]
+    return next(filter(None, (_undivided(cfg, role) for role in (ACTOR, *apart))), None)
+
+
+def _undivided(cfg: RunConfig, role: str) -> Problem | None:
+    sizes, devices, key = _at(cfg, f"{role}.megatron"), len(devices_of(cfg, MODELS[role])), f"{role}.megatron"
     split = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
     each = reduce(int.__mul__, split)
     fix = f"choose sizes whose product divides {devices}, or another number of devices"
-    where = f"the {devices} devices (trainer.n_gpus_per_node x trainer.nnodes)"
+    said = PATH if cfg.cluster.component_placement else "trainer.n_gpus_per_node x trainer.nnodes"
+    where = f"the {devices} devices ({said})"
     if devices % each:
         tensor, pipeline, context = split
         what = (
-            f"tensor {tensor} x pipeline {pipeline} ({SIZES}.pipeline_model_parallel_size) x context {context} "
-            f"({SIZES}.context_parallel_size) = {each} does not divide {where}"
+            f"tensor {tensor} x pipeline {pipeline} ({key}.pipeline_model_parallel_size) x context {context} "
+            f"({key}.context_parallel_size) = {each} does not divide {where}"
         )
-        return Problem(f"{SIZES}.tensor_model_parallel_size", what, fix)
+        return Problem(f"{key}.tensor_model_parallel_size", what, fix)
     expert, ranks = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or split[0]
     if expert > 1 and devices % (expert * ranks * split[1]):
         what = (
-            f"expert {expert} x expert tensor {ranks} ({SIZES}.expert_tensor_parallel_size) x pipeline {split[1]} "
-            f"({SIZES}.pipeline_model_parallel_size) = {expert * ranks * split[1]} does not divide {where}"
+            f"expert {expert} x expert tensor {ranks} ({key}.expert_tensor_parallel_size) x pipeline {split[1]} "
+            f"({key}.pipeline_model_parallel_size) = {expert * ranks * split[1]} does not divide {where}"
         )
-        return Problem(f"{SIZES}.expert_model_parallel_size", what, fix)
+        return Problem(f"{key}.expert_model_parallel_size", what, fix)
     return None
 
 
@@ -114,6 +123,11 @@ def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
         return None
     what = f"full runs the reference beside the policy, which a pipeline ({ACTOR}.strategy=megatron) cannot"
     return Problem(key, what, "set it to low_var_kl, or another estimator from sampled tokens")
+
+
+def _is_apart(cfg: RunConfig, role: str) -> bool:
+    """Whether a model has devices that the actor does not have."""
+    return devices_of(cfg, MODELS[role]) != devices_of(cfg, MODELS[ACTOR])
 
 
 def _at(cfg: RunConfig, key: str) -> Any:

@@ -68,7 +68,7 @@ def _attention(hf_config: Any) -> Pieces:
         "self_attention.linear_qkv.weight": (tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), split),
         "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), COLUMNS),
     }
-    if hf_config.model_type in ("qwen2", "qwen2_moe"):
+    if hf_config.model_type in ("qwen2", "qwen2_moe") and getattr(hf_config, "qkv_bias", True):
         found["self_attention.linear_qkv.bias"] = (tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), split)
     if hf_config.model_type in ("qwen3", "qwen3_moe"):
         for x in "qk":
