@@ -20,6 +20,7 @@ class Answer:
 def test_bytes_are_those_of_tensors_arrays_and_tokens() -> None:
     assert size_of([torch.ones(3), {"a": np.ones(2)}, (Answer(torch.ones(2, 2)), None, 7)]) == 12 + 16 + 16
     assert size_of([[[1, 2, 3], [4]], "text"]) == 4 * 8
+    assert size_of([(False, None), (True, None)]) == 0, "how often one looks whether ranks have written is not counted"
     batch = make_rollout()
     held = [value for value in batch.to_tensordict().values() if isinstance(value, Tensor)]
     assert size_of([(batch, 1)]) == sum(value.nbytes for value in held) > size_of(batch[:2]) > 0

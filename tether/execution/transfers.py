@@ -52,4 +52,4 @@ def size_of(value: Any) -> int:
         return sum(map(size_of, value.values()))
     if not isinstance(value, list | tuple):
         return 0
-    return TOKEN_BYTES * len(value) if value and isinstance(value[0], int) else sum(map(size_of, value))
+    return TOKEN_BYTES * len(value) if value and type(value[0]) is int else sum(map(size_of, value))
