@@ -12,7 +12,6 @@ that are never answered. The taught model and the runs are kept beside --results
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -29,7 +28,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.resumable import ROOT, all_runs, write_between
+from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, fields, save_figure, write_between
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
@@ -235,34 +234,19 @@ def table(runs: Mapping[str, Learned]) -> str:
 
 def plot(runs: Mapping[str, Learned], path: Path) -> None:
     """Draw score and calls a reply over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(8.8, 3.2), sharex=True)
+    figure, axes = fields(2, 8.8, 3.2, sharex=True)
     for name, run in runs.items():
         for axis, values in zip(axes, (run.scores, run.calls), strict=True):
             axis.plot(range(1, len(values) + 1), values, label=name)
     axes[0].set(xlabel="step", ylabel="score of the training batch", ylim=(0, 1.02))
     axes[1].set(xlabel="step", ylabel="calls a reply")
     axes[1].legend(title="seed", loc="center right")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "runs/calculator.jsonl", help="file of runs that are done"
-    )
-    parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
-    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
-    parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
+    parser = arguments_of_runs(__doc__, ROOT / "runs/calculator.jsonl")
     given = parser.parse_args()
     asked = [{"seed": seed, "answered": True} for seed in given.seeds]
     asked.append({"seed": given.seeds[0], "answered": False})

@@ -1,5 +1,6 @@
 """How much of a model does each of Megatron's ranks hold, and what does a conversion cost?
-python -m benchmarks.megatron_memory
+
+    python -m benchmarks.megatron_memory
 
 For each layout of CPU ranks: the bytes that weights, sums of gradients and the optimizer's state take on the rank that
 has most of them, by a formula and as counted after an update; and how long a parameter takes to be read from the

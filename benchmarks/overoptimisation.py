@@ -9,7 +9,6 @@ Runs that are done are kept in --results and not made again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.resumable import ROOT, all_runs, write_between
+from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, fields, save_figure, write_between
 from tether.metrics.loggers.jsonl import read_metrics
 
 BEGIN, END = "<!-- overoptimisation:begin -->", "<!-- overoptimisation:end -->"
@@ -86,12 +85,7 @@ def table(curves: Mapping[tuple[int, float], Curve]) -> str:
 
 def plot(curves: Mapping[tuple[int, float], Curve], path: Path) -> None:
     """Draw both scores over the KL."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharex=True)
+    figure, axes = fields(2, 9, 3.6, sharex=True)
     colours = {seed: f"C{number}" for number, seed in enumerate(sorted({seed for seed, _ in curves}))}
     for (seed, weight), curve in curves.items():
         weak = weight == WEIGHTS[0]
@@ -103,22 +97,12 @@ def plot(curves: Mapping[tuple[int, float], Curve], path: Path) -> None:
     axes[0].set(title="learned score", xlabel="KL to the first policy, nats a response", ylabel="mean of 10 steps")
     axes[1].set(title="gold score", xlabel="KL to the first policy, nats a response")
     axes[1].legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "runs/overoptimisation.jsonl", help="file of runs that are done"
-    )
-    parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
-    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
-    parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
+    parser = arguments_of_runs(__doc__, ROOT / "runs/overoptimisation.jsonl")
     given = parser.parse_args()
     asked: list[dict[str, Any]] = [{"seed": seed, "weight": weight} for seed in given.seeds for weight in WEIGHTS]
     found = all_runs(lambda **one: asdict(train(**one)), asked, given.results, made_only=given.made_only)

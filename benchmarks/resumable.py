@@ -1,12 +1,16 @@
-"""Runs of a benchmark that are kept in a file of JSON lines, so that it resumes; and tables in pages."""
+"""Runs of a benchmark that are kept in a file of JSON lines, so that it resumes; tables in pages; pictures."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,6 +37,49 @@ def all_runs(
             kept.write(json.dumps({"asked": one, "result": result}) + "\n")
         print(f"done: {one}", file=sys.stderr, flush=True)
     return [done.get(_name(one)) for one in asked]
+
+
+def arguments_of_runs(description: str | None, results: Path) -> argparse.ArgumentParser:
+    """A parser with what benchmarks of several seeds share.
+
+    Args:
+        description: of the benchmark.
+        results: file of runs that are done, where no other is named.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--results", type=Path, default=results, help="file of runs that are done")
+    parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
+    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
+    parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
+    return parser
+
+
+def fields(columns: int, width: float, height: float, **options: bool) -> tuple[Figure, Any]:
+    """A figure and its axes side by side, made without a screen.
+
+    Args:
+        columns: axes.
+        width: inches.
+        height: inches.
+        options: of matplotlib's `subplots`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(1, columns, figsize=(width, height), **options)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG, and forget it."""
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def write_between(page: Path, begin: str, end: str, table: str) -> None:

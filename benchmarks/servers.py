@@ -11,7 +11,6 @@ all runs by vLLM. Runs that are in --results are not made again, so that an inte
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -28,7 +27,7 @@ import torch
 
 from benchmarks.algorithms.cases import ALGORITHM, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
-from benchmarks.resumable import ROOT, all_runs, write_between
+from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, fields, save_figure, write_between
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
@@ -176,14 +175,9 @@ def table(runs: Mapping[Asked, Curve]) -> str:
 
 def plot(runs: Mapping[Asked, Curve], path: Path) -> None:
     """Draw the scores of the training batches, a field per algorithm: the mean of the seeds and their range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sides = by_side(runs)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in sides))
-    figure, axes = pyplot.subplots(1, len(algorithms), figsize=(4.4 * len(algorithms), 3.2), squeeze=False, sharey=True)
+    figure, axes = fields(len(algorithms), 4.4 * len(algorithms), 3.2, squeeze=False, sharey=True)
     for axis, algorithm in zip(axes[0], algorithms, strict=True):
         for engine in ENGINES:
             curves = [curve.scores for curve in sides.get((algorithm, engine), [])]
@@ -195,25 +189,17 @@ def plot(runs: Mapping[Asked, Curve], path: Path) -> None:
         axis.set(title=algorithm, xlabel="step")
         axis.legend(loc="lower right")
     axes[0][0].set_ylabel("score of the training batch")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of_runs(__doc__, ROOT / "runs/servers.jsonl")
     parser.add_argument("--task", choices=TASKS, default="spell")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="instead of the task's own number")
     parser.add_argument("--server", help="address of one that runs already and has the task's model (scripts/vllm.sh)")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs/servers.jsonl", help="file of runs that are done")
-    parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
-    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
-    parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
     given = parser.parse_args()
     set_threads(1)
     steps = given.steps or STEPS[given.task]

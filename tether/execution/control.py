@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.envs import ContinuousActions, DiscreteActions, EnvState
-from tether.execution.handles import WRITE_LOOK_SECONDS, Replicas, ShardedEngine
+from tether.execution.handles import Replicas, ShardedEngine
 from tether.execution.worker import Group
 from tether.models.control import Act
 from tether.observations import ObsLayout
@@ -63,17 +63,8 @@ class ShardedFlatEngine(ShardedEngine[RolloutOutputs]):
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         """See `tether.training.protocol.Engine.saving`; the first rank writes, which has all weights."""
         others = [None] * (self._group.size - 1)
-        self._group.call(self._part, "begin_saving", [(folder, state), *others])
-
-        def complete() -> None:
-            done, error = False, None
-            while not done:
-                done, error = self._group.call(self._part, "writing", [(), *others])[0]
-                time.sleep(0 if done else WRITE_LOOK_SECONDS)
-            if error is not None:
-                raise error
-
-        return complete
+        self._call("begin_saving", [(folder, state), *others])
+        return partial(self._until_written, [(), *others])
 
 
 class ShardedEnvs:

@@ -23,7 +23,7 @@ from tether.training.engines.autograd import scattered
 from tether.training.engines.shares import join_shares
 from tether.training.text import sequence_lengths
 
-WRITE_LOOK_SECONDS = 0.1
+_WRITE_LOOK_SECONDS = 0.1
 LINEAR = 24576
 """Work of a token in the layers, in units of one token that another looks at: 6 times the hidden width of a 7B model
 (verl's figure)."""
@@ -123,17 +123,26 @@ class ShardedEngine(Generic[Outputs]):
         self._call("begin_saving", [(part, folder.name) for part in parts])
 
         def complete() -> None:
-            answers = [(False, None)]
-            while not all(done for done, _ in answers):
-                answers = self._call("writing", [()] * self._group.size)
-                time.sleep(WRITE_LOOK_SECONDS)
-            for _, error in answers:
-                if error is not None:
-                    raise error
+            self._until_written([()] * self._group.size)
             join_shares(parts, folder, state)
             shutil.rmtree(together)
 
         return complete
+
+    def _until_written(self, arguments: Sequence[tuple[()] | None]) -> None:
+        """Wait for the threads of the ranks that write, which are those that have arguments.
+
+        Raises:
+            BaseException: the error of a rank that cannot write.
+        """
+        answers: list[tuple[bool, BaseException | None]] = [(False, None)]
+        while not all(done for done, _ in answers):
+            every = self._call("writing", arguments)
+            answers = [answer for answer, given in zip(every, arguments, strict=True) if given is not None]
+            time.sleep(_WRITE_LOOK_SECONDS)
+        for _, error in answers:
+            if error is not None:
+                raise error
 
     def load_state(self, file: Path) -> None:
         """See `tether.training.protocol.Engine.load_state`; of any number of ranks."""
@@ -144,7 +153,7 @@ class ShardedEngine(Generic[Outputs]):
         every = self._call(method, [arguments[replica] for replica in self._replicas.of])
         return [every[rank] for rank in self._replicas.speakers]
 
-    def _call(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+    def _call(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         return self._group.call(self._part, method, arguments)
 
 
