@@ -57,7 +57,8 @@ class Model:
         draw: Callable[[torch.Tensor, int], int],
         on: Callable[[], bool],
     ) -> list[int]:
-        """Up to `most` tokens, the last of them one of `ends`, while it is `on`.
+        """Up to `most` tokens, the last of them one of `ends`, while it is `on`; at least one, as no request waits for
+        another in a server that batches them.
 
         Args:
             ids: the prompt.
@@ -73,7 +74,7 @@ class Model:
             past = self.model.model(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
             self.cache[tuple(ids[:-1])] = past
         past, last, tokens = copy.deepcopy(past), ids[-1], []
-        while len(tokens) < most and on():
+        while len(tokens) < most and (on() or not tokens):
             output = self.model.model(torch.tensor([[last]]), past_key_values=past, use_cache=True)
             past = output.past_key_values
             head = self.model.lm_head.weight if self.head is None else self.head
