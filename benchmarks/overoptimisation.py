@@ -1,4 +1,4 @@
-"""What becomes of the true score while PPO raises a learned one? `recipes/reward-model`, three seeds.
+"""The true score while PPO raises a learned one: `recipes/reward-model`, three seeds.
 
     python -m benchmarks.overoptimisation
     python -m benchmarks.overoptimisation --write recipes/reward-model/README.md --plot docs/assets/reward-model.png

@@ -42,7 +42,7 @@ def runs_per_second(count: int, at_once: int, *, confined: bool) -> float:
 
 
 def left_behind() -> dict[str, int]:
-    """What runs could leave: processes below this one, descriptors, mounts, folders, and memory in MiB."""
+    """Leftovers of runs: processes below this one, descriptors, mounts, folders, and memory in MiB."""
     own = psutil.Process()
     return {
         "processes": len(own.children(recursive=True)),

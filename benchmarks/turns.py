@@ -1,4 +1,4 @@
-"""What the kept cache of conversations is worth: tokens per second with it and without.
+"""Gain from keeping the cache of conversations: tokens per second with it and without.
 
     python -m benchmarks.turns
     python -m benchmarks.turns --write docs/turns-inside.md

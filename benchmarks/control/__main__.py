@@ -95,7 +95,7 @@ def run(
 
 
 def told(task: Task) -> dict[str, Any]:
-    """What differs from the defaults, so that a new field makes no run another one."""
+    """Settings that differ from the defaults, so that a new field makes no run another one."""
     return {field.name: value for field in fields(task) if (value := getattr(task, field.name)) != field.default}
 
 

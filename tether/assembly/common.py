@@ -69,7 +69,7 @@ def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Pa
 
 
 def build_rollbacks(config: TrainerConfig, store: CheckpointStore, checkpoint: Path | None) -> Rollbacks | None:
-    """What happens at a collapse; None where a run does not go back."""
+    """How a run goes back after a collapse; None where it does not."""
     if config.on_collapse != "rollback":
         return None
     done = rollbacks_of(store.root, checkpoint)
@@ -158,7 +158,7 @@ def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler |
 
 
 def ranks_line(config: RunConfig) -> str:
-    """What a user is told of several devices."""
+    """A line for the user about several devices."""
     return f"{device_count(config)} devices; up to {config.trainer.max_restarts} restarts when one is lost"
 
 

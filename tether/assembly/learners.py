@@ -290,7 +290,7 @@ def critic_engine(
     incidents: Path | None,
     make: MakeEngine = LocalEngine,
 ) -> Any:
-    """What runs and updates the critic."""
+    """The learner that runs and updates the critic."""
     critic = config.critic
     packed = critic.model.use_remove_padding
     return make(

@@ -1,4 +1,4 @@
-"""What the models of a run are made of, and the sampler of one rank; they travel to where the models are."""
+"""Parts of which the models of a run, and the sampler of one rank, are made; they travel to where the models are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tether.rollout.native import NativeEngine
 
 @dataclass(frozen=True)
 class Sources:
-    """What the models of a run are made of; it travels to where they are."""
+    """Parts of which the models of a run are made; it travels to where they are."""
 
     model_path: Path | str
     critic_path: Path | str

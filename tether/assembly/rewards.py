@@ -1,4 +1,4 @@
-"""What scores the responses of a run: rules and functions, a learned reward model, judges, or several of them."""
+"""Rewards of a run: rules and functions, a learned reward model, judges, or several of them."""
 
 from __future__ import annotations
 

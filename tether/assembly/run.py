@@ -204,7 +204,7 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None) -> Inputs:
-    """What a run reads, fit for the engine that trains on it."""
+    """Inputs of a run, checked for the engine that trains on them."""
     inputs = build_inputs(config, tools)
     check_megatron(config, inputs.model_path, inputs.critic_path)
     return inputs

@@ -16,7 +16,7 @@ from tether.types import StateDict
 
 
 def as_bytes(state: Mapping[str, object]) -> bytes:
-    """What `save_state` stores."""
+    """The contents of a file of `save_state`."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()

@@ -25,7 +25,7 @@ Range = Annotated[tuple[float, float], BeforeValidator(_least_and_greatest)]
 
 
 class AnyPart(Section):
-    """What every part has."""
+    """Fields of every part."""
 
     weight: float = 1.0
     """Factor of its score; 0: it is logged and not learned from."""
@@ -65,7 +65,7 @@ class JudgePart(AnyPart):
     path: str | None = None
     """Or a model that tether samples from itself: its directory or hub id."""
     model: str | None = None
-    """What the endpoint calls the model."""
+    """The model's name at the endpoint."""
     prompt: str
     """Text that shows {prompt} and {response}, and {ground_truth} or {data_source} if asked for; or FILE.txt."""
     system: str | None = None

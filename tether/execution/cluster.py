@@ -163,7 +163,7 @@ def nodes_of(address: str, seconds: float = REACH_SECONDS) -> list[str]:
 
 
 def _versions_of(answer: Any) -> str:
-    """What a node says of itself, beside what is here."""
+    """The versions on a node, beside those here."""
     try:
         theirs = ray.get(answer, timeout=0).versions
     except RayError as error:

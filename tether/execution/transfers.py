@@ -1,4 +1,4 @@
-"""What goes between the loop and its ranks: bytes and seconds of a step."""
+"""Traffic between the loop and its ranks: bytes and seconds of a step."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Group(Protocol):
 
     @property
     def transfers(self) -> Transfers:
-        """What went to them and came back."""
+        """Bytes and seconds of transfers to them and back."""
         ...
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
@@ -78,7 +78,7 @@ class Group(Protocol):
         ...
 
     def read(self, shared: object) -> Any:
-        """What `share` or `share_weights` has stored."""
+        """The object that `share` or `share_weights` has stored."""
         ...
 
 

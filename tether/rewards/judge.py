@@ -12,7 +12,7 @@ from tether.rewards.service.endpoint import Endpoint, EndpointError
 from tether.spelling import did_you_mean
 
 FIELDS = ("prompt", "response", "ground_truth", "data_source")
-"""What a template may name in braces."""
+"""Names that a template may have in braces."""
 NUMBER = r"Score:\s*(-?\d+(?:\.\d+)?)"
 """The parser by default."""
 _SHOWN = 200  # characters at the end of an answer that says nothing

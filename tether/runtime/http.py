@@ -23,7 +23,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server sent."""
+    """A server's answer."""
 
     status: int
     body: bytes

@@ -52,7 +52,7 @@ class McpServer:
                 self._client.set_exception(error)
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool says.
+        """A tool's answer.
 
         Raises:
             RuntimeError: the tool failed, with its words.
@@ -98,7 +98,7 @@ def connected(spec: McpSpec) -> list[tuple[JsonObject, McpTool]]:
 
 
 def _transport(where: Mapping[str, Any]) -> Any:
-    """What `Client` connects by."""
+    """Transport of `Client`."""
     if "command" in where:
         return StdioServerParameters(command=where["command"], args=where.get("args", []), env=where.get("env"))
     headers = {"Authorization": f"Bearer {where['auth_token']}"} if where.get("auth_token") else {}

@@ -91,7 +91,7 @@ LIBRARY = "verifiers:"
 
 
 def environment_named(name: str, call_format: str, place: str = f"{SECTION} agent_name") -> EnvironmentSpec:
-    """What a name stands for: a class, or an environment of a library.
+    """The class, or the environment of a library, of a name.
 
     Args:
         name: ``FILE.py:Class``, or see `LIBRARY`.

@@ -64,7 +64,7 @@ def same_layout(role: str, when: Condition) -> Rule:
 
 
 def sizes_divide_devices(cfg: RunConfig) -> Problem | None:
-    """What is left of the devices after the other kinds are data-parallel replicas."""
+    """Data-parallel replicas take the devices that the other kinds of parallelism leave."""
     if cfg.actor_rollout_ref.actor.strategy != "megatron" or misplaced(cfg):
         return None
     apart = [role for role, when in ROLES if when(cfg) and _is_apart(cfg, role)]

@@ -109,7 +109,7 @@ class ScoringServerConfig(Section):
     api: Annotated[Literal["vllm", "sglang"], SERVED] = "vllm"
     """Whose /classify it is."""
     model: Annotated[str | None, SERVED] = None
-    """What the server calls the model; null: reward_model.model.path."""
+    """The model's name on the server; null: reward_model.model.path."""
     api_key_env: Annotated[str | None, SERVED] = None
     """Environment variable that holds the server's key."""
     timeout: Annotated[PositiveFloat, SERVED] = 60.0

@@ -1,4 +1,4 @@
-"""What a step of an environment gives: numpy would cast and broadcast in silence what is no reward or flag."""
+"""Checks of rewards and flags that environments return, which numpy would cast and broadcast in silence."""
 
 from __future__ import annotations
 

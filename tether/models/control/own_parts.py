@@ -81,7 +81,7 @@ class OwnFeatures(nn.Module):
 
 
 def called(found: object, spec: PolicySpec, given: Mapping[str, object], where: str) -> nn.Module:
-    """What a class of the user's makes of arguments, and of those of `PASSED_ON` that it names.
+    """An object of the user's class, made with these arguments and those of `PASSED_ON` that it names.
 
     Raises:
         ValueError: it is no such class, or takes other arguments.

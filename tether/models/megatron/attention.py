@@ -27,7 +27,7 @@ from tether.models.megatron.without_te import HAS_TRANSFORMER_ENGINE
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """What Megatron hands from layer to layer beside the hidden states of N tokens."""
+    """Passed by Megatron from layer to layer beside the hidden states of N tokens."""
 
     layout: AttentionLayout = None  # type: ignore[assignment]  # after fields with defaults
     positions: Tensor = None  # type: ignore[assignment]  # [N], of each token in its own sequence
@@ -41,7 +41,7 @@ class AttentionOptions:
     sliding_windows: tuple[int | None, ...]
     """Of each layer."""
     rotary_scale: float = 1.0
-    """What cosine and sine are multiplied by: YaRN's attention factor."""
+    """Factor of cosine and sine: YaRN's attention factor."""
 
 
 class PackedAttention(MegatronModule):

@@ -1,4 +1,4 @@
-"""What the last stage makes of hidden states: log-probabilities over a split vocabulary, or values.
+"""Outputs of the last stage from hidden states: log-probabilities over a split vocabulary, or values.
 
 Megatron's output layer would make the logits of all tokens. `StatesHead` takes its place and hands the hidden states
 out, so that logits are made for the predicted tokens alone, in chunks, and each rank makes those of its part of the

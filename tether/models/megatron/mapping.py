@@ -106,7 +106,7 @@ def _dense(name: str, hf_name: str) -> Pieces:
 
 
 def _sparse(hf_config: Any) -> Pieces:
-    """What a layer with experts has besides them."""
+    """Weights of a layer with experts besides those of the experts."""
     found: Pieces = {"mlp.router.weight": (("mlp.gate.weight",), WHOLE)}
     if hf_config.model_type == "qwen2_moe":
         found |= _dense("mlp.shared_experts", "mlp.shared_expert")

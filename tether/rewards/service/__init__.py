@@ -1,4 +1,4 @@
-"""What scores responses, by one set of methods (`Rewards`): processes, threads that wait for a server, a model.
+"""Services that score responses, by one set of methods (`Rewards`): processes, threads that wait for a server, a model.
 
 In the processes of a `RewardPool` each call has a deadline, and a call that exceeds it is killed; `BatchedRewards`
 calls a function once for all responses. `LocalRewards` calls a function that is an object of this process,

@@ -22,7 +22,7 @@ class ServedRewardModel:
     endpoint: Endpoint
     api: Api
     model: str
-    """What the server calls it."""
+    """Its name on the server."""
 
     def __call__(self, request: RewardRequest) -> RewardOutcome:
         """Score a response.

@@ -11,7 +11,7 @@ from tether.rewards.outcome import Abstention, RewardError, RewardOutcome, Rewar
 
 
 class Rewards(Protocol):
-    """What scores responses: `RewardPool` says what its methods do."""
+    """A service that scores responses; for the methods see `RewardPool`."""
 
     @property
     def durations(self) -> list[float]:

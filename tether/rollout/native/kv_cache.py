@@ -138,7 +138,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Continue:
-    """What was added to sequences that the cache already holds: the pieces of R neighbouring slots, laid end to end."""
+    """Tokens added to sequences that the cache already holds: the pieces of R neighbouring slots, laid end to end."""
 
     cache: KVCache
     length: int

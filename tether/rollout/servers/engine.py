@@ -293,7 +293,7 @@ class ServedEngine:
         return failures
 
     def _error_of(self, server: Server, future: Future[Sampled]) -> BaseException | None:
-        """What went wrong with a request that is done; nothing where it was cancelled."""
+        """The error of a request that is done, if any; None where it was cancelled."""
         if future.cancelled():
             return None
         if (error := future.exception()) is not None or future.result().whole or self._newer is not None:

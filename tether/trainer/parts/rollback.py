@@ -1,4 +1,4 @@
-"""What becomes of a run whose policy has collapsed."""
+"""A run whose policy has collapsed stops, or goes back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rollbacks:
         return self.store.newest_before(min(since - 1, self.done[-1].to) if again else since - 1)
 
     def words(self, back: Path | None, since: int) -> str:
-        """What is done, for the user."""
+        """A message for the user: what is done."""
         if back is not None:
             return (
                 f"trainer.on_collapse=rollback: signs of it began in step {since}; the run goes back to {back} with "

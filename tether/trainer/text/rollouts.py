@@ -115,7 +115,7 @@ class TextRollouts:
     """The limit that prompts are held to, for metrics."""
     seed: int
     transfers: Callable[[], dict[str, float]] = dict
-    """What went to other processes since it was last asked."""
+    """Bytes and seconds of transfers to other processes since the last call."""
     prove: Callable[[], None] | None = None
     """Compares sampler and trainer before the first step, where it cannot be done while a step samples."""
 

@@ -166,7 +166,7 @@ class FlatEngine:
         return rows
 
     def _of_all(self, rows: Samples, found: Tensor) -> Tensor:
-        """What was found for the decisions of `_mine`, for those of all rows."""
+        """Values of the decisions of all rows, from those of `_mine`."""
         return found
 
     def _of_mine(self, rows: Samples, found: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class FsdpEngine(RanksEngine[Outputs]):
             self._check()
 
     def _check(self) -> None:
-        """What `prepare_for_packing` does, with weights that only now are here."""
+        """As `prepare_for_packing`, for weights that only now are here."""
         shards = [(name, _shard(parameter)) for name, parameter in self.model.named_parameters()]
         broken = from_all([name for name, shard in shards if not torch.isfinite(shard).all()])
         refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))

@@ -308,7 +308,7 @@ class MegatronEngine(RanksEngine[Outputs]):
             yield from self._gathered()
 
     def whole_weights(self) -> list[tuple[str, Tensor]]:
-        """What `export` exports, on rank 0 and in the memory of the host; the other ranks give none."""
+        """The tensors of `export`, on rank 0 and in the memory of the host; the other ranks give none."""
         with self._here():
             first = dist.get_rank() == 0
             return [(name, value.cpu()) for name, value in self._gathered() if first]

@@ -1,4 +1,4 @@
-"""What AdamW updates of a model that Megatron holds: the weights of this rank, or a part of them.
+"""The part of Megatron's model that AdamW updates here: the weights of this rank, or a part of them.
 
 Each parameter of the rank has a master in at least float32: the parameter itself, or a copy where the model computes in
 a narrower format. The distributed optimizer (ZeRO-1) cuts each master among the ranks that hold the same parameter;
@@ -63,7 +63,7 @@ class Shards:
         return iter(self._shards)
 
     def masters(self) -> list[nn.Parameter]:
-        """What the optimizer updates."""
+        """The tensors that the optimizer updates."""
         return [shard.master for shard in self._shards]
 
     def take_gradients(self) -> None:

@@ -25,7 +25,7 @@ class OptimizerOptions:
     min_lr_ratio: float = 0.0
     num_cycles: float = 0.5
     min_lr: float = 0.0
-    """What the rate falls towards."""
+    """The rate falls towards it."""
     warmup_init: float = 0.0
     decay_steps: int | None = None
     """Steps after which it has arrived there; None: `total_steps`."""

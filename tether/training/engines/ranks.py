@@ -1,4 +1,4 @@
-"""What engines on several ranks have in common: each rank learns from its part of a mini-batch, and all agree."""
+"""Common to engines on several ranks: each rank learns from its part of a mini-batch, and all agree."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class PolicyForward:
     def outputs(
         self, batch: TrainBatch, rows: TokenRows, log_probs: Callable[..., LogProbs], vocabulary: int
     ) -> PolicyOutputs:
-        """What is asked for but the full KL.
+        """All outputs that are asked for but the full KL.
 
         Args:
             batch: the rows.
@@ -149,7 +149,7 @@ class ValueForward:
     def outputs(
         self, batch: TrainBatch, rows: TokenRows, states: Tensor, values: Callable[[Tensor], Tensor]
     ) -> ValueOutputs:
-        """What is asked for.
+        """All outputs that are asked for.
 
         Args:
             batch: the rows.

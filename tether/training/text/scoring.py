@@ -165,7 +165,7 @@ def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], 
 
 @dataclass(frozen=True)
 class ConversationReader:
-    """What a reward model reads of a response and its prompt."""
+    """How a reward model reads a response and its prompt."""
 
     tokenizer: PreTrainedTokenizerBase | None
     """Its own, whose template formats prompt and response again; None: it reads the policy's token ids as they are."""
