@@ -1,6 +1,7 @@
 """Embodied runs as a whole: they learn in every action space, resume exactly, and say what is wrong."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -222,8 +223,10 @@ def test_episodes_are_recorded(tmp_path):
     steps = float(shown.output.split("eval/episode_len")[1].split()[0])
     assert played.count_frames() == 2 * steps + 1
     assert (tmp_path / "video" / "step_0.mp4").stat().st_size > 1000
-    assert CliRunner().invoke(app, ["play", str(tmp_path), "-n", "1"]).exit_code == 0
-    assert (tmp_path / "video" / "global_step_1.mp4").exists()
+    copied = shutil.copytree(tmp_path, tmp_path / "copied")
+    assert CliRunner().invoke(app, ["play", str(copied), "-n", "1"]).exit_code == 0
+    assert (copied / "video" / "global_step_1.mp4").exists()
+    assert not (tmp_path / "video" / "global_step_1.mp4").exists(), "nothing is written into the run that was copied"
 
 
 def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):

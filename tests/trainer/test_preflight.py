@@ -134,6 +134,12 @@ def test_each_cause_is_named(name: str, unseen: list[str], inputs: Path, tmp_pat
     assert ("refused: " if refuses else "warning: ") + found.findings[0].message.split(":")[0] in screen
 
 
+def test_responses_that_ignore_their_end_are_cut_on_purpose(unseen: list[str], inputs: Path, tmp_path: Path):
+    spoil, _, _ = CAUSES["all_truncated"]
+    asked = [*unseen, *GAE, *spoil(inputs, tmp_path), "actor_rollout_ref.rollout.ignore_eos=true"]
+    assert not look(asked).findings
+
+
 def test_a_good_run_has_no_finding(unseen: list[str]):
     found = look([*unseen, *GAE])
     assert not found.findings

@@ -252,6 +252,11 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint is of, wherever that was copied to."""
+    return checkpoint.parent.parent if checkpoint.parent.name == BEST else checkpoint.parent
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder has the name of a checkpoint and is complete; its content is not verified."""
     return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()

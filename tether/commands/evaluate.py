@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tether.assembly.control import build_evaluation, video_folder
 from tether.assembly.standalone import build_evaluator
-from tether.checkpoints import step_of
+from tether.checkpoints import run_of, step_of
 from tether.commands.policy import checkpoint_at
 from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
@@ -77,7 +77,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         checkpoint: a global_step_N folder, or the folder of a run (its last one).
         overrides: of the run's configuration.
         episodes: how many.
-        folder: where the video goes; None: as the configuration says.
+        folder: where the video goes; None: as the configuration says, which is below the run's folder.
 
     Raises:
         ValueError: it is no checkpoint of a control policy; the environments show nothing; or what writes videos is not
@@ -88,6 +88,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         f"env.eval.num_episodes={episodes}",
         "env.eval.total_num_envs=1",
         "env.eval.video_cfg.save_video=True",
+        f"trainer.default_local_dir={run_of(checkpoint)}",  # a copied run's own folder, not the first one's
         *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
     ]
     loaded = load_config(checkpoint / "run.yaml", [*asked, *overrides])

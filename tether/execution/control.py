@@ -15,28 +15,19 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.envs import ContinuousActions, DiscreteActions, EnvState
-from tether.execution.handles import Replicas, ShardedEngine
+from tether.execution.handles import EngineHandle
 from tether.execution.worker import Group
 from tether.models.control import Act
 from tether.observations import ObsLayout
 from tether.training import Forward, LossSpec, Updated, UpdatePlan
 from tether.training.control import RolloutOutputs, Samples, dealt
-from tether.training.division import in_order
 from tether.types import StateDict
 
 
-class ShardedFlatEngine(ShardedEngine[RolloutOutputs]):
-    """Stands for the `FlatRankEngine` of each rank.
+class ShardedFlatEngine(EngineHandle):
+    """Stands for the `FlatRankEngine` of each rank; for the arguments see `EngineHandle`."""
 
-    Args:
-        group: the ranks.
-        part: what the engine is called there.
-    """
-
-    def __init__(self, group: Group, part: str) -> None:
-        super().__init__(group, part, Replicas.in_a_row(group.size, 1), in_order)
-
-    def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:  # type: ignore[override]
+    def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
         """See `tether.training.protocol.Engine.infer`; each rank gets rows of the rollout."""
         parts = [batch.part(range(*bounds)) for bounds in _bounds(len(batch.actions), self._group.size)]
         answers: list[RolloutOutputs] = self._call("infer", [(part, forward) for part, _ in parts])
@@ -50,9 +41,7 @@ class ShardedFlatEngine(ShardedEngine[RolloutOutputs]):
             last,
         )
 
-    def update(  # type: ignore[override]
-        self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int
-    ) -> Updated[RolloutOutputs]:
+    def update(self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
         """See `tether.training.protocol.Engine.update`; observations go to one rank each, other columns to all."""
         shares = dealt(batch, self._group.size)
         asked = [(rows, seen, loss, plan, step) for rows, seen in shares]

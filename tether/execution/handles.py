@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,66 @@ class Replicas:
         return cls(tuple(replica for replica, _ in places), tuple(speakers[number] for number in sorted(speakers)))
 
 
-class ShardedEngine(Generic[Outputs]):
+class EngineHandle(ABC):
+    """The methods of `tether.training.protocol.Engine` that do not depend on the kind of batch.
+
+    Args:
+        group: the ranks.
+        part: what the engine is called there.
+        stores: export the weights by the object store, to ranks of other groups.
+    """
+
+    def __init__(self, group: Group, part: str, *, stores: bool = False) -> None:
+        self._group, self._part, self._stores = group, part, stores
+        self.version = 0
+
+    def export(self) -> WeightUpdate:
+        """The weights stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them; or they are
+        stored, where other ranks sample.
+        """
+        if self._stores:
+            stored = _Stored(self._group, self._group.share_weights(self._part))
+            return WeightUpdate(self.version, stored, is_copy=True)
+        return WeightUpdate(self.version, _Brought(self))
+
+    def whole_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """All weights, put together on rank 0."""
+        found: list[tuple[str, torch.Tensor]] = self._call("whole_weights", [()] * self._group.size)[0]
+        return found
+
+    def save(self, folder: Path) -> None:
+        """See `tether.training.protocol.Engine.save`."""
+        with TemporaryDirectory(dir=folder.parent) as beside:
+            self.saving(folder, Path(beside) / "state.pt", copy=False)()
+
+    @abstractmethod
+    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+        """See `tether.training.protocol.Engine.saving`."""
+
+    def _until_written(self, arguments: Sequence[tuple[()] | None]) -> None:
+        """Wait for the threads of the ranks that write, which are those that have arguments.
+
+        Raises:
+            BaseException: the error of a rank that cannot write.
+        """
+        answers: list[tuple[bool, BaseException | None]] = [(False, None)]
+        while not all(done for done, _ in answers):
+            every = self._call("writing", arguments)
+            answers = [answer for answer, given in zip(every, arguments, strict=True) if given is not None]
+            time.sleep(_WRITE_LOOK_SECONDS)
+        for _, error in answers:
+            if error is not None:
+                raise error
+
+    def load_state(self, file: Path) -> None:
+        """See `tether.training.protocol.Engine.load_state`; of any number of ranks."""
+        self.version = max(self._call("load_state", [(file,)] * self._group.size))
+
+    def _call(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        return self._group.call(self._part, method, arguments)
+
+
+class ShardedEngine(EngineHandle, Generic[Outputs]):
     """Stands for the `FsdpEngine` or `MegatronEngine` of each rank; see `tether.training.protocol.Engine`.
 
     Args:
@@ -59,15 +119,14 @@ class ShardedEngine(Generic[Outputs]):
         part: what the engine is called there.
         replicas: ranks that share their rows.
         assign: which replica gets which rows.
-        stores: export the weights by the object store, to ranks of other groups.
+        stores: see `EngineHandle`.
     """
 
     def __init__(
         self, group: Group, part: str, replicas: Replicas, assign: Assign = balanced, *, stores: bool = False
     ) -> None:
-        self._group, self._part, self._replicas, self._assign = group, part, replicas, assign
-        self._stores = stores
-        self.version = 0
+        super().__init__(group, part, stores=stores)
+        self._replicas, self._assign = replicas, assign
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         """See `tether.training.protocol.Engine.infer`."""
@@ -95,25 +154,6 @@ class ShardedEngine(Generic[Outputs]):
         metrics = found[0].metrics | balance_metrics(minis, shares, sequence_lengths(batch).tolist(), work)
         return Updated(metrics, scattered(outputs, places, len(batch)) if outputs else None)
 
-    def export(self) -> WeightUpdate:
-        """The weights stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them; or they are
-        stored, where other ranks sample.
-        """
-        if self._stores:
-            stored = _Stored(self._group, self._group.share_weights(self._part))
-            return WeightUpdate(self.version, stored, is_copy=True)
-        return WeightUpdate(self.version, _Brought(self))
-
-    def whole_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """All weights, put together on rank 0."""
-        found: list[tuple[str, torch.Tensor]] = self._call("whole_weights", [()] * self._group.size)[0]
-        return found
-
-    def save(self, folder: Path) -> None:
-        """See `tether.training.protocol.Engine.save`."""
-        with TemporaryDirectory(dir=folder.parent) as beside:
-            self.saving(folder, Path(beside) / "state.pt", copy=False)()
-
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         """See `tether.training.protocol.Engine.saving`; each rank writes a part, in a thread of its own."""
         together = folder.with_name(f"parts_of_{folder.name}")
@@ -129,39 +169,17 @@ class ShardedEngine(Generic[Outputs]):
 
         return complete
 
-    def _until_written(self, arguments: Sequence[tuple[()] | None]) -> None:
-        """Wait for the threads of the ranks that write, which are those that have arguments.
-
-        Raises:
-            BaseException: the error of a rank that cannot write.
-        """
-        answers: list[tuple[bool, BaseException | None]] = [(False, None)]
-        while not all(done for done, _ in answers):
-            every = self._call("writing", arguments)
-            answers = [answer for answer, given in zip(every, arguments, strict=True) if given is not None]
-            time.sleep(_WRITE_LOOK_SECONDS)
-        for _, error in answers:
-            if error is not None:
-                raise error
-
-    def load_state(self, file: Path) -> None:
-        """See `tether.training.protocol.Engine.load_state`; of any number of ranks."""
-        self.version = max(self._call("load_state", [(file,)] * self._group.size))
-
     def _call_groups(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """The answer of each replica, whose ranks all get the same."""
         every = self._call(method, [arguments[replica] for replica in self._replicas.of])
         return [every[rank] for rank in self._replicas.speakers]
-
-    def _call(self, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
-        return self._group.call(self._part, method, arguments)
 
 
 @dataclass(frozen=True)
 class _Brought:
     """The weights of ranks, which travel only when they are read."""
 
-    engine: ShardedEngine[Any]
+    engine: EngineHandle
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.engine.whole_weights())

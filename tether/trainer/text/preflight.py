@@ -103,7 +103,7 @@ def prompt_findings(source: PromptSource, rollouts: TextRollouts, prompts: Seque
 def response_findings(rollouts: TextRollouts, experience: ScoredResponses) -> list[Finding]:
     """Problems of the sampled responses: no end, no difference in reward."""
     findings = []
-    if bool(experience.rollout.truncated.all()):
+    if bool(experience.rollout.truncated.all()) and not rollouts.sampling.ignore_eos:
         findings.append(_never_ends(rollouts, experience))
     scores = experience.scores[~experience.scores.isnan()]
     if len(scores) and bool((scores == scores[0]).all()):
