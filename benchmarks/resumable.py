@@ -28,13 +28,15 @@ def all_runs(
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done = {_name(line["asked"]): line["result"] for line in map(json.loads, lines)}
+    if kept := sum(_name(one) in done for one in asked):
+        print(f"{kept} of {len(asked)} runs are from {file}; without it they are made again", file=sys.stderr)
     for one in asked:
         if _name(one) in done or made_only:
             continue
         result = done[_name(one)] = dict(make(**one))
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as kept:
-            kept.write(json.dumps({"asked": one, "result": result}) + "\n")
+        with file.open("a", encoding="utf-8") as added:
+            added.write(json.dumps({"asked": one, "result": result}) + "\n")
         print(f"done: {one}", file=sys.stderr, flush=True)
     return [done.get(_name(one)) for one in asked]
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.control CartPole-v1 Acrobot-v1 --seeds 3
     python -m benchmarks.control MiniGrid-DoorKey-6x6-v0 MiniGrid-MemoryS7-v0   # a CNN, a CNN with an LSTM
-    python -m benchmarks.control HalfCheetah-v5 Hopper-v5 Walker2d-v5 --results runs/control.jsonl --plot control.png
+    python -m benchmarks.control HalfCheetah-v5 Hopper-v5 Walker2d-v5 --plot control.png
 
 The runs of all sides take turns, each in a process of its own. Speed is environment steps of the whole training over
 its seconds, without imports and without the test at the end. The peers are fetched from the package registry into
-folders of their own, without torch and MuJoCo, so that all sides use the same. With --results runs that are in the file
+folders of their own, without torch and MuJoCo, so that all sides use the same. Runs that are in the file of --results
 are not made again, and each new one is added: an interrupted benchmark resumes.
 """
 
@@ -27,8 +27,10 @@ from typing import Any
 from benchmarks.control.report import plot, show, thinned, write_table
 from benchmarks.control.sides import PEERS, SIDES
 from benchmarks.control.tasks import LEARNING, TASKS, Task
+from benchmarks.resumable import all_runs
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("runs/control.jsonl")
 
 
 def fetch_peer(side: str) -> Path:
@@ -56,41 +58,33 @@ def measure(side: str, name: str, task: Task, seed: int, threads: int) -> dict[s
     return result | {"curve": thinned(result["curve"])}
 
 
-def made(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Runs of an earlier call, by what was asked."""
-    lines = file.read_text().splitlines() if file is not None and file.exists() else []
-    return {entry["asked"]: entry["result"] for entry in map(json.loads, lines)}
-
-
 def run(
-    tasks: Mapping[str, Task], seeds: int, only: Sequence[str], threads: int, file: Path | None, *, made_only: bool
+    tasks: Mapping[str, Task], seeds: int, only: Sequence[str], threads: int, file: Path, *, made_only: bool
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Results of each task and side, a seed of all tasks after the other; those in the file are not made again.
 
     Tasks of which a side has no run yet are left out.
     """
-    done = made(file)
-    tables = {name: {side: [] for side in only if side in task.sides} for name, task in tasks.items()}
-    for seed in range(1, max([seeds, *(task.seeds or 0 for task in tasks.values())]) + 1):
-        for name, task in tasks.items():
-            if seed > max(seeds, task.seeds or 0):
-                continue
-            for side in tables[name]:
-                asked = f"{side} {name} seed {seed} threads {threads} {told(task)}"
-                if asked not in done and made_only:
-                    continue
-                if asked not in done:
-                    done[asked] = measure(side, name, task, seed, threads)
-                    if file:
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        with file.open("a") as lines:
-                            lines.write(json.dumps({"asked": asked, "result": done[asked]}) + "\n")
-                result = done[asked]
-                tables[name][side].append(result)
-                print(
-                    f"{name} seed {seed} {side}: {result['sps']:,.0f} steps/s, return {result['return']:.1f}",
-                    flush=True,
-                )
+
+    def make(side: str, name: str, seed: int, threads: int, task: Mapping[str, Any]) -> dict[str, Any]:
+        result = measure(side, name, tasks[name], seed, threads)
+        print(f"{name} seed {seed} {side}: {result['sps']:,.0f} steps/s, return {result['return']:.1f}", flush=True)
+        return result
+
+    asked = [
+        {"side": side, "name": name, "seed": seed, "threads": threads, "task": told(task)}
+        for seed in range(1, max([seeds, *(task.seeds or 0 for task in tasks.values())]) + 1)
+        for name, task in tasks.items()
+        if seed <= max(seeds, task.seeds or 0)
+        for side in only
+        if side in task.sides
+    ]
+    tables: dict[str, dict[str, list[dict[str, Any]]]] = {
+        name: {side: [] for side in only if side in task.sides} for name, task in tasks.items()
+    }
+    for one, result in zip(asked, all_runs(make, asked, file, made_only=made_only), strict=True):
+        if result is not None:
+            tables[str(one["name"])][str(one["side"])].append(result)
     return {name: sides for name, sides in tables.items() if all(sides.values())}
 
 
@@ -108,7 +102,7 @@ def main() -> None:
     parser.add_argument("--value-coeff", type=float, help="instead of the task's own number")
     parser.add_argument("--threads", type=int, default=1, help="torch's, on all sides")
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="these sides only")
-    parser.add_argument("--results", type=Path, help="file of runs that are done (JSON lines)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of runs that are done (JSON lines)")
     parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/control.md")
     parser.add_argument("--write", type=Path, help="put the table of returns into this page")
     parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
