@@ -328,6 +328,10 @@ MISTYPED = [
     (f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature: 0 is not a number above 0"),
     ("trainer.total_training_steps=0", "trainer.total_training_steps: 0 is not a whole number above 0 or null"),
     ("data.train_batch_size=-4", "data.train_batch_size: -4 is not a whole number above 0. the default is 1024"),
+    (
+        "actor_rollout_ref.rollout.max_staleness=0",
+        "actor_rollout_ref.rollout.max_staleness: 0 is not a whole number above 0. the default is 1",
+    ),
     ("critic.ppo_epochs=0", "critic.ppo_epochs: 0 is not a whole number above 0. leave it out to inherit"),
     ("data.val_files='[a,{b]'", "data.val_files: '[a,{b]' is not a string or a list of strings. the default is []"),
     (f"{MICRO}=x", f"{MICRO}: 'x' is not a whole number above 0"),

@@ -92,6 +92,13 @@ def test_stale_responses_that_something_corrects_are_not_noted(correction):
     assert not any("nothing corrects" in note for note in load(AHEAD, correction).notes)
 
 
+def test_a_staleness_that_cannot_act_is_noted():
+    """Sampling exactly one step off has no other one; of 0 there is no asynchronous mode at all."""
+    stale, corrected = f"{ROLLOUT}.max_staleness=4", "algorithm.rollout_correction.rollout_is=token"
+    assert load(AHEAD, corrected, stale).notes == (f"no effect: {stale} (trainer.async_mode is one_step_off)",)
+    assert load(stale).notes == (f"no effect: {stale} (trainer.async_mode is off)",)
+
+
 def test_a_parity_freq_that_cannot_act_is_noted():
     settings = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.parity_freq=2", "algorithm.rollout_correction.rollout_is=token")
     assert not load(*settings).notes

@@ -210,6 +210,25 @@ CASES = {
         "devices of its own",
         [f"{ROLLOUT}.nnodes=0"],
     ),
+    "vllm_can_sleep": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{enable_sleep_mode: false}}"],
+        f"{ROLLOUT}.engine_kwargs.vllm.enable_sleep_mode",
+        f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs. "
+        f"set {ROLLOUT}.free_cache_engine=False, or leave enable_sleep_mode out",
+        [f"{ROLLOUT}.free_cache_engine=False"],
+    ),
+    "sglang_can_sleep": (
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.engine_kwargs.sglang={{enable_weights_cpu_backup: false}}"],
+        f"{ROLLOUT}.engine_kwargs.sglang.enable_weights_cpu_backup",
+        f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs",
+        [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
+    ),
+    "staleness_bounds_something": (
+        ["trainer.async_mode=fully_async", f"{ROLLOUT}.max_staleness=4", "trainer.total_training_steps=4"],
+        f"{ROLLOUT}.max_staleness",
+        "4 updates lie between no two of the steps of trainer.total_training_steps=4. set it below 4",
+        [f"{ROLLOUT}.max_staleness=3"],
+    ),
     "greedy_validation_answers_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",
@@ -491,10 +510,10 @@ NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
-    "partial_responses_are_sampled_here",
+    *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     "models_are_placed",
 }
-"""About keys or names that verl does not have."""
+"""About keys, names or options that verl does not have or does not read."""
 
 
 @pytest.mark.parametrize("rule", sorted(CASES.keys() - NOT_TAKEN_BY_VERL - NOT_VERLS))

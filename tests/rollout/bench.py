@@ -29,7 +29,7 @@ PROMPTS = [[4 + (17 * i + 5 * j) % 250 for j in range(length)] for i, length in 
 LONG = [[4 + (7 * j) % 250 for j in range(200)]]
 """A prompt that fills more than one block of vLLM's prefix cache."""
 TOLERANCE = 1e-6
-DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": SGLang("qwen2")}
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm("qwen2", 260), "sglang": SGLang("qwen2")}
 STAND_INS = {"vllm": vllm_stand_in, "sglang": sglang_stand_in}
 
 

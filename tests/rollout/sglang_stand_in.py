@@ -24,7 +24,7 @@ from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, l
 
 FAULTS = (
     "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails", "another_model",
-    "seedless", "keeps_cache",
+    "seedless", "keeps_cache", "no_sleep",
 )  # fmt: skip
 FIELDS = {
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask",
@@ -250,6 +250,8 @@ class SGLangLanguage:
             return "Cache flushed.\n"
         if path in ("/release_memory_occupation", "/resume_memory_occupation"):
             sleeps = path.startswith("/release")
+            if "no_sleep" in model.faults:
+                raise Refused(404, "Not Found")
             if sleeps == model.sleeps:
                 os._exit(1)  # SGLang's scheduler dies of a KeyError
             model.sleeps = sleeps

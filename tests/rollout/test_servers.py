@@ -233,7 +233,10 @@ def test_one_that_dies_while_it_starts_shows_its_last_words(started: Callable[..
             "old",
             r"runs vLLM 0.9.1; tether knows 0.32.x. scripts/vllm.sh|runs SGLang 0.4.9; .* 0.5.23. scripts/sglang.sh",
         ),
-        ("no_routes", r"HTTP 404.*takes no weights: it has no such route; docs/servers.md"),
+        (
+            "no_routes",
+            r"HTTP 404.*(takes no weights: it has no such route|no vLLM server that tether can use); docs/servers.md",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:
@@ -264,6 +267,11 @@ def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest
         bench.server.timeout, bench.server.patience = 60, 2
         with pytest.raises(ValueError, match=r"(?s)exit code 1 while it started.*server.log ends with:.*in use"):
             bench.engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_a_server_that_gives_no_memory_back_is_named(started: Callable[..., Bench]) -> None:
+    with pytest.raises(ValueError, match=r"HTTP 404.*gives no memory back, as .*free_cache_engine=True asks for. Set"):
+        started("no_sleep").engine.generate(PROMPTS, SAMPLING, KEY)
 
 
 def test_half_answers_end_the_run(made: Callable[..., Bench]) -> None:

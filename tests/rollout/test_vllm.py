@@ -113,6 +113,26 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
     assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ("another_name", r"serves my-model, not policy \(--served-model-name\); docs/servers.md"),
+        (
+            "another_model",
+            r"runs .*config, of model_type llama; actor_rollout_ref.model.path has model_type qwen2. Start",
+        ),
+        ("another_vocabulary", r"of vocabulary 261; actor_rollout_ref.model.path has vocabulary 260. .*--model PATH"),
+        ("no_extension", r"no attribute 'about'. This is no vLLM server that tether can use; docs/servers.md"),
+    ],
+)
+def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:
+    """Before it gets weights."""
+    bench = made(faults)
+    with pytest.raises(ValueError, match=message):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+    assert bench.server.weights is None
+
+
 def test_a_server_that_sleeps_is_woken(made: Callable[..., Bench]) -> None:
     """A run that was killed left it so."""
     bench = made()

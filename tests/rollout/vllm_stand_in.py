@@ -11,7 +11,10 @@ from safetensors import safe_open
 
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 
-FAULTS = ("stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails")
+FAULTS = (
+    "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails",
+    "another_name", "another_vocabulary", "another_model", "no_extension", "no_sleep",
+)  # fmt: skip
 
 
 class VllmModel(Model):
@@ -66,10 +69,11 @@ class VllmLanguage:
 
     def get(self, path: str) -> object:
         version = "0.9.1" if "old" in self.model.faults else "0.32.0"
+        name = "my-model" if "another_name" in self.model.faults else "policy"
         known = {
             "/health": "",
             "/version": {"version": version},
-            "/v1/models": {"data": [{"id": "policy", "max_model_len": self.model.limit}]},
+            "/v1/models": {"data": [{"id": name, "root": self.model.folder, "max_model_len": self.model.limit}]},
             "/weight_info": {"weight_version": self.model.version},
             "/metrics": f'# TYPE counter\nvllm:generation_tokens_total{{model_name="policy"}} {self.model.tokens}.0\n',
             "/is_sleeping": {"is_sleeping": self.model.sleeps},
@@ -91,7 +95,7 @@ class VllmLanguage:
 
     def _post(self, path: str, body: dict[str, Any]) -> object:
         model = self.model
-        if "no_routes" in model.faults:
+        if "no_routes" in model.faults or ("no_sleep" in model.faults and path == "/sleep"):
             raise Refused(404, "Not Found")
         if path == "/start_weight_update":
             model.update = {}
@@ -107,13 +111,23 @@ class VllmLanguage:
         elif path in ("/sleep", "/wake_up"):
             model.sleeps = path == "/sleep"
         elif path == "/collective_rpc":
-            if body["method"] != "pack_head":
-                raise Refused(500, f"no method {body['method']}")
-            model.head = None
-            return {"results": [None]}
+            return {"results": [self.call(body["method"])]}
         else:
             raise Refused(404, "Not Found")
         return {"message": "done"}
+
+    def call(self, method: str) -> object:
+        """Of `tether_in_vllm.Extension`."""
+        config, faults = self.model.model.config, self.model.faults
+        if "no_extension" in faults:
+            raise Refused(500, f"Call to collective_rpc method failed: 'Worker' object has no attribute '{method}'")
+        if method == "about":
+            kind = "llama" if "another_model" in faults else config.model_type
+            return {"model_type": kind, "vocabulary": config.vocab_size + ("another_vocabulary" in faults)}
+        if method != "pack_head":
+            raise Refused(500, f"no method {method}")
+        self.model.head = None
+        return None
 
     def generate(self, body: dict[str, Any], aborts: int) -> object:
         params = body["sampling_params"]

@@ -50,9 +50,9 @@ def check_steps(directory: Path, *steps: int) -> None:
 
 
 @contextmanager
-def another_server(model: Path, kind: str = "vllm") -> Iterator[str]:
+def another_server(model: Path, kind: str = "vllm", faults: str = "") -> Iterator[str]:
     """The override that names it."""
-    server = STAND_INS[kind].serve(str(model), 0, set())
+    server = STAND_INS[kind].serve(str(model), 0, set(filter(None, [faults])))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"{ROLLOUT}.server_urls=[http://127.0.0.1:{server.server_port}]"
     server.shutdown()
@@ -220,6 +220,22 @@ def test_a_wait_for_a_server_is_said(inputs: Path, caplog: pytest.LogCaptureFixt
     ):
         train([*base_overrides(inputs, inputs / "run"), *VLLM, *dead])
     assert "http://127.0.0.1:9 does not answer; the run waits up to 1 seconds for it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults", "message"),
+    [
+        ("vllm", "another_vocabulary", r"of vocabulary \d+; actor_rollout_ref.model.path has vocabulary \d+. Start it"),
+        ("sglang", "another_model", r"a llama; actor_rollout_ref.model.path is a qwen2"),
+    ],
+)
+def test_a_server_of_another_model_is_named_before_anything_is_loaded(
+    inputs: Path, kind: str, faults: str, message: str
+) -> None:
+    for file in (inputs / "model").glob("*.safetensors"):
+        file.write_bytes(b"no weights: reading them would be another error")
+    with another_server(inputs / "model", kind, faults) as url, pytest.raises(ValueError, match=message):
+        build(load_config(None, [*base_overrides(inputs, inputs / "run"), *SETTINGS, f"{ROLLOUT}.name={kind}", url]))
 
 
 def command_of(inputs: Path, *settings: str) -> tuple[set[str], Mapping[str, str]]:

@@ -46,6 +46,7 @@ from tether.assembly.parts import sources_of
 from tether.assembly.reward_model import reward_model_path
 from tether.assembly.rewards import build_rewards
 from tether.assembly.roles import build_roles
+from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import AlgorithmConfig
@@ -100,6 +101,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         if tools:
             resources.callback(tools.close)
         inputs = _inputs(config, tools)
+        look_at_servers(config, inputs.model_path)
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)

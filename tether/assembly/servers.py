@@ -14,7 +14,8 @@ from tether.assembly.named_inputs import server_address, server_python
 from tether.assembly.number_formats import DTYPES
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import RolloutConfig
+from tether.config.schema import SERVERS, RolloutConfig
+from tether.models.language.load import is_gguf, load_config
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
@@ -89,7 +90,7 @@ def build_servers(
     in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
     where = theirs or _launches(config, policy, device, logs / rollout.name)
-    dialect = _dialect(rollout, policy)
+    dialect = _dialect(rollout, policy.config)
     servers = [Server(dialect, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES.get(rollout.dtype, policy.dtype),
@@ -120,10 +121,32 @@ def build_servers(
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
-def _dialect(rollout: RolloutConfig, policy: PolicyCard) -> Dialect:
+def look_at_servers(config: RunConfig, model: Path | str) -> None:
+    """Look at servers of somebody else that answer already, before anything is loaded; others are waited for later.
+
+    Raises:
+        ValueError: one cannot be used.
+    """
+    settings = config.actor_rollout_ref
+    if settings.rollout.name not in SERVERS or not settings.rollout.server_urls or is_gguf(model):
+        return
+    policy = load_config(
+        model,
+        trust_remote_code=settings.model.trust_remote_code,
+        override_config=settings.model.override_config,
+    )
+    dialect = _dialect(settings.rollout, policy)
+    for url in settings.rollout.server_urls:
+        server = Server(dialect, server_address(url), settings.rollout.server_timeout)
+        if server.answers():
+            server.ready()
+
+
+def _dialect(rollout: RolloutConfig, policy: PreTrainedConfig) -> Dialect:
+    model = policy.get_text_config()
     if rollout.name == "vllm":
-        return Vllm()
-    return SGLang(policy.config.get_text_config().model_type, rollout.weight_transfer)
+        return Vllm(model.model_type, model.vocab_size)
+    return SGLang(model.model_type, rollout.weight_transfer)
 
 
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:

@@ -7,6 +7,7 @@ itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import reduce
 
 from tether.config.devices import device_count, misplaced, placed
@@ -117,6 +118,33 @@ def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
         return None
     what = f"{rollout.top_p} alone: {rollout.name} tells which tokens it kept only together with {ROLLOUT}.top_k"
     return Problem(f"{ROLLOUT}.top_p", what, f"set {ROLLOUT}.top_k too, such as 50")
+
+
+SLEEP_OPTIONS = {"vllm": ("enable_sleep_mode",), "sglang": ("enable_memory_saver", "enable_weights_cpu_backup")}
+"""Options of servers without which they give no memory back."""
+
+
+def servers_can_sleep(cfg: RunConfig) -> Problem | None:
+    """A server is told to give its memory back, which it was started without."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name not in SERVERS or rollout.server_urls or not rollout.free_cache_engine:
+        return None
+    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
+    for option in SLEEP_OPTIONS[rollout.name]:
+        if given.get(option, True) is False:
+            what = f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs"
+            fix = f"set {ROLLOUT}.free_cache_engine=False, or leave {option} out"
+            return Problem(f"{ROLLOUT}.engine_kwargs.{rollout.name}.{option}", what, fix)
+    return None
+
+
+def staleness_bounds_something(cfg: RunConfig) -> Problem | None:
+    """Of a batch that may be as old as the run is long, the bound says nothing."""
+    steps, most = cfg.trainer.total_training_steps, cfg.actor_rollout_ref.rollout.max_staleness
+    if cfg.trainer.async_mode != "fully_async" or most == 1 or steps is None or most < steps:
+        return None
+    what = f"{most} updates lie between no two of the steps of trainer.total_training_steps={steps}"
+    return Problem(f"{ROLLOUT}.max_staleness", what, f"set it below {max(steps, 2)}, or train for more steps")
 
 
 def agents_are_known(cfg: RunConfig) -> Problem | None:
@@ -278,6 +306,8 @@ RULES: tuple[Rule, ...] = (
     *(divides_devices(f"{section}.fsdp_config.fsdp_size", model) for section, model in SHARDED.items()),
     misplaced,
     servers_tell_what_they_kept,
+    servers_can_sleep,
+    staleness_bounds_something,
     agents_are_known,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),

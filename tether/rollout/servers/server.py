@@ -185,9 +185,20 @@ class Server:
             return None
 
     def sleep(self) -> None:
-        """Have one of ours give its memory back."""
+        """Have one of ours give its memory back.
+
+        Raises:
+            ServerGone: it does not answer.
+            ValueError: it cannot.
+        """
         if isinstance(self.where, Launch):
-            self.speaks.sleep(self.http, self.timeout)
+            try:
+                self.speaks.sleep(self.http, self.timeout)
+            except ServerRefuses as error:
+                key = "actor_rollout_ref.rollout.free_cache_engine=True"
+                raise ValueError(
+                    f"{error}: the server gives no memory back, as {key} asks for. Set it to False"
+                ) from None
 
     def wake(self) -> None:
         """The opposite of `sleep`; one that hangs is found in seconds, by a question that costs it nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -36,10 +37,17 @@ def launch_of(python: Path, log: Path, options: Mapping[str, object], environmen
     return Launch(python, module, {**needed, **options}, {**ours, **environment}, log, says_no=True)
 
 
+@dataclass(frozen=True)
 class Vllm:
     """See `Dialect`."""
 
-    name, title = "vllm", "vLLM"
+    model_type: str
+    """Of the policy, as transformers names it."""
+    vocabulary: int
+    """Tokens that the policy has; a server's tokenizer is never used."""
+
+    name = "vllm"
+    title = "vLLM"
     how = "docs/servers.md shows how to start one"
     options = "--logprobs-mode processed_logprobs, --generation-config vllm"
     health_asleep = "/health"
@@ -56,6 +64,15 @@ class Vllm:
         if SERVED not in served:
             what = f"serves {', '.join(served)}, not {SERVED} (--served-model-name)"
             raise ValueError(f"{http.url}: {what}; {self.how}")
+        about = http.post("/collective_rpc", {"method": "about"}, within)["results"][0]
+        for what, ours in (("model_type", self.model_type), ("vocabulary", self.vocabulary)):
+            if about[what] != ours:
+                theirs = f"{models['data'][0]['root']}, of {what} {about[what]}"
+                path = "--model PATH with the path of the policy"
+                raise ValueError(
+                    f"{http.url}: runs {theirs}; actor_rollout_ref.model.path has {what} {ours}. Start it with {path}, "
+                    "or take its address out of actor_rollout_ref.rollout.server_urls"
+                )
         with contextlib.suppress(ServerRefuses):  # one without the route is named when it gets weights
             if http.get("/is_sleeping", within)["is_sleeping"]:  # as a run that was killed left it
                 http.post("/wake_up", within=within)

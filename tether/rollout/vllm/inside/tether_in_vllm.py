@@ -41,7 +41,7 @@ class FileEngine(WeightTransferEngine[Init, Update]):
 
     def start_weight_update(self) -> None:
         """Begin: the layers collect their weights."""
-        self.expected = {name for name, _ in self.model.named_parameters()}
+        self.expected = {unwrapped(name) for name, _ in self.model.named_parameters()}
         self.loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
 
@@ -58,7 +58,8 @@ class FileEngine(WeightTransferEngine[Init, Update]):
             ValueError: it has a tensor that the model has not.
         """
         with safe_open(update_info.path, "pt") as file:
-            self.loaded |= self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        self.loaded |= {unwrapped(name) for name in loaded}
 
     def finish_weight_update(self) -> None:
         """End: pack what is left to pack.
@@ -75,6 +76,11 @@ class FileEngine(WeightTransferEngine[Init, Update]):
         """Nothing to close."""
 
 
+def unwrapped(name: str) -> str:
+    """The name of a weight in a checkpoint, also of a layer that takes adapters (``--enable-lora``)."""
+    return name.replace(".base_layer.", ".")
+
+
 def pack_tied_head(model: torch.nn.Module) -> None:
     """Pack an output head that shares the embeddings' weight: on a CPU vLLM 0.32 keeps a packed copy of the first
     weights in it, which reloading does not renew.
@@ -86,6 +92,11 @@ def pack_tied_head(model: torch.nn.Module) -> None:
 
 class Extension:
     """Methods that ``/collective_rpc`` finds in a worker besides its own."""
+
+    def about(self) -> dict[str, str | int]:
+        """The model that is served."""
+        config = self.model_config  # type: ignore[attr-defined]
+        return {"model_type": config.hf_text_config.model_type, "vocabulary": config.get_vocab_size()}
 
     def pack_head(self) -> None:
         """See `pack_tied_head`."""
