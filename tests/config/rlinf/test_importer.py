@@ -379,8 +379,8 @@ def test_keys_of_a_refused_simulator_or_policy_do_not_hide_the_refusal(imported)
     assert set(refusals(result)) == {"env.train.env_type", "env.eval.env_type", "actor.model.model_type"}
     assert result.problems == ()
     lines = {line.key: line for line in result.lines}
-    assert lines["env.train.num_group"].status == "no effect"
-    assert lines["env.train.num_group"].why == "belongs to env.train.env_type=libero, which is not supported"
+    assert lines["env.train.task_suite_name"].status == "no effect"
+    assert lines["env.train.task_suite_name"].why == "belongs to env.train.env_type=libero, which is not supported"
     assert lines["actor.model.openpi.noise_level"].why.startswith("belongs to actor.model.model_type=openpi")
 
 
@@ -403,16 +403,27 @@ def test_refusals_are_named_before_unknown_keys(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "refused"),
+    ("overrides", "steps"),
     [
-        (["actor.lr_sched.lr_decay_iters=10"], False),  # RLinf's own default is a constant rate
-        (["actor.lr_sched.lr_decay_iters=10", "actor.lr_sched.lr_decay_style=constant"], False),
-        (["actor.lr_sched.lr_decay_iters=10", "actor.lr_sched.lr_decay_style=linear"], True),
-        (["critic.lr_sched.lr_decay_iters=10", "critic.lr_sched.lr_decay_style=cosine", "runner.max_steps=10"], False),
+        (["lr_decay_iters=10"], None),  # RLinf's own default is a constant rate
+        (["lr_decay_iters=10", "lr_decay_style=constant"], None),
+        (["lr_decay_iters=10", "lr_decay_style=linear"], 10),
+        (["lr_decay_iters=10", "lr_decay_style=cosine", "algorithm.n_minibatches=2"], 5),  # 2 optimizer steps a step
+        (["lr_decay_iters=10", "lr_decay_style=linear", "algorithm.n_minibatches=4"], "4 optimizer steps"),
+        (["lr_decay_iters=10", "lr_decay_style=linear", "lr_warmup_fraction=0.1"], "lr_warmup_iters"),
+        (["lr_decay_iters=10", "lr_decay_style=cosine", "runner.max_steps=10"], None),  # the whole run
     ],
 )
-def test_the_length_of_a_decay_matters_only_where_the_rate_decays(imported, overrides, refused):
-    assert list(refusals(imported(TEXT, *overrides))) == ([overrides[0].split("=")[0]] if refused else [])
+@pytest.mark.parametrize(("section", "native"), [("actor", "actor_rollout_ref.actor"), ("critic", "critic")])
+def test_a_decay_is_counted_in_training_steps(imported, section, native, overrides, steps):
+    given = [text if "." in text.split("=")[0] else f"{section}.lr_sched.{text}" for text in overrides]
+    result = imported(TEXT, *given)
+    assert result.native.get(f"{native}.optim.lr_decay_steps") == (steps if isinstance(steps, int) else None)
+    refused = refusals(result)
+    if isinstance(steps, str):
+        assert steps in refused[f"{section}.lr_sched.lr_decay_iters"]
+    else:
+        assert refused == {}
 
 
 @pytest.mark.parametrize("section", ["actor", "critic"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tether.config.importers.rlinf.older_names import OLDER_EMBODIED
+from tether.config.importers.rlinf.other_runs import ONLY_EMBODIED, OTHERS
 from tether.config.importers.rlinf.rows import (
     LOSSES,
     NO_PRECISION,
@@ -16,6 +18,7 @@ from tether.config.importers.rlinf.rows import (
     Table,
     Unsupported,
     Values,
+    adapter_rank,
     betas,
     min_lr_ratio,
     only,
@@ -162,6 +165,11 @@ def start(value: object, values: Values) -> object:
     return path(value, values) or UNSET
 
 
+def older_start(value: object, values: Values) -> object:
+    """The same under its older name."""
+    return UNSET if "actor.model.model_path" in values else start(value, values)
+
+
 def policy_type(value: object, values: Values) -> object:
     """The policy; RLinf's CNN is another one than tether's."""
     if value == "cnn_policy":
@@ -170,11 +178,6 @@ def policy_type(value: object, values: Values) -> object:
             "actor.model.model_type=mlp_policy policy.model_type=cnn_policy"
         )
     return only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")(value, values)
-
-
-def adapter_rank(value: object, values: Values) -> object:
-    """RLinf says apart whether there are adapters, and of which rank."""
-    return whole(values, "actor.model.lora_rank", 32) if value else 0
 
 
 def older_name(key: str) -> Convert:
@@ -261,7 +264,10 @@ _VLA: Table = {
 """Keys of RLinf's presets and files of OpenVLA and OpenVLA-OFT."""
 
 EMBODIED: Table = {
+    **OTHERS,
     **SHARED,
+    **OLDER_EMBODIED,
+    **ONLY_EMBODIED,
     **_VLA,
     **_env("train"),
     **_env("eval"),
@@ -327,6 +333,7 @@ EMBODIED: Table = {
         "policy.model_type", by=policy_type
     ),
     "actor.model.model_path": to(START, by=start),
+    "actor.checkpoint_load_path": to(START, by=older_start),
     "actor.model.hidden_dim": to("policy.hidden_dim", default=256),
     "actor.model.num_action_chunks": to("policy.num_action_chunks"),
     "actor.model.obs_dim": ITS_OWN,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
+from tether.config.importers.rlinf.older_names import with_todays_names
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
 from tether.config.importers.rlinf.rows import UNSET, Checked, Mapped, NoEffect, Refuses, Table, Unsupported, Values
 from tether.config.importers.rlinf.text import TEXT
@@ -34,6 +35,7 @@ OWNERS = {
     "env.train": "env.train.env_type",
     "env.eval": "env.eval.env_type",
     "actor.model": "actor.model.model_type",
+    "rollout.model": "actor.model.model_type",
 }
 """Section -> the key that says which simulator or policy its other keys belong to."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
@@ -117,7 +119,8 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     own = [override for override in shared if look_up(TABLES[task], override.path) is not None or names_task(override)]
     left_out = without_old_simulator(tree, own) if task == "embodied" else []
     values, unresolved = values_of(_override(tree, own), TABLES[task])
-    imported = apply(TABLES[task], values, FIXED if task == "embodied" else {}, _other(task))
+    values, older = with_todays_names(values)
+    imported = _by_their_names(apply(TABLES[task], values, FIXED if task == "embodied" else {}, _other(task)), older)
     found = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
     rest = tuple(override for override in shared if override not in own)
     imported = replace(imported, problems=found, rest=rest, left_out=tuple(left_out))
@@ -165,6 +168,16 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
             native |= added
             origins |= dict.fromkeys(added, line.key)
     return Imported(native, origins, tuple(lines), tuple(problems))
+
+
+def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
+    """Call each key by its name in the file."""
+    return replace(
+        imported,
+        origins={native: older.get(key, key) for native, key in imported.origins.items()},
+        lines=tuple(replace(line, key=older.get(line.key, line.key)) for line in imported.lines),
+        problems=tuple(replace(problem, path=older.get(problem.path, problem.path)) for problem in imported.problems),
+    )
 
 
 def _line(key: str, value: object, table: Table, values: Values) -> Line | None:

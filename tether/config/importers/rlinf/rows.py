@@ -152,6 +152,11 @@ def min_lr_ratio(optim: str) -> Convert:
     return convert
 
 
+def adapter_rank(value: object, values: Values) -> object:
+    """RLinf says apart whether there are adapters, and of which rank."""
+    return whole(values, "actor.model.lora_rank", 32) if value else 0
+
+
 def steps_or_off(value: object, values: Values) -> object:
     """An interval in steps; RLinf switches off with any negative number."""
     return -1 if isinstance(value, int) and value < 0 else value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tether.config.importers.rlinf.older_names import OLDER_TEXT
+from tether.config.importers.rlinf.other_runs import ONLY_TEXT, OTHERS
 from tether.config.importers.rlinf.rows import (
     LOSSES,
     NO_PRECISION,
@@ -16,6 +18,7 @@ from tether.config.importers.rlinf.rows import (
     Table,
     Unsupported,
     Values,
+    adapter_rank,
     betas,
     min_lr_ratio,
     only,
@@ -36,11 +39,24 @@ UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% en
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
 ITS_OWN = NoEffect("the model's own config.json says so")
 MEGATRON = NoEffect("tether sets up Megatron by itself")
+READ_AT_RESUME = NoEffect("a resumed run has the schedule of its configuration")
 READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
 SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
+SHAPE = (
+    "add_position_embedding", "add_qkv_bias", "ffn_hidden_size", "head_dim", "hidden_size", "kv_channels",
+    "layernorm_epsilon", "max_position_embeddings", "moe_ffn_hidden_size", "moe_router_topk", "num_attention_heads",
+    "num_experts", "num_layers", "num_moe_experts", "num_query_groups", "padded_vocab_size", "qk_layernorm",
+    "rotary_base", "rotary_percentage", "seq_len_interpolation_factor", "share_embeddings_and_output_weights",
+)  # fmt: skip
+LAYERS = (
+    "attention_softmax_in_fp32", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "make_vocab_size_divisible_by", "masked_softmax_fusion", "moe_grouped_gemm", "pipeline_model_parallel_split_rank",
+)  # fmt: skip
+OLDER_LOSSES = {"grpo": "actor"}
+"""A loss by its name in older files -> its name of today."""
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
 
@@ -93,6 +109,7 @@ def bootstrap(value: object, values: Values) -> object:
 
 def loss(value: object, values: Values) -> object:
     """Actor and critic are two models, whose joint loss has the gradients of both apart."""
+    value = OLDER_LOSSES.get(str(value), value)
     if value not in LOSSES:
         raise Unsupported(f"there is no such loss (supported: {', '.join(LOSSES)})")
     if value != "actor" and not values.get("critic.use_critic_model"):
@@ -170,13 +187,20 @@ def recomputes(section: str) -> Convert:
 
 
 def decay_length(section: str) -> Convert:
-    """The rate decays over the whole run, if it decays at all."""
+    """Training steps of a decay, which RLinf counts in optimizer steps; over the whole run where they are as many."""
 
     def convert(value: object, values: Values) -> object:
-        decays = values.get(f"{section}.lr_sched.lr_decay_style", "constant") != "constant"
-        if decays and value not in (None, values.get("runner.max_steps")):
-            raise Unsupported("the rate decays over the whole run, whose length is runner.max_steps")
-        return UNSET
+        schedule = f"{section}.lr_sched"
+        steps = whole(values, f"{schedule}.lr_decay_iters", None)
+        constant = values.get(f"{schedule}.lr_decay_style", "constant") == "constant"
+        if steps is None or constant or steps == values.get("runner.max_steps"):
+            return UNSET
+        if values.get(f"{schedule}.lr_warmup_fraction"):
+            raise Unsupported("lr_warmup_fraction is then a share of it, and here of the run; give lr_warmup_iters")
+        updates = whole(values, "algorithm.n_minibatches", 1)
+        if steps % updates:
+            raise Unsupported(f"the rate moves once in {updates} optimizer steps (algorithm.n_minibatches)")
+        return steps // updates
 
     return convert
 
@@ -184,6 +208,19 @@ def decay_length(section: str) -> Convert:
 def given(value: object, values: Values) -> object:
     """Null says nothing."""
     return UNSET if value is None else value
+
+
+def reward_kl(convert: Convert) -> Convert:
+    """RLinf's KL penalty in the rewards of REINFORCE++; its baseline there leaves the penalty out."""
+
+    def converted(value: Any, values: Values) -> object:
+        if value and values.get("algorithm.use_reinpp_baseline"):
+            raise Unsupported(
+                "with use_reinpp_baseline the baseline there leaves out the penalty, and here it does not"
+            )
+        return convert(value, values) if value else UNSET
+
+    return converted
 
 
 def recomputed(value: object, values: Values) -> object:
@@ -211,6 +248,16 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         **{f"{section}.model.{size}": to(f"{native}.megatron.{size}", by=given) for size in SIZES},
         f"{section}.model.recompute_granularity": to(f"{model}.enable_gradient_checkpointing", by=recomputes(section)),
         f"{section}.model.recompute_*": MEGATRON,
+        **{f"{section}.model.{name}": ITS_OWN for name in SHAPE},
+        **{f"{section}.model.{name}": MEGATRON for name in LAYERS},
+        f"{section}.model.*_dropout": Refuses("nothing is dropped in training", fine=(0, 0.0, None)),
+        f"{section}.model.virtual_pipeline_model_parallel_size": to(
+            f"{native}.megatron.virtual_pipeline_model_parallel_size"
+        ),
+        f"{section}.model.add_value_head": NoEffect("critic.use_critic_model says whether there is a critic"),
+        f"{section}.model.gptq_model": Refuses("quantised models are not trained", fine=(False, None)),
+        f"{section}.model.load_in_8bit": Refuses("quantised models are not trained", fine=(False, None)),
+        f"{section}.model.megatron_checkpoint": Refuses("weights out of Megatron's files are not read"),
         f"{section}.model.seq_length": NoEffect("lengths follow from runner.seq_length"),
         f"{section}.model.encoder_seq_length": NoEffect("lengths follow from runner.seq_length"),
         f"{section}.model.activation": ITS_OWN,
@@ -239,17 +286,24 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{optim}.fp16": Refuses("number formats are bf16 and fp32", fine=(False, None)),
         f"{optim}.use_distributed_optimizer": to(f"{native}.megatron.use_distributed_optimizer"),
         f"{optim}.overlap_*": MEGATRON,
-        f"{optim}.optimizer_enable_pin": MEMORY,
+        f"{optim}.optimizer_*": MEMORY,
+        f"{optim}.use_precision_aware_optimizer": Refuses("optimizer state stays fp32", fine=(False, None)),
+        f"{optim}.loss_scale": NoEffect("number formats here need no gradient scaling"),
+        f"{schedule}.lr": to(f"{native}.optim.lr"),
         f"{schedule}.max_lr": to(f"{native}.optim.lr"),
         f"{schedule}.min_lr": to(f"{native}.optim.min_lr_ratio", by=min_lr_ratio(optim)),
         f"{schedule}.lr_decay_style": to(
             f"{native}.optim.lr_scheduler_type",
             by=only(("constant", "linear", "cosine"), "schedules are constant, linear and cosine"),
         ),
-        f"{schedule}.lr_decay_iters": to(f"{native}.optim.lr_scheduler_type", by=decay_length(section)),
+        f"{schedule}.lr_decay_iters": to(f"{native}.optim.lr_decay_steps", by=decay_length(section)),
         f"{schedule}.lr_warmup_fraction": to(f"{native}.optim.lr_warmup_steps_ratio"),
         f"{schedule}.lr_warmup_iters": to(f"{native}.optim.lr_warmup_steps", by=above_zero),
-        f"{schedule}.lr_warmup_init": Refuses("the warm-up begins at 0", fine=(0, None)),
+        f"{schedule}.lr_warmup_init": to(f"{native}.optim.lr_warmup_init", by=above_zero),
+        f"{schedule}.lr_wsd_*": NoEffect("acts with lr_decay_style: WSD only, which is refused"),
+        f"{schedule}.weight_decay_incr_style": Refuses("weight decay stays as it is", fine=("constant", None)),
+        f"{schedule}.override_opt_param_scheduler": READ_AT_RESUME,
+        f"{schedule}.use_checkpoint_opt_param_scheduler": READ_AT_RESUME,
         f"{schedule}.start_weight_decay": to(f"{native}.optim.weight_decay"),
         f"{schedule}.end_weight_decay": to(f"{native}.optim.weight_decay"),
         f"{section}.tokenizer.use_fast": NoEffect("tokenizers are always the fast ones"),
@@ -265,10 +319,16 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
 
 
 TEXT: Table = {
+    **OTHERS,
     **SHARED,
+    **OLDER_TEXT,
+    **ONLY_TEXT,
     **_learner("actor", ACTOR, MODEL, f"{ACTOR}.fsdp_config"),
     **_learner("critic", "critic", "critic.model", "critic.model.fsdp_config"),
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch),
+    "actor.model.is_lora": to(f"{MODEL}.lora_rank", by=adapter_rank),
+    "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
+    "critic.model.is_lora": Refuses("a critic has no adapters", fine=(False, None)),
     "actor.tokenizer.tokenizer_model": to(f"{MODEL}.tokenizer_path", by=path),
     "actor.tokenizer.trust_remote_code": to(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
     "critic.use_critic_model": to("critic.enable", by=critic),
@@ -318,6 +378,13 @@ TEXT: Table = {
         {f"{ACTOR}.use_kl_loss": lambda value, values: value > 0, f"{ACTOR}.kl_loss_coef": same}
     ),
     "algorithm.kl_penalty_type": to(f"{ACTOR}.kl_loss_type"),
+    "algorithm.reinpp_kl_beta": Mapped(
+        {
+            "algorithm.use_kl_in_reward": reward_kl(lambda value, values: True),
+            "algorithm.kl_ctrl.kl_coef": reward_kl(same),
+            "algorithm.kl_penalty": reward_kl(lambda value, values: values.get("algorithm.kl_penalty_type", UNSET)),
+        }
+    ),
     "algorithm.early_stop_imp_ratio": to(f"{ACTOR}.early_stop_imp_ratio"),
     "algorithm.use_valid_token_scale": Refuses("micro-batches never change the gradient", fine=(False, None)),
     "algorithm.max_num_gen_batches": Mapped(

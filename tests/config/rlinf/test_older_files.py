@@ -1,0 +1,137 @@
+"""Keys of RLinf's older files, and of runs that tether does not have: each has its fate, none is unknown."""
+
+import textwrap
+
+import pytest
+
+from tether.config.importers.rlinf.importer import import_file
+from tether.config.loading.overrides import parse_overrides
+
+OLDER = """
+runner: {task_type: embodied}
+algorithm: {auto_reset: false, ignore_terminations: true, use_fixed_reset_state_ids: true, specific_reset_id: null,
+  max_episode_steps: 240, use_ordered_reset_state_ids: false, n_chunk_steps: 48, n_eval_chunk_steps: 48,
+  num_group_envs: 4, group_size: 2, adv_type: gae, loss_type: actor_critic}
+env:
+  train: {simulator_type: gymnasium, id: Pendulum-v1, num_group: 4, num_task: 4, only_eval: false,
+    num_envs: "${multiply:${algorithm.group_size}, ${algorithm.num_group_envs}}"}
+rollout: {model_dir: /models/start/, precision: "${actor.model.precision}"}
+actor: {checkpoint_load_path: /models/start, checkpoint_save_path: ../results,
+  model: {model_name: mlp_policy, precision: "32", num_action_chunks: 5, sharding_strategy: no_shard}}
+"""
+TEXT = """
+runner: {task_type: reasoning}
+algorithm: {adv_type: grpo, loss_type: grpo, sampling_params: {use_greedy: false}}
+rollout: {model_dir: /models/qwen, model_arch: qwen2.5, precision: bf16}
+inference: {model_arch: "${rollout.model_arch}", load_from_actor: true}
+actor: {checkpoint_load_path: null, model: {attention_softmax_in_fp32: true, num_layers: 4}, optim: {loss_scale: 65536}}
+critic: {use_critic_model: false}
+"""
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Import a text, with overrides."""
+
+    def run(text, *overrides):
+        file = tmp_path / "run.yaml"
+        file.write_text(textwrap.dedent(text))
+        return import_file(file, parse_overrides(overrides)[0])
+
+    return run
+
+
+def refused(result):
+    return {problem.path: problem.what for problem in result.refusals()}
+
+
+def test_older_names_are_read_as_those_of_today(imported):
+    result = imported(OLDER, "env.train.total_num_envs=8")
+    assert result.problems == ()
+    assert refused(result) == {}
+    native = result.native
+    assert native["env.train.env_type"] == "gymnasium"
+    assert native["env.train.auto_reset"] is False
+    assert native["env.train.ignore_terminations"] is True
+    assert native["env.train.use_fixed_reset_state_ids"] is True
+    assert native["env.train.max_episode_steps"] == 240
+    assert native["env.train.max_steps_per_rollout_epoch"] == 240  # 48 chunks of 5 actions
+    assert native["actor_rollout_ref.model.path"] == "/models/start"
+    assert native["policy.model_type"] == "mlp_policy"
+    assert result.origins["policy.model_type"] == "actor.model.model_name"  # its name in the file
+    assert {line.key: line.status for line in result.lines}["rollout.precision"] == "mapped"
+
+
+def test_environments_of_each_process_are_no_number_of_environments(imported):
+    found = refused(imported(OLDER))
+    assert set(found) == {"env.train.num_envs"}
+    assert "set env.train.total_num_envs" in found["env.train.num_envs"]
+
+
+def test_a_key_wins_over_its_older_name(imported):
+    result = imported(OLDER, "env.train.total_num_envs=8", "env.train.auto_reset=True")
+    assert result.native["env.train.auto_reset"] is True
+    (line,) = (line for line in result.lines if line.key == "algorithm.auto_reset")
+    assert line.why == "older name of env.train.auto_reset, which is read"
+
+
+def test_a_refused_value_is_named_by_the_key_of_the_file(imported):
+    found = refused(imported(OLDER, "env.train.total_num_envs=8", "rollout.precision=bf16"))
+    assert found == {"rollout.precision": "bf16 is refused: control policies compute in fp32"}
+    found = refused(imported(OLDER, "actor.model.model_name=openpi", "rollout.model.num_q_heads=2"))
+    assert set(found) == {"actor.model.model_name", "env.train.num_envs"}
+
+
+def test_two_models_to_start_from_are_a_contradiction(imported):
+    result = imported(OLDER, "env.train.total_num_envs=8", "actor.checkpoint_load_path=/models/other")
+    (problem,) = result.problems
+    assert problem.fix == "keep one of the two"
+
+
+def test_older_text_runs(imported):
+    result = imported(TEXT)
+    assert result.problems == ()
+    assert refused(result) == {}
+    assert result.native["actor_rollout_ref.model.path"] == "/models/qwen"
+    assert result.native["actor_rollout_ref.rollout.dtype"] == "bfloat16"
+    assert result.native["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
+    assert result.origins["actor_rollout_ref.model.path"] == "rollout.model_dir"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("actor.checkpoint_load_path=/models/megatron", "Megatron's files are not read"),
+        ("algorithm.sampling_params.use_greedy=True", "training needs samples"),
+        ("algorithm.sampling_params.stop=[a]", "end with the model's own tokens"),
+        ("actor.model.attention_dropout=0.1", "nothing is dropped"),
+        ("actor.model.load_in_8bit=True", "quantised"),
+        ("algorithm.down_sampling.do_down_sampling=True", "not left out by a rule"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(imported, override, says):
+    (why,) = refused(imported(TEXT, override)).values()
+    assert says in why
+
+
+def test_adapters_and_the_penalty_in_rewards_of_text_runs(imported):
+    adapters = ("actor.model.is_lora=True", "actor.model.lora_rank=8")
+    penalty = ("algorithm.adv_type=reinpp", "algorithm.reinpp_kl_beta=0.001", "algorithm.kl_penalty_type=k2")
+    native = imported(TEXT, *adapters, *penalty).native
+    assert native["actor_rollout_ref.model.lora_rank"] == 8
+    assert native["algorithm.use_kl_in_reward"] is True
+    assert native["algorithm.kl_ctrl.kl_coef"] == 0.001
+    assert native["algorithm.kl_penalty"] == "k2"
+    with_baseline = refused(imported(TEXT, *penalty, "algorithm.use_reinpp_baseline=True"))
+    assert set(with_baseline) == {"algorithm.reinpp_kl_beta"}
+    assert "algorithm.use_kl_in_reward" not in imported(TEXT, "algorithm.reinpp_kl_beta=0").native
+
+
+@pytest.mark.parametrize("text", [OLDER, TEXT])
+@pytest.mark.parametrize(
+    "key", ["algorithm.replay_buffer.cache_size", "algorithm.nft_beta", "runner.save_dir", "inference.group_name"]
+)
+def test_keys_of_other_runs_are_known(imported, text, key):
+    result = imported(text, f"+{key}=1")
+    assert result.problems == ()
+    assert {line.status for line in result.lines if key.startswith(line.key.removesuffix(".*"))} == {"no effect"}

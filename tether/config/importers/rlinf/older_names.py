@@ -1,0 +1,97 @@
+"""Names that keys had in RLinf's older files: each is read as the key that took its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tether.config.importers.rlinf.rows import (
+    Checked,
+    Convert,
+    NoEffect,
+    Refuses,
+    Table,
+    Unsupported,
+    Values,
+    to,
+    whole,
+)
+
+RENAMED: Mapping[str, str] = {
+    "rollout.model_dir": "rollout.model.model_path",
+    "rollout.model_arch": "rollout.model.model_type",
+    "rollout.precision": "rollout.model.precision",
+    "actor.model.model_name": "actor.model.model_type",
+    "algorithm.auto_reset": "env.train.auto_reset",
+    "algorithm.ignore_terminations": "env.train.ignore_terminations",
+    "algorithm.use_fixed_reset_state_ids": "env.train.use_fixed_reset_state_ids",
+    "algorithm.max_episode_steps": "env.train.max_episode_steps",
+    "env.train.simulator_type": "env.train.env_type",
+    "env.eval.simulator_type": "env.eval.env_type",
+}
+"""Older name -> the key of today, which wins where a file has both."""
+STEPS = "env.train.max_steps_per_rollout_epoch"
+
+
+def with_todays_names(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
+    """Give older keys their names of today.
+
+    Returns:
+        The values, and of each key that was renamed its name of today -> its name in the file. An older key whose
+        successor the file has, too, keeps its name.
+    """
+    renamed = {old: new for old, new in RENAMED.items() if old in values and new not in values}
+    return {renamed.get(key, key): value for key, value in values.items()}, {new: old for old, new in renamed.items()}
+
+
+def rollout_steps(value: object, values: Values) -> object:
+    """Steps of a rollout, which older files count in chunks of actions."""
+    chunks = whole(values, "algorithm.n_chunk_steps", 1) * whole(values, "actor.model.num_action_chunks", 1)
+    return values.get(STEPS, chunks)
+
+
+def _environments(role: str) -> Convert:
+    """Older files count the environments of one process and stage, from which their number does not follow."""
+    total = f"env.{role}.total_num_envs"
+
+    def convert(value: object, values: Values) -> object:
+        if values.get(total) is None:
+            raise Unsupported(f"it counts the environments of each process and stage; set {total}")
+        return values[total]
+
+    return convert
+
+
+def _older_env(role: str) -> Table:
+    section, total = f"env.{role}", NoEffect(f"follows from env.{role}.total_num_envs and group_size")
+    return {
+        f"{section}.num_envs": to(f"{section}.total_num_envs", by=_environments(role)),
+        f"{section}.num_group": total,
+        f"{section}.num_task": total,
+        f"{section}.only_eval": NoEffect("the section says so"),
+        f"{section}.policy_setup": NoEffect("actor.model.policy_setup is read"),
+    }
+
+
+SUPERSEDED: Table = {old: Checked(f"older name of {new}, which is read") for old, new in RENAMED.items()}
+"""Older names in files that have both."""
+OLDER_EMBODIED: Table = {
+    **SUPERSEDED,
+    **_older_env("train"),
+    **_older_env("eval"),
+    "algorithm.n_chunk_steps": to(STEPS, by=rollout_steps),
+    "algorithm.n_eval_chunk_steps": NoEffect("a test counts whole episodes"),
+    "algorithm.num_group_envs": NoEffect("acts through the presets that name it, as env.train.num_envs"),
+    "algorithm.use_ordered_reset_state_ids": NoEffect("acts through the presets that name it"),
+    "algorithm.specific_reset_id": Refuses("episodes begin in states that the seed draws"),
+    "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run, which runner.logger names"),
+    "actor.model.sharding_strategy": NoEffect("on one device there are no shards to place"),
+}
+OLDER_TEXT: Table = {
+    **{old: row for old, row in SUPERSEDED.items() if old.startswith("rollout.")},
+    "actor.checkpoint_load_path": Refuses("weights out of Megatron's files are not read; name the model's directory"),
+    "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run"),
+    "algorithm.sampling_params.use_greedy": Refuses("training needs samples, not greedy answers", fine=(False, None)),
+    "algorithm.use_critic": Checked("older name of critic.use_critic_model, which is read"),
+    "algorithm.use_value_loss": Checked("critic.use_critic_model says whether there is a critic"),
+}
