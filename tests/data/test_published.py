@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.hub_server import COMMIT, HubServer, serving
+from tests.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.commands.data import pull
 from tether.data.pairs import load_pairs
 from tether.data.published.catalogue import boxed, gsm8k
@@ -141,9 +142,8 @@ def test_damage_is_found_and_mended_by_another_pull(hub: HubServer, tmp_path: Pa
 
 def test_a_hub_that_is_not_there(ask: Callable[[str], None], tmp_path: Path) -> None:
     ask("http://127.0.0.1:9")
-    with pytest.raises(
-        ValueError, match=r"^openai/gsm8k: the Hugging Face hub at http://127.0.0.1:9 cannot be reached"
-    ):
+    says = r"^openai/gsm8k: the Hugging Face hub does not give it \(http://127.0.0.1:9 cannot be reached: .*HF_ENDPOINT"
+    with pytest.raises(ValueError, match=says):
         pull("gsm8k", tmp_path / "rows")
     assert not (tmp_path / "rows").exists()
 
@@ -185,3 +185,74 @@ def test_a_problem_of_math() -> None:
         boxed("a/b")(record | {"solution": "2"}, "test", 7)
     with pytest.raises(ValueError, match=r"^no text in `problem`, but None$"):
         boxed("a/b")({"solution": "2"}, "test", 7)
+
+
+@pytest.fixture
+def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelScopeServer:
+    pytest.importorskip("modelscope_hub", reason="needs the extra modelscope")
+    server = modelscope_server()
+    server.serve("datasets", "AI-ModelScope/gsm8k", GSM8K)
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("VERL_USE_MODELSCOPE", raising=False)
+    return server
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_rows_of_modelscope_are_those_of_the_other_hub(
+    by_name: bool,
+    modelscope: ModelScopeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    if by_name:
+        repository = "modelscope:AI-ModelScope/gsm8k"
+    else:
+        monkeypatch.setenv("VERL_USE_MODELSCOPE", "True")
+        repository = None
+    pull("gsm8k", tmp_path / "rows", repository=repository)
+    rows = load_rows(str(tmp_path / "rows" / "train.parquet"))
+    assert [row.ground_truth for row in rows][38:] == ["76", "78", "0", "2"]
+    note = json.loads((tmp_path / "rows" / "pulled.json").read_text())
+    assert note["repository"] == "modelscope:AI-ModelScope/gsm8k"
+    assert note["revision"].startswith("master@")
+    read = {name: hashlib.sha256(GSM8K[name]).hexdigest() for name in GSM8K if name.startswith("main/")}
+    assert note["read"] == read
+    asked = len(modelscope.asked)
+    pull("gsm8k", tmp_path / "rows", repository=repository)
+    assert "already" in capsys.readouterr().out
+    (tmp_path / "rows" / "test.parquet").unlink()
+    pull("gsm8k", tmp_path / "rows", repository=repository)  # of what was downloaded
+    assert len(modelscope.asked) == asked
+
+
+def test_a_download_from_modelscope_that_was_cut_goes_on(modelscope: ModelScopeServer, tmp_path: Path) -> None:
+    modelscope.cut = 700
+    pull("gsm8k", tmp_path / "rows", repository="modelscope:AI-ModelScope/gsm8k")
+    cut = modelscope.asked[0][0]
+    assert (cut, "bytes=700-") in modelscope.asked
+    assert len(load_rows(str(tmp_path / "rows" / "train.parquet"))) == 42
+    assert not list((tmp_path / "cache").rglob("*.modelscope"))
+
+
+def test_what_modelscope_changed_is_fetched_anew(modelscope: ModelScopeServer, tmp_path: Path) -> None:
+    """It names no commits, so that another listing is another revision."""
+    pull("gsm8k", tmp_path / "rows", repository="modelscope:AI-ModelScope/gsm8k")
+    modelscope.files = GSM8K | {"main/test-00000-of-00001.parquet": parquet(sums(5))}
+    pull("gsm8k", tmp_path / "rows", repository="modelscope:AI-ModelScope/gsm8k", revision="master")
+    assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 5
+
+
+def test_what_modelscope_does_not_give_is_said(modelscope: ModelScopeServer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^modelscope:owner/none: ModelScope does not give it \(.*--repository names"):
+        pull("gsm8k", tmp_path / "rows", repository="modelscope:owner/none")
+    file = "main/test-00000-of-00001.parquet"
+    modelscope.lies = {file: bytes(len(GSM8K[file]))}
+    with pytest.raises(ValueError, match=r"^modelscope:AI-.*the download has the sha256 .* pull again$"):
+        pull("gsm8k", tmp_path / "rows", repository="modelscope:AI-ModelScope/gsm8k")
+    assert not (tmp_path / "rows").exists()
+    modelscope.lies = {}
+    pull("gsm8k", tmp_path / "rows", repository="modelscope:AI-ModelScope/gsm8k")
+    assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 3

@@ -55,13 +55,15 @@ def test_a_hub_id_in_the_cache_stays_as_it_is(name, tmp_path, monkeypatch):
     assert resolve_model_path(name, tmp_path) == name
 
 
-@pytest.mark.parametrize(("offline", "why"), [(True, "HF_HUB_OFFLINE is set"), (False, "ConnectError|Connection")])
+@pytest.mark.parametrize(("offline", "why"), [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be reached: .*")])
 def test_a_hub_id_without_network_is_refused_in_one_sentence(offline, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=rf"the hub cannot be reached \(({why})\); .*`tether model list`\.$") as error:
+    with pytest.raises(
+        ValueError, match=rf"the Hugging Face hub does not give it \(.*{why}\); .*`tether model list`\.$"
+    ) as error:
         resolve_model_path("nobody/nothing", tmp_path)
     assert str(error.value).startswith("nobody/nothing: no directory here and not in the hub's cache")
     assert "\n" not in str(error.value)

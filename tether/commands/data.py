@@ -17,7 +17,10 @@ def pull(
         Path | None, typer.Option("--out", "-o", help="Folder of the files; default: ~/data/NAME.", show_default=False)
     ] = None,
     repository: Annotated[
-        str | None, typer.Option(help="Where the hub has it under another name.", show_default=False)
+        str | None,
+        typer.Option(
+            help="OWNER/NAME that the hub has it under; modelscope:OWNER/NAME on ModelScope.", show_default=False
+        ),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="Commit, branch or tag of the hub; default: the newest.", show_default=False)
@@ -29,13 +32,15 @@ def pull(
     """
     from tether.data.published import DATASETS, pull_dataset
     from tether.runtime.cache import cache_dir
+    from tether.runtime.hubs import uses_modelscope
     from tether.spelling import did_you_mean
 
     if name not in DATASETS:
         raise ValueError(f"{name}: no such dataset; there are {', '.join(DATASETS)}.{did_you_mean(name, DATASETS)}")
     folder = (out or Path("~/data") / name).expanduser()
     dataset = DATASETS[name]
-    pull_dataset(dataset, repository or dataset.repository, folder, cache_dir(), revision, typer.echo)
+    usual = (uses_modelscope() and dataset.modelscope) or dataset.repository
+    pull_dataset(dataset, repository or usual, folder, cache_dir(), revision, typer.echo)
 
 
 @data_app.command(name="list")

@@ -1,6 +1,7 @@
 """Datasets that verl's scripts read, brought from a hub into the row layout: `tether data pull`.
 
-Read in this order: `catalogue` (which there are, and what becomes of a row), `hub` (where they come from), `pull`.
+Read in this order: `catalogue` (which there are, and what becomes of a row), `hub` (where they come from; each has a
+file of its own), `pull`.
 """
 
 from tether.data.published.catalogue import DATASETS

@@ -39,6 +39,8 @@ class Dataset:
     """Its name on the Hugging Face hub."""
     parts: Mapping[str, Part]
     """File to write -> what is in it."""
+    modelscope: str | None = None
+    """Its name on ModelScope, where it is another one."""
 
 
 def _text(record: JsonObject, key: str) -> str:
@@ -118,9 +120,9 @@ _MATH500 = "HuggingFaceH4/MATH-500"
 _HH = {split: (f"data/{split}-*.parquet", f"{split}*.jsonl") for split in ("train", "test")}
 
 DATASETS: Mapping[str, Dataset] = {
-    "gsm8k": Dataset("openai/gsm8k", _splits(gsm8k, "train", "test", folder="main/")),
+    "gsm8k": Dataset("openai/gsm8k", _splits(gsm8k, "train", "test", folder="main/"), "AI-ModelScope/gsm8k"),
     "math": Dataset(_MATH.data_source, _splits(boxed(_MATH.data_source), "train", "test")),
-    "math500": Dataset(_MATH500, _splits(boxed(_MATH500), "test")),
+    "math500": Dataset(_MATH500, _splits(boxed(_MATH500), "test"), "AI-ModelScope/MATH-500"),
     "full_hh_rlhf": Dataset(
         "Dahoas/full-hh-rlhf",
         {f"rl/{split}.parquet": Part(split, files, preferred) for split, files in _HH.items()}

@@ -1,20 +1,14 @@
-"""The Hugging Face hub through its own client: the files of a dataset, and one of them."""
+"""What a hub of datasets has to answer, and whether a download is what it named."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Protocol
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import build_hf_headers
-
-DATASET = "dataset"
+from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 
 
 @dataclass(frozen=True)
@@ -29,10 +23,42 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """A dataset at one commit."""
+    """A dataset as it stood when it was listed."""
 
     revision: str
+    """Another one after any change."""
     files: Mapping[str, RemoteFile]
+
+
+class Hub(Protocol):
+    """Where published datasets are. Both methods raise ValueError: the hub does not give it, or cannot be reached."""
+
+    def listing_of(self, repository: str, revision: str | None) -> Listing:
+        """The files of a dataset at a revision; None: the newest."""
+
+    def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
+        """Write a file of a listing to a path, going on where an earlier call was cut off."""
+
+
+def hub_of(repository: str) -> tuple[Hub, str]:
+    """The hub that has a dataset, and the dataset's name, which begins with ``modelscope:`` where it is ModelScope's.
+
+    Args:
+        repository: ``owner/name``; of ModelScope after ``modelscope:``, and where VERL_USE_MODELSCOPE is true.
+
+    Raises:
+        ValueError: ModelScope's client is not installed.
+    """
+    name = repository.removeprefix(MODELSCOPE)
+    if name == repository and not uses_modelscope():
+        from tether.data.published.hugging_face import HuggingFace
+
+        return HuggingFace(), name
+    try:
+        from tether.data.published.modelscope import ModelScope
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
+    return ModelScope(), MODELSCOPE + name
 
 
 def damage(file: Path, remote: RemoteFile) -> str | None:
@@ -52,55 +78,3 @@ def damage(file: Path, remote: RemoteFile) -> str | None:
                 return f"has the {name} {hashed.hexdigest()} and not {expected}"
             return None
     return None
-
-
-@contextmanager
-def _asking(what: str) -> Iterator[None]:
-    try:
-        yield
-    except HfHubHTTPError as error:
-        refusal = str(error).strip().splitlines()[-1]
-        raise ValueError(f"{what}: the Hugging Face hub does not give it ({refusal})") from error
-    except OfflineModeIsEnabled as error:
-        raise ValueError(f"{what}: the Hugging Face hub cannot be asked, HF_HUB_OFFLINE is set; unset it") from error
-    except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
-        raise ValueError(
-            f"{what}: the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}: "
-            f"{error}); the same command goes on where it stopped. HF_ENDPOINT names another"
-        ) from error
-
-
-def listing_of(repository: str, revision: str | None) -> Listing:
-    """The files of a dataset at a revision; None: the newest.
-
-    Raises:
-        ValueError: the hub does not give it, or cannot be reached.
-    """
-    with _asking(repository):
-        info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
-            repository, revision=revision, files_metadata=True, timeout=30
-        )
-    files = {
-        file.rfilename: RemoteFile(
-            file.size or 0, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id
-        )
-        for file in info.siblings or ()
-    }
-    return Listing(str(info.sha), files)
-
-
-def fetch(repository: str, revision: str, path: str, remote: RemoteFile, to: Path) -> None:
-    """Write a file of a dataset to a path, going on where an earlier call was cut off.
-
-    Raises:
-        ValueError: the hub does not give it, or cannot be reached.
-    """
-    with _asking(f"{repository}/{path}"):
-        url = hf_hub_url(repository, path, repo_type=DATASET, revision=revision, endpoint=constants.ENDPOINT)
-        location = get_hf_file_metadata(url, timeout=30).location
-        headers = build_hf_headers() if urlsplit(location).netloc == urlsplit(url).netloc else {}
-        with to.open("ab", buffering=0) as file:  # what came stays, whatever ends the process
-            begun = file.tell()
-            http_get(
-                location, file, resume_size=begun, headers=headers, expected_size=remote.size, displayed_filename=path
-            )

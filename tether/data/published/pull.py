@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from tether.data.pairs import pair_problems
 from tether.data.published.catalogue import Dataset, Part, as_it_is
-from tether.data.published.hub import Listing, damage, fetch, listing_of
+from tether.data.published.hub import Hub, Listing, damage, hub_of
 from tether.data.rows import raise_problems, record_problems
 from tether.types import JsonObject
 
@@ -32,7 +32,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
 
     Args:
         dataset: which files to write.
-        repository: where the hub has it.
+        repository: where the hub has it; see `tether.data.published.hub.hub_of`.
         out: folder of the files.
         cache: folder of downloads, which a later call goes on with.
         revision: of the hub; None: the newest, or the one that `out` was made of.
@@ -42,16 +42,17 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
         ValueError: the hub cannot be reached or does not have it, a download is damaged, or rows are not what they
             should be; up to ten, by file and row.
     """
+    hub, repository = hub_of(repository)
     note = _note(out)
     if note and revision in (None, note["revision"]) and note["repository"] == repository and _is_whole(out, note):
         say(f"{out} has {repository} at {note['revision'][:12]} already")
         return
-    listing = listing_of(repository, revision)
+    listing = hub.listing_of(repository, revision)
     sources = {name: _sources(part, listing, repository) for name, part in dataset.parts.items()}
-    folder = cache / "datasets" / quote(repository, safe="") / listing.revision
+    folder = cache / "datasets" / quote(repository, safe="") / quote(listing.revision, safe="@")
     hashes = {}
     for path in sorted({path for paths in sources.values() for path in paths}):
-        hashes[path] = _download(repository, listing, path, folder / path)
+        hashes[path] = _download(hub, repository, listing, path, folder / path)
     written = {}
     for name, part in dataset.parts.items():
         rows = _write(part, [(path, folder / path) for path in sources[name]], out / name)
@@ -76,12 +77,12 @@ def _sources(part: Part, listing: Listing, repository: str) -> list[str]:
     )
 
 
-def _download(repository: str, listing: Listing, path: str, to: Path) -> str:
+def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path) -> str:
     """Fetch a file unless it is there; returns its sha256."""
     remote, partial = listing.files[path], to.with_name(f"{to.name}.partial")
     if not to.exists():
         to.parent.mkdir(parents=True, exist_ok=True)
-        fetch(repository, listing.revision, path, remote, partial)
+        hub.fetch(repository, listing, path, partial)
         if wrong := damage(partial, remote):
             partial.unlink()
             raise ValueError(f"{repository}/{path}: the download {wrong}; it is deleted, pull again")

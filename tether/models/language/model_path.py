@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tether.runtime.cache import uses_modelscope
+from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
 
@@ -39,8 +39,6 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     ),
 }
 
-MODELSCOPE = "modelscope:"
-"""Before the name of a model of ModelScope."""
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
@@ -129,21 +127,14 @@ def _check_not_misspelt(path: str) -> None:
 def _check_on_hub(name: str) -> None:
     """Ask for a model once, where loading it would try for half a minute and then speak of its tokenizer."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    from tether.runtime.hugging_face import asking_hugging_face
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     missing = f"{name}: no directory here and not in the hub's cache, and"
-    fix = "give the path of a model's directory, or one of `tether model list`."
-    try:
+    with asking_hugging_face(missing, "give the path of a model's directory, or one of `tether model list`."):
         HfApi().model_info(name, timeout=10)
-    except HfHubHTTPError as error:
-        refusal = str(error).strip().splitlines()[-1]
-        raise ValueError(f"{missing} the hub does not give it ({refusal}); {fix}") from error
-    except OfflineModeIsEnabled as error:
-        raise ValueError(f"{missing} the hub cannot be reached (HF_HUB_OFFLINE is set); {fix}") from error
-    except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
-        raise ValueError(f"{missing} the hub cannot be reached ({type(error).__name__}); {fix}") from error
 
 
 def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool) -> Path | str:

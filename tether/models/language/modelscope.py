@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import requests
 from modelscope import snapshot_download
 from modelscope.hub.api import HubApi
 from modelscope_hub.errors import HubError
+
+from tether.runtime.modelscope import asking_modelscope
+
+FIX = (
+    "correct the name or the connection (MODELSCOPE_ENDPOINT), give the path of a model's directory, or unset "
+    "VERL_USE_MODELSCOPE for the Hugging Face hub."
+)
 
 
 @cache
@@ -24,7 +28,7 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
     Raises:
         ValueError: ModelScope does not have it, or cannot be reached.
     """
-    with _asking(name):
+    with asking_modelscope(f"{name}:", FIX):
         return Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
 
 
@@ -37,17 +41,5 @@ def check_on_modelscope(name: str, cache_dir: Path) -> None:
     try:
         snapshot_download(name, cache_dir=str(cache_dir / "modelscope"), local_files_only=True)
     except (HubError, OSError, ValueError):
-        with _asking(name):
+        with asking_modelscope(f"{name}:", FIX):
             HubApi().get_model_files(name, recursive=False)
-
-
-@contextmanager
-def _asking(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (HubError, requests.RequestException, OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"{name}: ModelScope does not give it ({why}). Correct the name or the connection (MODELSCOPE_ENDPOINT), "
-            "give the path of a model's directory, or unset VERL_USE_MODELSCOPE for the Hugging Face hub."
-        ) from error

@@ -1,0 +1,49 @@
+"""Datasets of the Hugging Face hub, through its own client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers
+
+from tether.data.published.hub import Listing, RemoteFile
+from tether.runtime.hugging_face import asking_hugging_face
+
+DATASET = "dataset"
+FIX = "the same command goes on where it stopped, and HF_ENDPOINT names another hub"
+
+
+class HuggingFace:
+    """The hub; a revision is a commit, whatever named it."""
+
+    def listing_of(self, repository: str, revision: str | None) -> Listing:
+        """See `tether.data.published.hub.Hub`."""
+        with asking_hugging_face(f"{repository}:", FIX):
+            info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
+                repository, revision=revision, files_metadata=True, timeout=30
+            )
+        files = {
+            file.rfilename: RemoteFile(
+                file.size or 0, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id
+            )
+            for file in info.siblings or ()
+        }
+        return Listing(str(info.sha), files)
+
+    def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
+        """See `tether.data.published.hub.Hub`."""
+        size = listing.files[path].size
+        with asking_hugging_face(f"{repository}/{path}:", FIX):
+            url = hf_hub_url(
+                repository, path, repo_type=DATASET, revision=listing.revision, endpoint=constants.ENDPOINT
+            )
+            location = get_hf_file_metadata(url, timeout=30).location
+            headers = build_hf_headers() if urlsplit(location).netloc == urlsplit(url).netloc else {}
+            with to.open("ab", buffering=0) as file:  # what came stays, whatever ends the process
+                begun = file.tell()
+                http_get(
+                    location, file, resume_size=begun, headers=headers, expected_size=size, displayed_filename=path
+                )

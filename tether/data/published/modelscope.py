@@ -1,0 +1,49 @@
+"""Datasets of ModelScope, through its own client (extra ``modelscope``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from modelscope_hub import HubApi
+
+from tether.data.published.hub import Listing, RemoteFile
+from tether.runtime.hubs import MODELSCOPE
+from tether.runtime.modelscope import asking_modelscope
+
+DATASET = "dataset"
+NEWEST = "master"
+FIX = (
+    "the same command goes on where it stopped; --repository names another dataset, and MODELSCOPE_ENDPOINT another hub"
+)
+
+
+class ModelScope:
+    """The hub, which names no commit: a revision is a branch and a hash over the files that it lists."""
+
+    def listing_of(self, repository: str, revision: str | None) -> Listing:
+        """See `tether.data.published.hub.Hub`."""
+        branch = revision or NEWEST
+        with asking_modelscope(f"{repository}:", FIX):
+            found = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
+        files = {file.path: RemoteFile(file.size or 0, file.sha256) for file in found if file.type != "tree"}
+        content = json.dumps({path: [file.size, file.sha256] for path, file in sorted(files.items())})
+        return Listing(f"{branch}@{hashlib.sha256(content.encode()).hexdigest()[:12]}", files)
+
+    def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
+        """See `tether.data.published.hub.Hub`; what an earlier call left is in a folder beside the path."""
+        folder = to.with_name(f"{to.name}.modelscope")
+        branch = listing.revision.rpartition("@")[0]
+        with asking_modelscope(f"{repository}/{path}:", FIX):
+            file = HubApi().download_file(
+                repository.removeprefix(MODELSCOPE),
+                DATASET,
+                path,
+                revision=branch,
+                local_dir=folder,
+                file_size=listing.files[path].size,
+            )
+        file.replace(to)
+        shutil.rmtree(folder)

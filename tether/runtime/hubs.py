@@ -1,0 +1,18 @@
+"""Hubs of models and datasets: which one names are of, and the one sentence for what a hub does not give."""
+
+from __future__ import annotations
+
+import os
+
+MODELSCOPE = "modelscope:"
+"""Before the name of a model or dataset of ModelScope."""
+
+
+def uses_modelscope() -> bool:
+    """Whether names of models and datasets are ModelScope's: verl's ``VERL_USE_MODELSCOPE``."""
+    return os.environ.get("VERL_USE_MODELSCOPE", "").lower() in ("1", "true", "yes")
+
+
+def refusal(asked: str, hub: str, why: str, fix: str) -> ValueError:
+    """The error for something that a hub does not give."""
+    return ValueError(f"{asked} {hub} does not give it ({why}); {fix}")

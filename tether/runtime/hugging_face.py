@@ -1,0 +1,35 @@
+"""The Hugging Face hub asked for something: one error, whatever its client raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from tether.runtime.hubs import refusal
+
+NAME = "the Hugging Face hub"
+
+
+@contextmanager
+def asking_hugging_face(asked: str, fix: str) -> Iterator[None]:
+    """Ask the hub inside the block.
+
+    Args:
+        asked: what is asked for, and what was looked for before; begins the message.
+        fix: what to do; ends it.
+
+    Raises:
+        ValueError: the hub does not have it or does not give it, cannot be reached, or HF_HUB_OFFLINE is set.
+    """
+    try:
+        yield
+    except HfHubHTTPError as error:
+        raise refusal(asked, NAME, str(error).strip().splitlines()[-1], fix) from error
+    except OfflineModeIsEnabled as error:
+        raise refusal(asked, NAME, "HF_HUB_OFFLINE is set", f"unset it, or {fix}") from error
+    except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
+        why = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
+        raise refusal(asked, NAME, why, fix) from error

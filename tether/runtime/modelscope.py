@@ -1,0 +1,27 @@
+"""ModelScope asked for something, through its own client (extra ``modelscope``): one error, whatever it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import requests
+from modelscope_hub.errors import HubError
+
+from tether.runtime.hubs import refusal
+
+NAME = "ModelScope"
+
+
+@contextmanager
+def asking_modelscope(asked: str, fix: str) -> Iterator[None]:
+    """Ask ModelScope inside the block; arguments as of `tether.runtime.hugging_face.asking_hugging_face`.
+
+    Raises:
+        ValueError: ModelScope does not have it, or cannot be reached.
+    """
+    try:
+        yield
+    except (HubError, requests.RequestException, OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise refusal(asked, NAME, lines[0], fix) from error
