@@ -223,6 +223,12 @@ CASES = {
         f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs",
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
     ),
+    "vllm_takes_adapters_of_this_rank": (
+        [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=513"],
+        "actor_rollout_ref.model.lora_rank",
+        "513 is more than the 512 of adapters that vllm takes. set actor_rollout_ref.model.lora.merge=True",
+        ["actor_rollout_ref.model.lora.merge=True"],
+    ),
     "staleness_bounds_something": (
         ["trainer.async_mode=fully_async", f"{ROLLOUT}.max_staleness=4", "trainer.total_training_steps=4"],
         f"{ROLLOUT}.max_staleness",
@@ -498,6 +504,7 @@ def test_mended(rule):
 NOT_TAKEN_BY_VERL = {
     *(name for name in CASES if name.startswith("megatron_")),
     *(name for name in CASES if name.startswith(("rows_of_", "shared_rows_of_"))),
+    "vllm_takes_adapters_of_this_rank",
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
         "rejection_modes_have_bounds",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tests.rollout import sglang_stand_in, vllm_stand_in
 from tether.batch import RolloutBatch, WeightUpdate
+from tether.models.language.lora import LoraOptions, add_lora
 from tether.models.output import KeptSets
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
@@ -18,7 +19,7 @@ from tether.rollout.parity import ParityProbe
 from tether.rollout.servers import Dialect, ServedEngine, Server, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
-from tether.rollout.vllm import Vllm
+from tether.rollout.vllm import Adapters, Vllm
 from tether.rollout.vllm import launch_of as launch_vllm
 from tether.runtime.program import environment_of
 
@@ -53,7 +54,12 @@ REAL = vllm_python()
 needs_vllm = pytest.mark.skipif(REAL is None, reason="vLLM's environment is not there: scripts/vllm.sh makes it")
 VLLM = ["vllm-stand-in", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])]
 """By a server that speaks its language, and by the real one."""
-EVERY = ["native", *VLLM, "sglang-stand-in"]
+ADAPTED = [
+    "vllm-adapters-stand-in",
+    pytest.param("vllm-adapters", marks=[needs_vllm, pytest.mark.slow]),
+]
+"""The same with a policy whose adapters travel as such."""
+EVERY = ["native", *VLLM, *ADAPTED, "sglang-stand-in"]
 
 
 class Bench:
@@ -65,6 +71,7 @@ class Bench:
         python: interpreter of an environment whose server is started as a process; None: a stand-in in this process.
         faults: of a stand-in in this process.
         dialect: other than that of the kind.
+        adapters: of the policy, which travel as such, to vLLM.
         options: of the server's command line.
     """
 
@@ -75,9 +82,11 @@ class Bench:
         python: Path | None = None,
         faults: str = "",
         dialect: Dialect | None = None,
+        adapters: Adapters | None = None,
         **options: object,
     ) -> None:
         self.model, self.version, self.kind = tiny_policy(), 0, kind
+        self.adapters = adapters
         self.model.config.save_pretrained(folder / "config")
         self.model.generation_config.save_pretrained(folder / "config")
         self.there = None
@@ -87,8 +96,15 @@ class Bench:
             self.engine = NativeEngine(sampler, eos_token_ids=EOS, max_num_seqs=8)
             return
         self.dialect = dialect or DIALECTS[kind]
+        more = {}
+        if adapters:
+            self.dialect = Vllm("qwen2", 260, adapters)
+            options |= adapters.options()
+            more["rank"] = options["max_lora_rank"]
+            torch.manual_seed(1)
+            add_lora(self.model, LoraOptions(adapters.rank, adapters.alpha))
         if python is None:
-            self.there = STAND_INS[kind].serve(str(folder / "config"), 0, set(filter(None, [faults])))
+            self.there = STAND_INS[kind].serve(str(folder / "config"), 0, set(filter(None, [faults])), **more)
             threading.Thread(target=self.there.serve_forever, daemon=True).start()
             self.server = Server(self.dialect, f"http://127.0.0.1:{self.there.server_port}", 120)
         else:
@@ -104,7 +120,8 @@ class Bench:
 
     def engine_of(self, *servers: Server, holds_weights: bool = False) -> ServedEngine:
         left_out = frozenset(["lm_head.weight"])
-        traffic = Traffic(torch.float32, 1 << 16, left_out, 8, sleeps=not holds_weights, holds_weights=holds_weights)
+        traffic = Traffic(torch.float32, 1 << 16, left_out, 8, sleeps=not holds_weights, holds_weights=holds_weights,
+                          adapters=self.adapters is not None)  # fmt: skip
         return ServedEngine(servers, self.export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
 
     def export(self) -> WeightUpdate:
@@ -115,7 +132,7 @@ class Bench:
         self.version += 1
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
-            for value in self.model.parameters():
+            for value in filter(lambda value: value.requires_grad, self.model.parameters()):
                 value += 0.05 * torch.randn(value.shape, generator=generator)
 
     @torch.no_grad()
@@ -181,4 +198,6 @@ def complaint(probe: ParityProbe, step: int = 3) -> str:
 
 def bench_of(which: str, folder: Path) -> Bench:
     """One of `EVERY`."""
-    return Bench(folder, which.removesuffix("-stand-in"), REAL if which == "vllm" else None)
+    kind, _, rest = which.partition("-")
+    adapters = Adapters(rank=4, alpha=16) if "adapters" in rest else None
+    return Bench(folder, kind, REAL if which in ("vllm", "vllm-adapters") else None, adapters=adapters)

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from tests.tiny import TINY_CONFIGS, tiny_model
 from tether.assembly.servers import PolicyCard
-from tether.models.language.lora import LoraOptions, add_lora, merged_state_dict
-from tether.rollout.servers.checkpoint_names import checkpoint_weights
+from tether.models.language.lora import LoraOptions, add_lora, merged_state_dict, save_adapter
+from tether.rollout.servers.checkpoint_names import checkpoint_weights, without_adapters
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
@@ -42,3 +42,18 @@ def test_adapters_are_added_into_their_layers(name: str) -> None:
     moved = {key for key in plain if not torch.equal(plain[key], found[key])}
     assert "model.layers.0.self_attn.q_proj.weight" in moved
     assert not any("experts.0" in key or key.endswith("bias") for key in moved)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe"])
+def test_adapters_are_kept_apart_under_the_names_of_their_file(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    plain = {key: value.clone() for key, value in checkpoint_weights(model.state_dict().items(), 1.0)}
+    add_lora(model, LoraOptions(rank=4))
+    adapters: dict[str, torch.Tensor] = {}
+    layers = dict(without_adapters(model.state_dict().items(), adapters))
+    assert layers.keys() == plain.keys()
+    assert all(torch.equal(layers[key], plain[key]) for key in plain)
+    save_adapter(model, tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert adapters.keys() == saved.keys()
+    assert all(torch.equal(adapters[key], saved[key]) for key in saved)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.rollout.bench import (
+    ADAPTED,
     KEY,
     LONG,
     PROMPTS,
@@ -19,10 +20,13 @@ from tests.rollout.bench import (
     bench_of,
     complaint,
     needs_vllm,
+    processes_of,
     rows_of,
 )
 from tether.batch import WeightUpdate
+from tether.rollout import NoiseKey
 from tether.rollout.servers import Launch, Server
+from tether.rollout.vllm import Adapters
 
 
 @pytest.fixture(scope="module", params=VLLM)
@@ -51,6 +55,60 @@ def test_the_probe_lets_parity_pass(bench: Bench) -> None:
     probe = bench.probe()
     probe.load_weights(bench.export())
     assert len(probe.generate(LONG, SAMPLING, KEY)) == 2
+
+
+@pytest.fixture(scope="module", params=ADAPTED)
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = bench_of(request.param, tmp_path_factory.mktemp("adapted"))
+    yield bench
+    bench.close()
+
+
+def bytes_of(bench: Bench, *, adapters: bool) -> float:
+    """In float32; the head is tied."""
+    state = bench.model.state_dict()
+    return 4.0 * sum(v.numel() for k, v in state.items() if ("lora_" in k) == adapters and k != "lm_head.weight")
+
+
+def test_the_layers_travel_once_and_then_adapters_alone(adapted: Bench) -> None:
+    adapted.learn()  # as adapters start as no change
+    probe, layers, adapters = adapted.probe(), bytes_of(adapted, adapters=False), bytes_of(adapted, adapters=True)
+    probe.generate(LONG, SAMPLING, NoiseKey(5, 0))
+    probe.moved()
+    adapted.engine.remedies()["older weights"]()
+    assert probe.moved() == {"transfer/weights_bytes": layers + adapters}
+    drawn = [probe.generate(LONG, SAMPLING, NoiseKey(5, 0))]
+    for step in (1, 2):
+        adapted.learn()
+        probe.load_weights(adapted.export())
+        assert probe.moved() == {"transfer/weights_bytes": adapters}
+        drawn.append(probe.generate(LONG, SAMPLING, NoiseKey(5, step)))
+    assert len({str(rows_of(rollout)) for rollout in drawn}) == 3
+    assert adapters < layers / 2
+
+
+def test_a_server_that_lost_its_weights_gets_the_layers_and_then_the_adapters(adapted: Bench) -> None:
+    adapted.learn()
+    probe = adapted.probe()
+    probe.load_weights(adapted.export())
+    expected = rows_of(probe.generate(PROMPTS, SAMPLING, KEY))
+    probe.moved()
+    if adapted.there is None:
+        processes_of(adapted.server)[0].kill()
+    else:  # the same as another run leaves behind
+        adapted.server.http.post("/update_weight_version", {"new_version": "default"})
+    assert rows_of(probe.generate(PROMPTS, SAMPLING, KEY)) == expected
+    everything = bytes_of(adapted, adapters=False) + bytes_of(adapted, adapters=True)
+    assert probe.moved() == {"transfer/weights_bytes": everything}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_server_that_takes_no_such_adapters_is_named(made: Callable[..., Bench], rank: int) -> None:
+    bench = made(adapters=Adapters(4, 16))
+    bench.there.RequestHandlerClass.speaks.model.rank = rank
+    what = rf"takes adapters of rank {rank} at most; .*lora_rank is 4. Start it with .*, or set .*model.lora.merge=True"
+    with pytest.raises(ValueError, match=what):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
 
 class Forgetless(Server):

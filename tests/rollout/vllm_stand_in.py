@@ -1,13 +1,16 @@
 """A server that speaks vLLM's language, as vLLM 0.32 was seen to: routes, payloads, errors, prefix cache and all."""
 
+import json
 import os
 import time
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 
@@ -18,7 +21,35 @@ FAULTS = (
 
 
 class VllmModel(Model):
+    """`rank`: the largest of adapters that it takes; 0: none."""
+
     update: dict[str, torch.Tensor] | None = None
+    rank = 0
+    adapter: tuple[str, str] | None = None
+    """Name and folder."""
+    plain: dict[str, torch.Tensor] | None = None
+    """Weights without the adapter, where they are with it."""
+
+    def adapt(self, name: str, folder: str) -> None:
+        """As `/v1/load_lora_adapter` does."""
+        if self.adapter is not None:
+            raise Refused(400, f"The lora adapter '{name}' has already been loaded.")
+        config = json.loads(Path(folder, "adapter_config.json").read_text())
+        if config["r"] > self.rank:
+            raise Refused(500, f"LoRA rank {config['r']} is greater than max_lora_rank {self.rank}.")
+        weights = load_file(Path(folder, "adapter_model.safetensors"))
+        self.forget_adapters()
+        self.plain = {key: value.clone() for key, value in self.model.state_dict().items()}
+        for key in [key for key in weights if ".lora_A." in key]:
+            layer = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up, down = weights[key.replace(".lora_A.", ".lora_B.")], weights[key]
+            self.model.get_parameter(f"{layer}.weight").data += config["lora_alpha"] / config["r"] * up @ down
+        self.adapter = (name, folder)
+
+    def forget_adapters(self) -> None:
+        if self.plain is not None:
+            self.model.load_state_dict(self.plain)
+        self.plain = None
 
     def choose(self, ids: list[int], params: dict[str, Any], aborts: int) -> dict[str, Any]:
         """`aborts`: how many there had been when it was asked."""
@@ -50,6 +81,7 @@ class VllmModel(Model):
         assert self.update is not None
         if missing := self.names - set(self.update):
             raise Refused(500, f"tether sent no weights for {len(missing)} parameters: {sorted(missing)[:4]}")
+        self.forget_adapters()
         self.load(self.update, version)
         self.update, self.version = None, version
 
@@ -70,10 +102,12 @@ class VllmLanguage:
     def get(self, path: str) -> object:
         version = "0.9.1" if "old" in self.model.faults else "0.32.0"
         name = "my-model" if "another_name" in self.model.faults else "policy"
+        adapter = [{"id": self.model.adapter[0], "root": self.model.adapter[1]}] if self.model.adapter else []
+        base = {"id": name, "root": self.model.folder, "max_model_len": self.model.limit}
         known = {
             "/health": "",
             "/version": {"version": version},
-            "/v1/models": {"data": [{"id": name, "root": self.model.folder, "max_model_len": self.model.limit}]},
+            "/v1/models": {"data": [base, *adapter]},
             "/weight_info": {"weight_version": self.model.version},
             "/metrics": f'# TYPE counter\nvllm:generation_tokens_total{{model_name="policy"}} {self.model.tokens}.0\n',
             "/is_sleeping": {"is_sleeping": self.model.sleeps},
@@ -108,6 +142,14 @@ class VllmLanguage:
         elif path == "/reset_prefix_cache":
             model.cache.clear()
             return {"success": True}
+        elif path == "/v1/load_lora_adapter" and model.rank:
+            model.adapt(body["lora_name"], body["lora_path"])
+        elif path == "/v1/unload_lora_adapter" and model.rank:
+            if model.adapter is None:
+                raise Refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            model.adapter = None
+        elif path == "/update_weight_version":
+            model.version = body["new_version"]
         elif path in ("/sleep", "/wake_up"):
             model.sleeps = path == "/sleep"
         elif path == "/collective_rpc":
@@ -123,7 +165,8 @@ class VllmLanguage:
             raise Refused(500, f"Call to collective_rpc method failed: 'Worker' object has no attribute '{method}'")
         if method == "about":
             kind = "llama" if "another_model" in faults else config.model_type
-            return {"model_type": kind, "vocabulary": config.vocab_size + ("another_vocabulary" in faults)}
+            words = config.vocab_size + ("another_vocabulary" in faults)
+            return {"model_type": kind, "vocabulary": words, "rank": self.model.rank}
         if method != "pack_head":
             raise Refused(500, f"no method {method}")
         self.model.head = None
@@ -133,8 +176,11 @@ class VllmLanguage:
         params = body["sampling_params"]
         if self.model.sleeps:
             raise Refused(500, "the engine sleeps")
-        if body["model"] != "policy":
+        adapted = self.model.adapter[0] if self.model.adapter else None
+        if body["model"] not in ("policy", adapted):
             raise Refused(404, f"The model `{body['model']}` does not exist. Valid aliases: policy.")
+        if (body["model"] == adapted) != (self.model.plain is not None):
+            raise Refused(500, "an update of the layers has taken the adapter away, or nobody asked for it")
         if len(body["token_ids"]) + params["max_tokens"] > self.model.limit:
             raise Refused(400, f"This model's maximum context length is {self.model.limit} tokens.")
         if slow := os.environ.get("STAND_IN_SECONDS"):
@@ -143,24 +189,28 @@ class VllmLanguage:
         return {"request_id": "generate-tokens-1", "model": "policy", "choices": [choice]}
 
 
-def serve(folder: str, port: int, faults: set[str], limit: int | None = None) -> ThreadingHTTPServer:
-    return listening(VllmLanguage(VllmModel(folder, faults, limit)), port)
+def serve(folder: str, port: int, faults: set[str], limit: int | None = None, rank: int = 0) -> ThreadingHTTPServer:
+    model = VllmModel(folder, faults, limit)
+    model.rank = rank
+    return listening(VllmLanguage(model), port)
 
 
 def main() -> None:
     texts = ("host", "model", "served-model-name", "generation-config", "logprobs-mode", "worker-extension-cls",
              "dtype", "weight-transfer-config", "load-format", "seed")  # fmt: skip
     numbers = ("port", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "tensor-parallel-size",
-               "max-logprobs", "gpu-memory-utilization")  # fmt: skip
+               "max-logprobs", "gpu-memory-utilization", "max-lora-rank", "max-loras")  # fmt: skip
     flags = ("skip-tokenizer-init", "enable-scale-out", "enforce-eager", "enable-chunked-prefill",
-             "enable-prefix-caching", "enable-sleep-mode")  # fmt: skip
+             "enable-prefix-caching", "enable-sleep-mode", "enable-lora")  # fmt: skip
     chosen = parser(texts, numbers, flags, says_no=True).parse_args()
     assert chosen.module == "vllm.entrypoints.openai.api_server"
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
     assert chosen.served_model_name == "policy"
     assert chosen.logprobs_mode == "processed_logprobs"
     faults = faults_of_environment(FAULTS)
-    serve(chosen.model, chosen.port, faults, chosen.max_model_len).serve_forever()
+    assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    rank = chosen.max_lora_rank if chosen.enable_lora else 0
+    serve(chosen.model, chosen.port, faults, chosen.max_model_len, rank).serve_forever()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tether.assembly.common import (
     find_start,
     ranks_line,
 )
-from tether.assembly.groups import build_groups
+from tether.assembly.groups import Groups, build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron
 from tether.assembly.number_formats import DTYPES, decided_formats
@@ -139,7 +139,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
-            **({"transfers": groups.whole.transfers.take} if groups else {}),
+            transfers=_transfers(groups, roles.sampler),
             prove=_proof(config, roles.sampler, inputs.train),
         )
         ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule)
@@ -203,6 +203,14 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
         return None
     few = [prompts[row].token_ids for row in range(min(ROWS, len(prompts)))]
     return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
+
+
+def _transfers(groups: Groups | None, sampler: RolloutEngine) -> Callable[[], dict[str, float]]:
+    """What goes to other processes; weights go to servers, or to the ranks that sample."""
+    asked = [groups.whole.transfers.take] if groups else []
+    if isinstance(sampler, ParityProbe):
+        asked.append(sampler.moved)
+    return lambda: {key: value for ask in asked for key, value in ask().items()}
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None) -> Inputs:

@@ -22,7 +22,7 @@ from tether.rollout.parity import ParityProbe
 from tether.rollout.servers import Dialect, Launch, ServedEngine, Server, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
-from tether.rollout.vllm import Vllm
+from tether.rollout.vllm import Adapters, Vllm
 from tether.rollout.vllm import launch_of as launch_vllm
 from tether.runtime.machine import cuda_names
 from tether.trainer.parts import mismatch_tolerance
@@ -90,7 +90,7 @@ def build_servers(
     in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
     where = theirs or _launches(config, policy, device, logs / rollout.name)
-    dialect = _dialect(rollout, policy.config)
+    dialect, adapters = _dialect(config, policy.config), _adapters(config)
     servers = [Server(dialect, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES.get(rollout.dtype, policy.dtype),
@@ -99,6 +99,7 @@ def build_servers(
         max_num_seqs=rollout.max_num_seqs,
         sleeps=rollout.free_cache_engine and in_turns,
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
+        adapters=adapters is not None,
         holds_weights=not in_turns,
     )
     engine = ServedEngine(
@@ -135,17 +136,25 @@ def look_at_servers(config: RunConfig, model: Path | str) -> None:
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
     )
-    dialect = _dialect(settings.rollout, policy)
+    dialect = _dialect(config, policy)
     for url in settings.rollout.server_urls:
-        server = Server(dialect, server_address(url), settings.rollout.server_timeout)
+        server = Server(dialect, server_address(url), settings.rollout.server_timeout, patience=2.0)
         if server.answers():
             server.ready()
 
 
-def _dialect(rollout: RolloutConfig, policy: PreTrainedConfig) -> Dialect:
-    model = policy.get_text_config()
+def _adapters(config: RunConfig) -> Adapters | None:
+    """Those that travel as such."""
+    model = config.actor_rollout_ref.model
+    if config.actor_rollout_ref.rollout.name != "vllm" or model.lora_rank == 0 or model.lora.merge:
+        return None
+    return Adapters(model.lora_rank, model.lora_alpha)
+
+
+def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
+    rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
     if rollout.name == "vllm":
-        return Vllm(model.model_type, model.vocab_size)
+        return Vllm(model.model_type, model.vocab_size, _adapters(config))
     return SGLang(model.model_type, rollout.weight_transfer)
 
 
@@ -165,7 +174,8 @@ def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs:
     longest, folder = min(longest, policy.context or longest), str(described.absolute())
     on_gpu = device.type == "cuda"
     if name == "vllm":
-        options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu)
+        adapters = _adapters(config)
+        options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
         own, on_cores = rollout.engine_kwargs.vllm, _on_cores(parts)
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)

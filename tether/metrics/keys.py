@@ -173,8 +173,8 @@ LENGTHS: Mapping[str, MetricInfo] = {
         "Bytes of responses, log-probs and values that came back.", when="on several devices"
     ),
     "transfer/weights_bytes": MetricInfo(
-        "Bytes of the policy's weights that the devices that sample took over, each the whole policy.",
-        when="on several devices",
+        "Bytes of the policy's weights that went to servers, or to the devices that sample, each the whole policy.",
+        when="on several devices, or with servers",
     ),
     "global_seqlen/busiest_over_mean": MetricInfo(
         "Work of the busiest device over the mean, of layers and attention, summed over mini-batches.",

@@ -29,6 +29,10 @@ class Proven(RolloutEngine, Protocol):
         """Possible causes of different log-probs, the likeliest first, each with its remedy."""
         ...
 
+    def moved(self) -> dict[str, float]:
+        """Bytes of weights that went to where it runs since it was last asked, as a metric."""
+        ...
+
 
 class ParityProbe:
     """An engine that is compared with the trainer at its first sampling and every `every` steps; else the same.
@@ -58,6 +62,10 @@ class ParityProbe:
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`."""
         self._engine.load_weights(weights)
+
+    def moved(self) -> dict[str, float]:
+        """See `Proven.moved`."""
+        return self._engine.moved()
 
     def generate(
         self,

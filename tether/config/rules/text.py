@@ -120,6 +120,8 @@ def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.top_p", what, f"set {ROLLOUT}.top_k too, such as 50")
 
 
+LARGEST_RANK = 512
+"""Of vLLM's --max-lora-rank."""
 SLEEP_OPTIONS = {"vllm": ("enable_sleep_mode",), "sglang": ("enable_memory_saver", "enable_weights_cpu_backup")}
 """Options of servers without which they give no memory back."""
 
@@ -145,6 +147,15 @@ def staleness_bounds_something(cfg: RunConfig) -> Problem | None:
         return None
     what = f"{most} updates lie between no two of the steps of trainer.total_training_steps={steps}"
     return Problem(f"{ROLLOUT}.max_staleness", what, f"set it below {max(steps, 2)}, or train for more steps")
+
+
+def vllm_takes_adapters_of_this_rank(cfg: RunConfig) -> Problem | None:
+    """Where they travel as such."""
+    model, name = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.name
+    if name != "vllm" or model.lora.merge or model.lora_rank <= LARGEST_RANK:
+        return None
+    what = f"{model.lora_rank} is more than the {LARGEST_RANK} of adapters that vllm takes"
+    return Problem("actor_rollout_ref.model.lora_rank", what, "set actor_rollout_ref.model.lora.merge=True")
 
 
 def agents_are_known(cfg: RunConfig) -> Problem | None:
@@ -308,6 +319,7 @@ RULES: tuple[Rule, ...] = (
     servers_tell_what_they_kept,
     servers_can_sleep,
     staleness_bounds_something,
+    vllm_takes_adapters_of_this_rank,
     agents_are_known,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),

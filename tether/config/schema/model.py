@@ -20,6 +20,18 @@ from tether.config.schema.section import (
 )
 
 
+class LoraConfig(Section):
+    """`model.lora`: what becomes of adapters on their way to servers."""
+
+    merge: bool = False
+    """Add adapters into the weights that vLLM gets; else it gets these once, then adapters alone. SGLang: always."""
+
+
+LORA_AT_VLLM = ActsIf(
+    "actor_rollout_ref.model.lora_rank", off=(0,), also=ActsIf("actor_rollout_ref.rollout.name", on=("vllm",))
+)
+
+
 class ModelConfig(Section):
     """The policy's backbone; the reference is its frozen copy."""
 
@@ -39,6 +51,7 @@ class ModelConfig(Section):
     """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[Strings, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = ("all-linear",)
     """Modules that get an adapter."""
+    lora: Annotated[LoraConfig, LORA_AT_VLLM]
     custom_chat_template: Annotated[str | None, AliasOf("data.chat_template")] = None
     """verl's name of data.chat_template."""
     override_config: Options

@@ -1,6 +1,7 @@
 """Weights as a server reads them from a checkpoint on the hub, whose names are not always those of the model in memory.
 
-Adapters are added into the layers that they change, and experts that lie in one tensor are handed on one by one.
+Adapters are added into the layers that they change, or kept apart; experts that lie in one tensor are handed on one by
+one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 _ADAPTED = re.compile(r"(.+)\.(base_layer\.weight|lora_A\.\w+\.weight|lora_B\.\w+\.weight)")
+_ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.\w+\.weight")
 _EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -35,6 +37,26 @@ def checkpoint_weights(tensors: Iterable[tuple[str, Tensor]], lora_scale: float)
         else:
             yield name.replace(".base_layer.bias", ".bias"), value
     assert not waiting, f"adapters without a layer: {sorted(waiting)}"
+
+
+def without_adapters(
+    tensors: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Like `checkpoint_weights`, but of the layers as they are without adapters.
+
+    Args:
+        tensors: see there.
+        adapters: is given what adapters have, by peft's names in a file, as they come.
+    """
+
+    def layers() -> Iterator[tuple[str, Tensor]]:
+        for name, value in tensors:
+            if match := _ADAPTER.fullmatch(name):
+                adapters[f"base_model.model.{match[1]}.{match[2]}.weight"] = value
+            else:
+                yield name.replace(".base_layer.", "."), value
+
+    return checkpoint_weights(layers(), lora_scale=1.0)
 
 
 def _merged(base_layer: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -135,4 +135,20 @@ class Dialect(Protocol):
 
     def cures(self) -> Mapping[str, Callable[[Connections, float], None]]:
         """Parts of a server that may be stale, the likeliest first, each with the request that renews it."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Dialect, Protocol):
+    """One kind of server that computes with adapters (LoRA), where it was started to."""
+
+    def adapt(self, http: Connections, name: str, adapters: dict[str, Tensor], within: float) -> None:
+        """Put adapters in the place of those that it has; with the weights below them they now have this name.
+
+        Args:
+            http: the server.
+            name: of the weights, adapters included.
+            adapters: tensors on the host, by peft's names in a file.
+            within: seconds for each request.
+        """
         ...

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
 from tether.models.output import KeptRecorder
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
-from tether.rollout.servers.checkpoint_names import checkpoint_weights
+from tether.rollout.servers.checkpoint_names import checkpoint_weights, without_adapters
 from tether.rollout.servers.dialect import Draw, Sampled
 from tether.rollout.servers.dialogue import Dialogue
 from tether.rollout.servers.http import Connections, ServerGone
@@ -55,7 +56,9 @@ class Traffic:
     sleeps: bool
     """The servers give back their memory while nothing is sampled."""
     lora_scale: float = 1.0
-    """Weight of the adapters, which are added into the layers before these travel."""
+    """Weight of the adapters, where they are added into the layers before these travel."""
+    adapters: bool = False
+    """Layers travel without their adapters, once, and after each update the adapters alone."""
     holds_weights: bool = False
     """A server that is started again gets the weights that were loaded last, and not those of the moment, which
     training may be changing."""
@@ -96,6 +99,7 @@ class ServedEngine:
         self._held: WeightUpdate | None = None
         self._newer: WeightUpdate | None = None  # that came while rows were sampled
         self._is_sampling = False
+        self._told = 0
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`; rows that are being sampled are broken off, and go on with them."""
@@ -123,7 +127,16 @@ class ServedEngine:
     def remedies(self) -> dict[str, Callable[[], None]]:
         """See `tether.rollout.parity.Proven`: what may be stale in a server, and what renews it."""
         cures = {cause: partial(self._cure, cure) for cause, cure in self.speaks.cures().items()}
-        return {**cures, "older weights": lambda: self._take(self._export())}
+        return {**cures, "older weights": self._take_all}
+
+    def _take_all(self) -> None:
+        self._run = ""  # as if nothing had been sent
+        self._take(self._export())
+
+    def moved(self) -> dict[str, float]:
+        """Bytes of weights that went to the servers since it was last asked, as a metric."""
+        before, self._told = self._told, sum(server.moved for server in self.servers)
+        return {"transfer/weights_bytes": float(self._told - before)}
 
     def _cure(self, cure: Callable[[Connections, float], None]) -> None:
         for server in self.servers:
@@ -339,8 +352,18 @@ class ServedEngine:
     def _give(self, server: Server, weights: WeightUpdate) -> None:
         assert self._name is not None
         kept = ((name, value) for name, value in weights.tensors if name not in self._traffic.left_out)
-        named = checkpoint_weights(kept, self._traffic.lora_scale)
-        server.take(self._name, named, self._traffic.dtype, self._traffic.bucket)
+        dtype, bucket = self._traffic.dtype, self._traffic.bucket
+        if not self._traffic.adapters:
+            server.take(self._name, checkpoint_weights(kept, self._traffic.lora_scale), dtype, bucket)
+            return
+        adapters: dict[str, Tensor] = {}
+        layers = without_adapters(kept, adapters)
+        if server.has_some_of(self._run):  # then the layers are those of this run, which stay as they are
+            for _ in layers:
+                pass
+        else:
+            server.take(f"{self._run}-base", layers, dtype, bucket)
+        server.take_adapters(self._name, adapters, dtype)
 
     def _sleep(self) -> None:
         for server in self.servers:

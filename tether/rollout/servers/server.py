@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled
+from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, TakesAdapters
 from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
 from tether.rollout.servers.transfer import buckets
 from tether.runtime.interrupt import give_up_if_interrupted
@@ -36,6 +37,8 @@ class Server:
     """Seconds in which it must sample at least one token; at most the timeout."""
     weights: str | None = None
     """Name of the weights that it has; None: not ours."""
+    moved: int = 0
+    """Bytes of weights that went to it so far."""
     http: Connections = field(init=False)
     _process: SupervisedProcess | None = field(default=None, init=False)
     _was_up: bool = field(default=False, init=False)
@@ -141,6 +144,13 @@ class Server:
         except (ServerGone, ServerRefuses):
             return False
 
+    def has_some_of(self, run: str) -> bool:
+        """Whether its weights came from this run, though they may be older ones."""
+        try:
+            return (self.speaks.weights(self.http, self._soon) or "").startswith(f"{run}-")
+        except (ServerGone, ServerRefuses):
+            return False
+
     def take(self, weights: str, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket: int) -> None:
         """Give it new weights, and let it forget what it computed with the old ones.
 
@@ -154,10 +164,27 @@ class Server:
             ServerGone: it died meanwhile.
             ValueError: it does not take them.
         """
-        self.weights = None
         must = f"It must run the model of actor_rollout_ref.model.path and see this machine's memory; {self.speaks.how}"
+        parts = self._counted(buckets(tensors, dtype, bucket))
+        self._give(weights, lambda: self.speaks.give(self.http, weights, parts, self.timeout), must)
+
+    def take_adapters(self, weights: str, adapters: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Like `take`, of adapters above the weights that it has; see `TakesAdapters.adapt`."""
+        assert isinstance(self.speaks, TakesAdapters)
+        speaks = self.speaks
+        must = "It must take adapters of these layers; actor_rollout_ref.model.lora.merge=True sends layers instead"
+        (part,) = self._counted(buckets(adapters.items(), dtype, sys.maxsize))
+        self._give(weights, lambda: speaks.adapt(self.http, weights, part, self.timeout), must)
+
+    def _counted(self, parts: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for part in parts:
+            self.moved += sum(value.nbytes for value in part.values())
+            yield part
+
+    def _give(self, weights: str, give: Callable[[], None], must: str) -> None:
+        self.weights = None
         try:
-            self.speaks.give(self.http, weights, buckets(tensors, dtype, bucket), self.timeout)
+            give()
             self.forget()
         except ServerRefuses as error:
             lacks = error.status in (404, 405)

@@ -2,6 +2,6 @@
 which is not imported here.
 """
 
-from tether.rollout.vllm.dialect import Vllm, launch_of
+from tether.rollout.vllm.dialect import Adapters, Vllm, launch_of
 
-__all__ = ["Vllm", "launch_of"]
+__all__ = ["Adapters", "Vllm", "launch_of"]

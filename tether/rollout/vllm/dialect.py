@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,12 @@ INSIDE = Path(__file__).parent / "inside"
 """Folder of the module that a server's workers import."""
 SERVED = "policy"
 """Name of the model in requests."""
+ADAPTED = "policy-with-adapters"
+"""Its name there with adapters."""
 KNOWN = ("0.32.",)
 """Versions of vLLM that this was run with."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that a server can be started for."""
 _CUT_OFF = -9000.0  # vLLM writes -9999 for the log-prob of a token that could not be drawn
 
 
@@ -32,9 +38,23 @@ def launch_of(python: Path, log: Path, options: Mapping[str, object], environmen
         "worker_extension_cls": "tether_in_vllm.Extension",
         "weight_transfer_config": '{"backend":"tether"}',
     }
-    ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(INSIDE)}
+    ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "PYTHONPATH": str(INSIDE)}  # fmt: skip
     module = "vllm.entrypoints.openai.api_server"
     return Launch(python, module, {**needed, **options}, {**ours, **environment}, log, says_no=True)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA that a server computes: ``W x + (alpha / rank) B A x``."""
+
+    rank: int
+    alpha: int
+
+    def options(self) -> dict[str, object]:
+        """Of a server that takes them."""
+        most = next(rank for rank in RANKS if rank >= self.rank)
+        return {"enable_lora": True, "max_lora_rank": most, "max_loras": 1}
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,8 @@ class Vllm:
     """Of the policy, as transformers names it."""
     vocabulary: int
     """Tokens that the policy has; a server's tokenizer is never used."""
+    adapters: Adapters | None = None
+    """Of the policy, where they travel as such."""
 
     name = "vllm"
     title = "vLLM"
@@ -73,6 +95,13 @@ class Vllm:
                     f"{http.url}: runs {theirs}; actor_rollout_ref.model.path has {what} {ours}. Start it with {path}, "
                     "or take its address out of actor_rollout_ref.rollout.server_urls"
                 )
+        if self.adapters and about["rank"] < self.adapters.rank:
+            theirs = f"takes adapters of rank {about['rank']} at most; actor_rollout_ref.model.lora_rank is"
+            how = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"
+            raise ValueError(
+                f"{http.url}: {theirs} {self.adapters.rank}. Start it with {how}, or set "
+                "actor_rollout_ref.model.lora.merge=True, which sends whole weights"
+            )
         with contextlib.suppress(ServerRefuses):  # one without the route is named when it gets weights
             if http.get("/is_sleeping", within)["is_sleeping"]:  # as a run that was killed left it
                 http.post("/wake_up", within=within)
@@ -93,7 +122,7 @@ class Vllm:
             "stop_token_ids": draw.ends,
             "detokenize": False,
         }
-        asked = {"model": SERVED, "token_ids": draw.prompt, "sampling_params": params}
+        asked = {"model": ADAPTED if self.adapters else SERVED, "token_ids": draw.prompt, "sampling_params": params}
         found = http.post("/inference/v1/generate", asked, within)
         try:
             return _read(found["choices"][0], records=draw.records)
@@ -116,6 +145,20 @@ class Vllm:
             with shared_file(part) as path:
                 http.post("/update_weights", {"update_info": {"path": path}}, within)
         http.post("/finish_weight_update", {"weight_version": name}, within)
+
+    def adapt(self, http: Connections, name: str, adapters: dict[str, Tensor], within: float) -> None:
+        """See `TakesAdapters.adapt`. What vLLM loads in place of another it would read again for every token."""
+        assert self.adapters
+        layers = sorted({tensor.split(".")[-3] for tensor in adapters})
+        config = {"peft_type": "LORA", "r": self.adapters.rank, "lora_alpha": self.adapters.alpha,
+                  "target_modules": layers, "bias": "none"}  # fmt: skip
+        with shared_file(adapters) as file, tempfile.TemporaryDirectory(prefix="tether-adapters-") as folder:
+            Path(folder, "adapter_config.json").write_text(json.dumps(config))
+            Path(folder, "adapter_model.safetensors").symlink_to(file)
+            with contextlib.suppress(ServerRefuses):  # there are none yet
+                http.post("/v1/unload_lora_adapter", {"lora_name": ADAPTED}, within)
+            http.post("/v1/load_lora_adapter", {"lora_name": ADAPTED, "lora_path": folder}, within)
+        http.post("/update_weight_version", {"new_version": name}, within)
 
     def forget(self, http: Connections, within: float) -> None:
         """See `Dialect.forget`; an update leaves the cache as it is."""

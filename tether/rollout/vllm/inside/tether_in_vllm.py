@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from safetensors import safe_open
+from vllm import envs
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
@@ -94,9 +95,11 @@ class Extension:
     """Methods that ``/collective_rpc`` finds in a worker besides its own."""
 
     def about(self) -> dict[str, str | int]:
-        """The model that is served."""
-        config = self.model_config  # type: ignore[attr-defined]
-        return {"model_type": config.hf_text_config.model_type, "vocabulary": config.get_vocab_size()}
+        """The model that is served, and the largest rank of adapters that it takes."""
+        config, lora = self.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
+        takes = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+        rank = lora.max_lora_rank if takes else 0
+        return {"model_type": config.hf_text_config.model_type, "vocabulary": config.get_vocab_size(), "rank": rank}
 
     def pack_head(self) -> None:
         """See `pack_tied_head`."""
