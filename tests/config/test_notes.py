@@ -54,6 +54,37 @@ def test_a_key_whose_switch_is_off_is_noted(context, setting, reason):
     assert load(*context, setting).notes == (f"no effect: {setting} ({reason})",)
 
 
+MEGATRON = [f"{ACTOR}.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpus_per_node=2"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting", "reason"),
+    [
+        ([], f"{ACTOR}.fsdp_config.param_offload=True", "trainer.n_gpus_per_node is 1 and trainer.nnodes is 1"),
+        ([], "critic.model.fsdp_config.optimizer_offload=True", "trainer.n_gpus_per_node is 1 and trainer.nnodes is 1"),
+        (MEGATRON, f"{ACTOR}.fsdp_config.offload_policy=True", f"{ACTOR}.strategy is megatron"),
+        (["trainer.n_gpus_per_node=2"], f"{ACTOR}.megatron.grad_offload=True", f"{ACTOR}.strategy is fsdp"),
+        (["trainer.n_gpus_per_node=2"], f"{ACTOR}.veomni.param_offload=True", "there is no VeOmni"),
+        (
+            ["trainer.n_gpus_per_node=2"],
+            "actor_rollout_ref.model.enable_activation_offload=True",
+            "activations are not",
+        ),
+    ],
+)
+def test_an_engine_without_the_offload_of_a_key_says_so(engine, setting, reason):
+    assert [note for note in load(*engine).notes if "offload" in note] == []
+    (note,) = (note for note in load(*engine, setting).notes if "offload" in note)
+    assert note.startswith(f"no effect: {setting} ({reason}")
+
+
+def test_an_engine_with_the_offload_of_a_key_notes_nothing():
+    sharded = [f"{ACTOR}.fsdp_config.{name}=True" for name in ("param_offload", "optimizer_offload", "offload_policy")]
+    assert [note for note in load("trainer.n_gpus_per_node=2", *sharded).notes if "offload" in note] == []
+    megatron = [f"{ACTOR}.megatron.{name}_offload=True" for name in ("param", "grad", "optimizer")]
+    assert [note for note in load(*MEGATRON, *megatron).notes if "offload" in note] == []
+
+
 def test_a_key_whose_switch_is_on_is_not_noted():
     assert load(f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1").notes == ()
 

@@ -1,5 +1,6 @@
 """Several nodes: two raylets on this machine, each with one rank; what is missing or different is said."""
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,32 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest
         RayGroup([Pool(2, 1)], "cpu", 1, tmp_path)
     with pytest.raises(RankFailed, match=r"^ray_kwargs.ray_init.num_cpu: .* Did you mean num_cpus"):
         RayGroup([Pool(1, 1)], "cpu", 1, tmp_path, options={"num_cpu": 2})
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port at which a program that is not Ray listens, and says nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_port_that_another_program_has_is_said(taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would wait for minutes, and then end the process."""
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken}")
+    monkeypatch.setattr("tether.execution.cluster.REACH_SECONDS", 0.5)
+    says = rf"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:{taken} \(another program listens there; .*--port"
+    with pytest.raises(RankFailed, match=says):
+        RayGroup([Pool(2, 1)], "cpu", 1, tmp_path)
+
+
+@pytest.mark.slow  # Ray is started three times
+def test_a_port_of_a_local_ray_that_is_taken_is_said(taken: int, tmp_path: Path) -> None:
+    options = {"include_dashboard": True, "dashboard_port": taken}
+    says = rf"Ray does not start on this machine \(.*{taken} .*dashboard_port.*its options are ray_kwargs.ray_init"
+    with pytest.raises(RankFailed, match=says):
+        RayGroup([Pool(1, 1)], "cpu", 1, tmp_path, options=options)
 
 
 def test_the_doctor_says_that_there_is_no_cluster(

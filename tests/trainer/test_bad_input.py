@@ -108,6 +108,12 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
         lambda inputs, tmp: "actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 trainer.n_gpus_per_node=8",
         ["actor.ulysses_sequence_parallel_size=8", "the 4 attention heads of", "Set it to 1 or 2 or 4"],
     ),
+    "attention heads of the critic": (
+        lambda inputs, tmp: (
+            "critic.ulysses_sequence_parallel_size=3 critic.model.use_remove_padding=True trainer.n_gpus_per_node=6"
+        ),
+        ["critic.ulysses_sequence_parallel_size=3", "the 4 attention heads of", "Set it to 1 or 2."],
+    ),
     "resume path that is none": (
         lambda inputs, tmp: f"trainer.resume_mode=resume_path trainer.resume_from_path={tmp / 'global_step_7'}",
         ["global_step_7", "not a checkpoint"],

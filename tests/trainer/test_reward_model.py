@@ -170,3 +170,22 @@ def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str]) -> 
     two = measured(train(overrides(inputs, tmp_path / "two", length, "trainer.n_gpus_per_node=2", *more)))[1]
     for key in ("critic/score/mean", "critic/score/max", "val-core/tiny/sums/reward/mean@1"):
         assert two[key] == pytest.approx(one[key], abs=1e-4), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_devices_of_its_own_score_as_one_process(devices: int, inputs: Path, tmp_path: Path) -> None:
+    """The policy is on one device and the model on others; the second step is of a run that resumed."""
+    pytest.importorskip("ray")
+    pool = [f"reward_model.{key}" for key in ("enable_resource_pool=True", "nnodes=1", f"n_gpus_per_node={devices}")]
+    kept = ["trainer.save_freq=1", "trainer.device=cpu", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"]
+    one = train(overrides(inputs, tmp_path / "one", *kept))
+    for steps in (1, 2):
+        apart = train(overrides(inputs, tmp_path / "apart", *kept, *pool, f"trainer.total_training_steps={steps}"))
+    assert len(list((apart / "ranks").glob("*.log"))) == 1 + devices
+    expected, found = measured(one), measured(apart)
+    for step in (1, 2):
+        for key in ("critic/score/mean", "critic/score/max", "actor/grad_norm"):
+            assert found[step][key] == pytest.approx(expected[step][key], abs=1e-4), key
+    if devices == 1:  # more sum the model's rows in another order
+        assert same(weights(one / "global_step_2"), weights(apart / "global_step_2"))

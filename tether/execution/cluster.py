@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0
 """Seconds between two looks of a wait, and until it says what it waits for."""
 REACH_SECONDS = 10.0
+SETTINGS = 4
+"""The type of a frame of HTTP/2."""
 STARTS = 3
 """A machine under load may start Ray too slowly for Ray's own patience."""
 OBJECT_STORE = 1 << 30  # bytes
@@ -84,23 +86,37 @@ def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> s
             if address != LOCAL:
                 raise _no_cluster(address, nodes, error) from error
             if attempt == STARTS - 1:
-                raise RankFailed(f"Ray does not start on this machine ({type(error).__name__}: {error})") from error
+                why = f"{type(error).__name__}: {error}"
+                raise RankFailed(f"Ray does not start on this machine ({why}); its options are {KEY}") from error
         else:
             break
     return "127.0.0.1" if address == LOCAL else str(ray.util.get_node_ip_address())
 
 
 def _reach(address: str, nodes: int) -> None:
-    """Whether something listens at HOST:PORT: Ray itself would wait there for minutes."""
+    """Whether Ray listens at HOST:PORT: Ray itself would wait there for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "//" not in host:
         try:
-            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+            with socket.create_connection((host, int(port)), REACH_SECONDS) as there:
+                known = "RAY_USE_TLS" in os.environ or _speaks_http2(there)
         except OSError as error:
             raise _no_cluster(address, nodes, error) from error
+        if not known:
+            raise _no_cluster(address, nodes, "another program listens there; give Ray a port with --port=...")
 
 
-def _no_cluster(address: str, nodes: int, error: Exception) -> RankFailed:
+def _speaks_http2(there: socket.socket) -> bool:
+    """Whether a server answers as gRPC's do: the preface of HTTP/2 (RFC 9113, 3.4) by a frame of settings."""
+    try:
+        there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0]))
+        head = there.recv(9, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(head) == 9 and head[3] == SETTINGS
+
+
+def _no_cluster(address: str, nodes: int, error: Exception | str) -> RankFailed:
     return RankFailed(
         f"trainer.nnodes={nodes}: no Ray cluster to join at {address} ({error}). Start it: ray start --head on one "
         "machine, ray start --address=HOST:6379 on the others"
