@@ -108,7 +108,7 @@ class WeightUpdate:
 
 
 INFERRED = {"log_probs": "old_log_probs"} | {
-    name: name for name in ("sum_pi_squared", "values", "bootstrap_values", "seen")
+    name: name for name in ("sum_pi_squared", "values", "bootstrap_values", "seen", "routed_experts")
 }
 """Field of a model's outputs -> field of the batch that takes it."""
 
@@ -175,6 +175,10 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     are of the distribution over these tokens."""
     turn_scores: Float[Tensor, "B T"] | None = None
     """The parts of the score, each on the last token of its turn; None: all of it is on the last token."""
+    routed_experts: Int[Tensor, "B W L k"] | None = None
+    """The experts that each token of prompt and response went to, one after the other from the row's first, in each
+    decoder layer; W = P + T, int16. -1 where that is not known, as beyond a row's end and in layers without experts.
+    None: the routers choose in training."""
 
 
 class TrainBatch(RolloutBatch):

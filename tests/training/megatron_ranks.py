@@ -19,6 +19,7 @@ from tests.tiny import tiny_model
 from tests.training.batches import ROWS, make_batch, make_critic, make_engine, make_policy, same_bits, weights
 from tests.training.batches import gradients as local_gradients
 from tests.training.fsdp_ranks import OPTIONS, costs
+from tests.training.replayed import REPLAYING, any_experts
 from tests.training.test_fsdp import (
     BAD_ROW,
     FOUR_ROWS,
@@ -68,9 +69,9 @@ def depth(layout: Layout) -> dict[str, int]:
     return {"num_hidden_layers": layout.pipeline * layout.virtual_pipeline} if layout.virtual_pipeline else {}
 
 
-def make_mixture() -> PreTrainedModel:
+def make_mixture(name: str = "qwen2_moe") -> PreTrainedModel:
     """A policy whose layers have experts, and one that all tokens share."""
-    model = tiny_model("qwen2_moe", dtype=torch.float64)
+    model = tiny_model(name, dtype=torch.float64)
     use_tether_attention(model)
     return model
 
@@ -319,3 +320,37 @@ def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
         "updates": of_speaker(updates(LOSS, layout, make_mixture)),
         "resumed": resumed(folder / "saved.pt", layout, make_mixture),
     }
+
+
+def replays(layout: Layout, name: str) -> dict[str, Any]:
+    """How far gradients are with experts that are given from those of one process, and with those that routers choose;
+    and whether the choice that ranks record is that of one process.
+    """
+    batch = any_experts(make_batch(make_mixture(name), make_critic()), layers=2)
+    engine = make_engine(make_mixture(name))
+    engine.accumulate_gradients(batch, REPLAYING)
+    expected = local_gradients(engine.model)
+
+    def far(megatron: MegatronEngine[Any], loss: LossSpec) -> float:
+        every = whole_gradients(megatron, batch, loss)
+        return distance({name: every[name] for name in expected}, expected)  # a bias of routers has none
+
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    parts = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    found = {}
+    for micro, overrides in ((ONE_ROW, {}), (TOKENS, {}), (ONE_ROW, whole), (ONE_ROW, parts)):
+        megatron = make_megatron(make_mixture(name), micro, layout, overrides=overrides)
+        found[f"{micro}, {overrides}"] = far(megatron, REPLAYING)
+    megatron = make_megatron(make_mixture(name), ONE_ROW, layout)
+    rows, _ = share(megatron, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+    recorded = megatron.infer(batch[rows], PolicyForward(experts="recorded"))
+    with torch.no_grad():
+        alone = PolicyForward(experts="recorded")(make_mixture(name), batch[rows])
+    replayed = megatron.infer(batch[rows], PolicyForward(experts="replayed"))
+    same = None
+    if recorded is not None:
+        sets = (found.routed_experts.sort(dim=-1).values for found in (recorded, alone))
+        same = torch.equal(*sets), float((recorded.log_probs - alone.log_probs).abs().max())
+        assert replayed.routed_experts is None
+    chosen = far(make_megatron(make_mixture(name), ONE_ROW, layout), LOSS)
+    return {"gradients": found, "chosen": chosen, "recorded": of_speaker(same)}

@@ -38,6 +38,15 @@ OF_EXPERTS: dict[str, tuple[int, Layout]] = {
     "PP 2, CP 2, EP 2": (4, Layout(pipeline=2, context=2, expert=2)),
     "TP 2, EP 2, whole experts": (4, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
 }
+REPLAYED: dict[str, tuple[str, Layout]] = {
+    "EP 2": ("qwen2_moe", Layout(expert=2)),
+    "PP 2": ("qwen2_moe", Layout(pipeline=2)),
+    "PP 2, the first stage is dense": ("deepseek_v3", Layout(pipeline=2)),
+    "TP 2, sequence parallel": ("qwen3_moe", Layout(tensor=2, sequence_parallel=True)),
+    "CP 2": ("qwen2_moe", Layout(context=2)),
+    "TP 2, PP 2, EP 2": ("qwen2_moe", Layout(tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True)),
+}
+SINGLE = 2e-6  # transformers computes these routers in float32
 
 
 @pytest.fixture(scope="module", params=[QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -110,3 +119,21 @@ def test_mixtures_of_experts_are_those_of_one_process(name: str, tmp_path: Path)
         assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
         assert log_probs < 1e-8
     assert found["resumed"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "EP 2" else pytest.param(name, marks=pytest.mark.slow) for name in REPLAYED]
+)
+def test_experts_that_are_given_are_chosen(name: str, tmp_path: Path) -> None:
+    """Where layers, tokens and experts are on many ranks, and layers are recomputed after other micro-batches ran."""
+    work = importlib.import_module("tests.training.megatron_ranks").replays
+    model, layout = REPLAYED[name]
+    tolerance = OF_EXPERTS_TOLERANCE if model == "qwen2_moe" else SINGLE
+    found = on_ranks(tmp_path, max(2, layout.tensor * layout.pipeline * layout.context), work, layout, model)
+    assert {case: far for case, far in found["gradients"].items() if not far < tolerance} == {}
+    assert found["chosen"] > 1e-2
+    spoken = [recorded for recorded in found["recorded"] if recorded]
+    assert spoken
+    for same, far in spoken:
+        assert same
+        assert far < tolerance

@@ -30,6 +30,7 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
     by_rows = [_token_versions(rollout) for rollout in rollouts] if len(versions) == len(rollouts) else None
     changed = any(rollout.token_versions is not None for rollout in rollouts)
     scores = [rollout.turn_scores for rollout in rollouts if rollout.turn_scores is not None] or None
+    experts = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     return RolloutBatch(
         uid=torch.cat([torch.full_like(r.uid, group) for r, group in zip(rollouts, groups, strict=True)]),
         prompt_ids=torch.cat([_with_width(r.prompt_ids, int(prompt_length.max())) for r in rollouts]),
@@ -43,8 +44,16 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
         token_versions=by_token(by_rows) if changed and by_rows is not None else None,
         turn_scores=None if scores is None else by_token(scores),
         kept=_join_kept([rollout.kept for rollout in rollouts if rollout.kept is not None], by_token),
+        routed_experts=_join_experts(experts, int(prompt_length.max()) + width),
         batch_size=[len(response_length)],
     )
+
+
+def _join_experts(experts: Sequence[Tensor], width: int) -> Tensor | None:
+    """Each [B, W, L, k]; where nothing is known stands -1."""
+    missing = [max(width - of_rows.shape[1], 0) for of_rows in experts]
+    wide = [pad(of[:, :width], (0, 0, 0, 0, 0, more), value=-1) for of, more in zip(experts, missing, strict=True)]
+    return torch.cat(wide) if wide else None
 
 
 def _token_versions(rollout: RolloutBatch) -> Tensor:

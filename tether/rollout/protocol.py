@@ -25,6 +25,8 @@ class SamplingParams:
     ignore_eos: bool = False
     record_kept: bool = True
     """Record which tokens top_k and top_p kept, for training to replay; where they keep all nothing is recorded."""
+    record_experts: bool = False
+    """Record which experts of a mixture each token went to, for training to replay."""
     max_length: int | None = None
     """Prompt and response together; a response that reaches it is cut. None: only max_new_tokens limits it."""
 

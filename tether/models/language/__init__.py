@@ -6,6 +6,7 @@
 __all__ = [
     "critic",
     "empty",
+    "expert_choice",
     "fused_experts",
     "gradient_checkpointing",
     "load",

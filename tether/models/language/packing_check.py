@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.kernels import AttentionLayout
+from tether.models.language.expert_choice import ExpertChoice, check_choice, follow_choice
 from tether.models.layers.attention import Packed, use_tether_attention
 from tether.models.output.log_probs import lm_head_of, logits_of
 
@@ -23,7 +24,13 @@ float32 even in a float64 model). SmolLM2-135M: 1e-6 in float32 and 0.02 in bflo
 random models."""
 
 
-def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: AttentionLayout,
+    choice: ExpertChoice | None = None,
+) -> Tensor:
     """The final hidden states [R*S, E], without the output head; packed tokens are one row, R = 1 and S = N.
 
     Args:
@@ -31,8 +38,19 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
         input_ids: [R, S] token ids.
         position_ids: [R, S] positions in their own sequences, see `Packed.position_ids`.
         layout: which token may look at which.
+        choice: records or replays the experts of the tokens.
+
+    Raises:
+        ValueError: a choice for a model without a router that tether knows.
     """
-    out = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_layout=layout)
+    options: dict[str, object] = {} if choice is None else {"expert_choice": choice}
+    if choice is not None:
+        follow_choice(model)
+    out = model.base_model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_layout=layout, **options
+    )
+    if choice is not None:
+        check_choice(model, choice)
     hidden: Tensor = out.last_hidden_state.flatten(0, 1)
     return hidden
 

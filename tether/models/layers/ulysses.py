@@ -46,6 +46,12 @@ class SequenceRanks:
         total: Tensor = _Sum.apply(part, self.group)
         return total
 
+    def max(self, part: Tensor) -> Tensor:
+        """The largest of what each rank has; of integers, without gradients."""
+        largest = part.to(torch.int32)  # int16 has no exchange
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.to(part.dtype)
+
 
 @dataclass(frozen=True)
 class Shared:

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
+from tether.models.language.expert_choice import ExpertChoice
 from tether.models.layers import Packed
 from tether.models.megatron.without_te import HAS_TRANSFORMER_ENGINE
 
@@ -32,6 +33,7 @@ class PackedTokens(PackedSeqParams):
     layout: AttentionLayout = None  # type: ignore[assignment]  # after fields with defaults
     positions: Tensor = None  # type: ignore[assignment]  # [N], of each token in its own sequence
     padding: Tensor = None  # type: ignore[assignment]  # [1, tokens between the matrices], those that count nowhere
+    choice: ExpertChoice | None = None  # of the tokens between the matrices
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from torch import Tensor, nn
 
 from tether.kernels import AttentionLayout
+from tether.models.language.expert_choice import UNKNOWN, ExpertChoice
 from tether.models.layers import Packed
 from tether.models.megatron import cpu, without_te
 from tether.models.megatron.attention import (
@@ -30,7 +32,7 @@ from tether.models.megatron.families import check_family, has_value_bias, transf
 from tether.models.megatron.head import ValueHead, replace_output_layer
 from tether.models.megatron.latent import describe_norms, finish_attention
 from tether.models.megatron.layout import Layout
-from tether.models.megatron.router import Router
+from tether.models.megatron.router import Router, with_experts
 from tether.models.megatron.transfer import Placed, export_weights, load_weights
 from tether.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
 
@@ -63,6 +65,7 @@ class MegatronModel:
         layout: AttentionLayout,
         *,
         counts: bool = True,
+        choice: ExpertChoice | None = None,
     ) -> Tensor:
         """One chunk's forward pass, as a schedule of Megatron wants it from ``forward_step_func``.
 
@@ -76,6 +79,8 @@ class MegatronModel:
             position_ids: [1, N] each token's position in its own sequence.
             layout: which of them sees which.
             counts: False: no loss of a router, either, is to see these tokens.
+            choice: replays or records the experts of the tokens, in the layers of the chunk; what is not known on this
+                rank is -1.
 
         Returns:
             What the next stage gets; at the end of the pipeline the states [N, E] under the head.
@@ -83,10 +88,23 @@ class MegatronModel:
         tokens = input_ids.shape[1]
         input_ids, position_ids, layout = self._filled(input_ids, position_ids, layout)
         padding = torch.arange(input_ids.shape[1], device=input_ids.device)[None] >= (tokens if counts else 0)
+        part = slice(None)  # of the tokens, between the matrices
         if self.layout.splits_tokens:
-            padding = padding.chunk(self.layout.tensor, dim=1)[groups.get_tensor_model_parallel_rank()]
-        packed = PackedTokens(qkv_format="sbhd", layout=layout, positions=position_ids[0], padding=padding)
+            each, rank = input_ids.shape[1] // self.layout.tensor, groups.get_tensor_model_parallel_rank()
+            part = slice(rank * each, (rank + 1) * each)
+        packed = PackedTokens(
+            qkv_format="sbhd",
+            layout=layout,
+            positions=position_ids[0],
+            padding=padding[:, part],
+            choice=None if choice is None else _part_of(choice, input_ids.shape[1], part),
+        )
         out: Tensor = chunk(input_ids, position_ids, None, packed_seq_params=packed)
+        if choice is not None and packed.choice is not None:
+            for layer, chosen in packed.choice.chosen.items():
+                whole = chosen.new_full((input_ids.shape[1], chosen.shape[1]), UNKNOWN)
+                whole[part] = chosen
+                choice.chosen[layer] = whole[:tokens]
         return out[0, :tokens] if _ends(chunk) else out
 
     def shared(self, packed: Packed) -> ZigZag | None:
@@ -234,9 +252,27 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
     return chunk
 
 
-def _mask_padding(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _mask_padding(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Megatron hands the mask to the layers of the first pipeline stage only."""
-    return args, given | {"padding_mask": given["packed_seq_params"].padding}
+    packed: PackedTokens = given["packed_seq_params"]
+    padding, choice, router = packed.padding, packed.choice, getattr(layer.mlp, "router", None)
+    if router is not None:
+        number = layer.layer_number - 1
+        router.record = None
+        if choice is not None and choice.records:
+            router.record = partial(choice.chosen.__setitem__, number)
+        if choice is not None and choice.replayed is not None:
+            padding = with_experts(padding, choice.replayed[:, number], router.config.num_moe_experts)
+    return args, given | {"padding_mask": padding}
+
+
+def _part_of(choice: ExpertChoice, tokens: int, part: slice) -> ExpertChoice:
+    """Of tokens that a rank has, some of which only fill them up."""
+    replayed = choice.replayed
+    if replayed is not None:
+        missing = tokens - len(replayed)
+        replayed = nn.functional.pad(replayed, (0, 0, 0, 0, 0, missing), value=UNKNOWN)[part]
+    return ExpertChoice(replayed, choice.records)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ micro-batches, divides the coefficients by their number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,19 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """Legend: n = tokens of this rank, X = experts."""
+    """Legend: n = tokens of this rank, X = experts, k = those of a token."""
+
+    record: Callable[[Tensor], None] | None = None
+    """Takes the experts [n, k] of each forward pass."""
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's; a `padding_mask` [n, 1, 1 + X] is one of `with_experts`."""
+        experts = None
+        if padding_mask is not None and padding_mask.dim() == 3:
+            experts, padding_mask = padding_mask[:, 0, 1:], padding_mask[..., 0]
+        self.router_replay = None if experts is None and self.record is None else _Choice(experts, self.record)
+        routed: tuple[Tensor, Tensor] = super().forward(input, padding_mask)
+        return routed
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The z-loss of logits [n, X] (ST-MoE, arXiv:2202.08906, equation 5), summed over tokens."""
@@ -58,6 +72,53 @@ class Router(TopKRouter):
         dist.all_reduce(counts, group=group)
         shares = counts / counts.sum().clamp(min=1)
         return _with_loss(probs, coefficient * len(counts) * (scores * shares).sum())
+
+
+def with_experts(padding: Tensor, experts: Tensor, among: int) -> Tensor:
+    """A mask of tokens that count nowhere, with the experts that a router is to choose beside it.
+
+    The mask is what Megatron hands to a router among the inputs of a layer, so that a layer that is recomputed chooses
+    alike, whatever ran in between.
+
+    Args:
+        padding: [1, n] bool.
+        experts: [n, k], -1: the router chooses.
+        among: X.
+
+    Returns:
+        [1, n, 1 + X] bool.
+    """
+    known = experts >= 0
+    given = torch.zeros(len(experts), among, dtype=torch.bool, device=experts.device)
+    given.scatter_(1, experts.where(known, 0).long(), known)
+    return torch.cat([padding[..., None], given[None]], dim=-1)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """In the place of Megatron's RouterReplay."""
+
+    experts: Tensor | None
+    """[n, X] bool, those of each token; none of them: the router chooses."""
+    record: Callable[[Tensor], None] | None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [n, X] -> those of k experts of each token, the best first, and these experts."""
+        values, indices = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is not None:
+            given = scores.masked_fill(~self.experts, -torch.inf).topk(topk, dim=1).indices
+            indices = torch.where(self.experts.any(dim=1, keepdim=True), given, indices)
+            values = scores.gather(1, indices)
+        if self.record is not None:
+            self.record(indices)
+        return values, indices
 
 
 def _with_loss(carrier: Tensor, loss: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.kernels import AttentionLayout
 from tether.models.layers import use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
-from tether.rollout.native.generation import Forward, Generation
+from tether.rollout.native.expert_recorder import ExpertRecorder
+from tether.rollout.native.generation import Forward, Generation, longest_row
 from tether.rollout.native.recorded_decoder import ReplayedDecoder
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
 
@@ -108,7 +110,8 @@ class NativeEngine:
         """See `RolloutEngine.generate`; the batch is as wide as its longest response.
 
         Raises:
-            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context.
+            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context; experts to
+                be recorded of a model that has none.
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
@@ -117,9 +120,10 @@ class NativeEngine:
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
             self._prepare_forward()
+            recorder = self._recorder(arrays, sampling) if sampling.record_experts else None
             call = self._call = Generation(
                 self._model,
-                self._of_one_call(),
+                self._of_one_call(recorder),
                 arrays,
                 sampling,
                 key,
@@ -130,13 +134,14 @@ class NativeEngine:
                 on_finished=on_finished,
                 partner=partner,
                 version=self._version,
+                recorder=recorder,
             )
             try:
                 while call.step():
                     if on_progress is not None:
                         on_progress(call.progress())
                     if self._change_weights():
-                        call.renew(self._of_one_call(), self._version)
+                        call.renew(self._of_one_call(recorder), self._version)
             finally:
                 self._call = None
                 self._change_weights()
@@ -149,9 +154,14 @@ class NativeEngine:
             self._take_over(weights)
         return weights is not None
 
-    def _of_one_call(self) -> Forward:
+    def _recorder(self, prompts: Sequence[TokenIds], sampling: SamplingParams) -> ExpertRecorder:
+        return ExpertRecorder(self._model, len(prompts) * sampling.n, longest_row(prompts, sampling))
+
+    def _of_one_call(self, recorder: ExpertRecorder | None = None) -> Forward:
         """The forward pass with the weights that the model has now."""
         assert self._forward is not None
+        if recorder is not None:
+            return partial(self._by_transformers, recorder=recorder)
         return ReplayedDecoder(self._forward) if isinstance(self._forward, Decoder) else self._forward
 
     def _prepare_forward(self) -> None:
@@ -164,13 +174,24 @@ class NativeEngine:
         if isinstance(self._forward, Decoder):
             self._forward.refresh()
 
-    def _by_transformers(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
+    def _by_transformers(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        keep: Tensor | None,
+        recorder: ExpertRecorder | None = None,
+    ) -> Tensor:
+        options: dict[str, object] = {}
+        if recorder is not None:
+            options["expert_choice"] = recorder.begin()
         output = self._model(
             input_ids=ids,
             position_ids=positions,
             use_cache=False,
             attention_layout=layout,
             logits_to_keep=0 if keep is None else keep,
+            **options,
         )
         logits: Tensor = output.logits.flatten(0, 1)
         return logits

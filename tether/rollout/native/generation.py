@@ -16,6 +16,7 @@ from tether.batch import RolloutBatch, TokenIds
 from tether.kernels import AttentionLayout
 from tether.keyed_random import uniform
 from tether.models.output import KeptRecorder
+from tether.rollout.native.expert_recorder import ExpertRecorder
 from tether.rollout.native.kv_cache import Continue, Decode, KVCache, Prefill, Prefix
 from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
@@ -43,7 +44,9 @@ class Generation:
         on_finished: Callable[[FinishedResponse], None] | None,
         partner: Partner | None,
         version: int,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
+        self._experts = recorder
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
         self._device, self._dtype = model.device, model.dtype
         self._max_prefill_tokens = max_prefill_tokens
@@ -57,7 +60,7 @@ class Generation:
         self._num_finished = 0
         self._num_tokens = 0
         self._active = 0
-        self._cache = KVCache(num_slots, max(len(p) + sampling.room(len(p)) for p in prompts), self._device)
+        self._cache = KVCache(num_slots, longest_row(prompts, sampling), self._device)
         # By slot: the row, its last token, the position of that token, the number of tokens sampled so far.
         self._state = torch.zeros(4, num_slots, dtype=torch.int64, device=self._device)
         self._row, self._token, self._position, self._count = self._state
@@ -118,6 +121,7 @@ class Generation:
                 last += 1
             lengths = [len(context) for context in contexts[first:last]]
             self._prefilled(torch.cat(contexts[first:last]), lengths, [1] * len(lengths), first)
+            self._record_contexts(self._row[first:last].tolist(), lengths)
             first = last
 
     def _go_on(self, free: int) -> None:
@@ -142,6 +146,7 @@ class Generation:
         if whole:
             lengths = [len(context) for context in whole.values()]
             parts.append(self._prefilled(torch.cat(list(whole.values())), lengths, [1] * len(whole)))
+            self._record_contexts(list(whole), lengths)
             self._occupy_again(list(whole), lengths)
         if parts:
             self._accept(torch.cat(parts))
@@ -155,6 +160,8 @@ class Generation:
         layout = Continue.plan(self._cache, starts, lengths, first_slot=self._active)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self._device)
         logits = self._forward(torch.cat(pieces)[None], layout.position[None], layout, ends)
+        if self._experts:
+            self._experts.add_pieces([([row], first, n) for row, first, n in zip(kept, starts, lengths, strict=True)])
         self._occupy_again(list(kept), [start + length for start, length in zip(starts, lengths, strict=True)])
         return logits
 
@@ -211,6 +218,9 @@ class Generation:
         logits = self._prefilled(self._prompt_tokens[start : start + sum(lengths)], lengths, copies)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))
         started = torch.arange(self._num_started, self._num_started + len(owner))
+        if self._experts:
+            rows = started.split(copies)
+            self._experts.add_pieces([(of.tolist(), 0, length) for of, length in zip(rows, lengths, strict=True)])
         self._occupy(started, torch.tensor(lengths)[owner], torch.zeros_like(started))
         self._num_started += len(owner)
         return logits[owner.to(self._device)]
@@ -239,7 +249,15 @@ class Generation:
         rows = slice(0, self._active)
         position = self._position[rows]
         layout = Decode(self._cache, position, self._longest())
-        return self._forward(self._token[rows, None], position[:, None], layout, None)
+        logits = self._forward(self._token[rows, None], position[:, None], layout, None)
+        if self._experts:
+            self._experts.add_tokens(self._row[rows], position)
+        return logits
+
+    def _record_contexts(self, rows: list[int], lengths: list[int]) -> None:
+        """Of rows whose whole contexts were just prefilled."""
+        if self._experts:
+            self._experts.add_pieces([([row], 0, length) for row, length in zip(rows, lengths, strict=True)])
 
     def _accept(self, logits: Tensor) -> None:
         """Sample a token for the last `len(logits)` active rows, and let go those that end with it."""
@@ -332,6 +350,7 @@ class Generation:
             policy_version=self._oldest(sampled),
             token_versions=None if self._versions is None else self._versions[:, :width].to("cpu", copy=True),
             kept=None if self._kept is None else self._kept.result(width),
+            routed_experts=self._experts.result(prompt_ids.shape[1] + width) if self._experts else None,
             batch_size=[self._num_rows],
         )
 
@@ -341,6 +360,11 @@ class Generation:
             return torch.full((self._num_rows,), self._version)
         versions = self._versions[:, : sampled.shape[1]].cpu()
         return versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(dim=-1)
+
+
+def longest_row(prompts: Sequence[TokenIds], sampling: SamplingParams) -> int:
+    """Most tokens that prompt and response together may have."""
+    return max(len(prompt) + sampling.room(len(prompt)) for prompt in prompts)
 
 
 def _length(prefix: Prefix) -> int:

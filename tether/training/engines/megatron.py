@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate, on_device
 from tether.checkpoints import load_state, save_moments, save_state
+from tether.models.language.expert_choice import ExpertChoice
 from tether.models.language.fused_experts import Unfused, fused
 from tether.models.layers import Packed, SequenceRanks
 from tether.models.megatron import Layout, groups
@@ -46,7 +47,7 @@ from tether.training.engines.shares import Writing, writers
 from tether.training.protocol import Forward, LossSizes, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.forward import PolicyForward, ValueForward
 from tether.training.text.micro_batches import MicroBatching
-from tether.training.text.packing import TokenRows, padding_row, token_rows
+from tether.training.text.packing import Experts, TokenRows, padding_row, token_rows
 from tether.types import StateDict
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -171,7 +172,9 @@ class MegatronEngine(RanksEngine[Outputs]):
                 return torch.zeros((), device=self._device)
 
             with torch.no_grad():
-                self._pipeline(forward, [batch[rows] for rows in places], keep, forward_only=True)
+                routed = self._pipeline(forward, [batch[rows] for rows in places], keep, forward_only=True)
+            for outputs, experts in zip(found, routed, strict=False):
+                outputs.routed_experts = experts  # type: ignore[attr-defined]  # where a policy's are recorded
             return scattered(found, places, len(batch)) if found else None
 
         return self._within_memory(attempt, micro, sizes)
@@ -207,7 +210,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         on_outputs: Callable[[int, TrainBatch, Outputs], Tensor],
         *,
         forward_only: bool,
-    ) -> None:
+    ) -> list[Tensor]:
         """Send micro-batches through all stages, and backwards.
 
         Args:
@@ -216,18 +219,26 @@ class MegatronEngine(RanksEngine[Outputs]):
             on_outputs: called where the pipeline ends with the number of a micro-batch, its rows and outputs; gives the
                 loss.
             forward_only: no gradients.
+
+        Returns:
+            Of each micro-batch the experts of its rows, where the forward records them.
         """
+        experts: Experts = getattr(forward, "experts", "chosen")
         count, rounds = len(micros), self._rounds(len(micros))
         micros = [*micros, *(padding_row() for _ in range(rounds - count))]
-        whole = [token_rows(micro, packed=True) for micro in micros]
+        whole = [token_rows(micro, packed=True, experts=experts) for micro in micros]
         if self._of_routers and not forward_only:
             self._average_router_losses(sum(rows.input_ids.numel() for rows in whole[:count]))
         laid = [on_device(self._part(rows), self._device) for rows in whole]
+        records = experts == "recorded"
+        choices = [None if experts == "chosen" else ExpertChoice(rows.experts, records=records) for rows in laid]
 
         def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
             rows, micro = laid[number], micros[number]
-            states = self.megatron.run(chunk, rows.input_ids, rows.position_ids, rows.layout, counts=number < count)
+            states = self.megatron.run(
+                chunk, rows.input_ids, rows.position_ids, rows.layout, counts=number < count, choice=choices[number]
+            )
 
             def end(states: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 loss = on_outputs(number, micro, self._outputs(forward, micro, rows, states))
@@ -244,6 +255,14 @@ class MegatronEngine(RanksEngine[Outputs]):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return [self._by_row(rows, choice) for rows, choice in zip(laid[:count], choices, strict=False) if records]
+
+    def _by_row(self, rows: TokenRows, choice: ExpertChoice | None) -> Tensor:
+        """[B, W, L, k] experts of rows, of which ranks have some layers, or some tokens, each."""
+        assert choice is not None
+        config, tokens = self.megatron.config, rows.input_ids.numel()
+        here = rows.by_row(choice.recorded(tokens, config.num_layers, config.moe_router_topk, self._device))
+        return SequenceRanks(parallel_state.get_model_parallel_group()).max(here)
 
     def _part(self, rows: TokenRows) -> TokenRows:
         """Of the tokens of a micro-batch those that this rank has."""

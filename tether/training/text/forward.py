@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch, on_device
 from tether.kernels import select_rows
 from tether.models.language.critic import value_head_of, values_from_hidden
+from tether.models.language.expert_choice import ExpertChoice, recorded_choice
 from tether.models.language.packing_check import hidden_states
 from tether.models.layers import SequenceRanks
 from tether.models.output import KeptSets, LogProbs, full_kl_of_hidden, lm_head_of, token_log_probs
-from tether.training.text.packing import TokenRows, token_rows
+from tether.training.text.packing import Experts, TokenRows, token_rows
 
 
 class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
@@ -31,6 +32,7 @@ class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
     entropy: Tensor | None = None  # [B, T]
     sum_pi_squared: Tensor | None = None  # [B, T]
     full_kl: Tensor | None = None  # [B, T] from the reference, over the whole vocabulary
+    routed_experts: Tensor | None = None  # [B, W, L, k], see `RolloutBatch.routed_experts`
 
 
 class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
@@ -40,8 +42,8 @@ class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 where it ended itself
 
 
-def _states(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    return hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)
+def _states(model: PreTrainedModel, rows: TokenRows, choice: ExpertChoice | None = None) -> Tensor:
+    return hidden_states(model, rows.input_ids, rows.position_ids, rows.layout, choice)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class PolicyForward:
     with_full_kl: bool = False
     """Also the KL over the whole vocabulary. The reference runs with the policy on the same micro-batch, so that
     neither its hidden states nor its logits are ever kept for a whole batch."""
+    experts: Experts = "chosen"
+    """Of a mixture. The reference's routers always choose."""
 
     def __call__(
         self,
@@ -80,11 +84,15 @@ class PolicyForward:
     ) -> PolicyOutputs:
         """Log-probability (and what else is asked for) of each response token, computed where `ranks` have it."""
         head = lm_head_of(model)
-        rows = on_device(token_rows(batch, packed=self.packed, ranks=ranks), head.weight.device)
-        states = select_rows(_states(model, rows), rows.predicts)
+        laid = token_rows(batch, packed=self.packed, ranks=ranks, experts=self.experts)
+        rows = on_device(laid, head.weight.device)
+        choice = None if self.experts == "chosen" else ExpertChoice(rows.experts, records=self.experts == "recorded")
+        states = select_rows(_states(model, rows, choice), rows.predicts)
         outputs = self.outputs(batch, rows, partial(token_log_probs, states, head), len(head.weight))
         if self.with_full_kl:
             outputs.full_kl = rows.scatter(self._full_kl(model, states, rows, reference))
+        if choice is not None and choice.records:
+            outputs.routed_experts = rows.by_row(recorded_choice(model, choice))
         return outputs
 
     def outputs(

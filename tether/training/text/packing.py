@@ -8,7 +8,8 @@ Legend: B rows, T response width, R x S the model's input (1 x N packed), M = va
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from tether.batch import RolloutBatch, TrainBatch
 from tether.kernels import AttentionLayout
 from tether.models.layers import Packed, Padded, SequenceRanks, Shared
 from tether.training.text.micro_batches import RowSize
+
+Experts = Literal["chosen", "recorded", "replayed"]
+"""The experts of a mixture that tokens go to: those that the routers choose; these, and they are told; those of
+`RolloutBatch.routed_experts`, where it has any."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,22 @@ class TokenRows:
     ranks: SequenceRanks | None = None
     """Which share the tokens, if any; `predicts`, `targets` and `slots` then are those of the tokens on this rank, and
     an end that is elsewhere is -1."""
+    tokens: Tensor | None = (
+        None  # [B, W] flat position in R*S of each token of a row, prompt and response; -1: not here
+    )
+    experts: Tensor | None = None  # [R*S, L, k] that the tokens are sent to, see `RolloutBatch.routed_experts`
 
     def scatter(self, per_token: Tensor) -> Tensor:
         """[M] -> [B, T], of all ranks, zero where the mask is not set; differentiable."""
         rows, width = self.shape
         here = per_token.new_zeros(rows * width).scatter(0, self.slots, per_token).view(rows, width)
         return here if self.ranks is None else self.ranks.sum(here)
+
+    def by_row(self, experts: Tensor) -> Tensor:
+        """[R*S, L, k] -> [B, W, L, k], of all ranks, -1 beyond the end of a row."""
+        assert self.tokens is not None
+        here = torch.where((self.tokens >= 0)[..., None, None], experts[self.tokens.clamp(min=0)], -1)
+        return here if self.ranks is None else self.ranks.max(here)
 
     def shared(self, ranks: SequenceRanks) -> TokenRows:
         """This rank's slice of packed rows."""
@@ -71,6 +86,8 @@ class TokenRows:
             ends=place_here[self.ends],
             shape=self.shape,
             ranks=ranks,
+            tokens=None if self.tokens is None else torch.where(self.tokens >= 0, place_here[self.tokens], -1),
+            experts=None if self.experts is None else self.experts[places].where(inside[:, None, None], -1),
         )
 
 
@@ -102,7 +119,9 @@ def padding_row() -> TrainBatch:
     return TrainBatch.assemble(row, torch.zeros(1))
 
 
-def token_rows(batch: TrainBatch, *, packed: bool, ranks: SequenceRanks | None = None) -> TokenRows:
+def token_rows(
+    batch: TrainBatch, *, packed: bool, ranks: SequenceRanks | None = None, experts: Experts = "chosen"
+) -> TokenRows:
     """Lay the rows out for the model, where the batch lies: in the memory of the host; a slice of them for a rank.
 
     With `packed` (``use_remove_padding``) no position goes into padding, and a prompt that several rows begin with
@@ -123,8 +142,34 @@ def token_rows(batch: TrainBatch, *, packed: bool, ranks: SequenceRanks | None =
         ends=torch.where(batch.response_length == 0, after_prompt, after_last),
         shape=(rows, width),
     )
+    if experts != "chosen":
+        tokens = _tokens(batch, prompt_start, response_start)
+        replayed = None
+        if experts == "replayed" and batch.routed_experts is not None:
+            replayed = _by_token(batch.routed_experts, tokens, input_ids.numel())
+        rows_here = replace(rows_here, tokens=tokens, experts=replayed)
     assert packed or ranks is None, "ranks share packed rows only"
     return rows_here if ranks is None else rows_here.shared(ranks)
+
+
+def _tokens(batch: TrainBatch, prompt_start: Tensor, response_start: Tensor) -> Tensor:
+    """[B, W], see `TokenRows.tokens`."""
+    position = torch.arange(batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
+    prompt, length = batch.prompt_length[:, None], sequence_lengths(batch)[:, None]
+    tokens = torch.where(
+        position < prompt, prompt_start[:, None] + position, response_start[:, None] + position - prompt
+    )
+    return tokens.where(position < length, -1)
+
+
+def _by_token(routed: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """[B, W, L, k] -> [count, L, k]; a token that several rows share goes where it went in the first of them."""
+    at = tokens.flatten()
+    here = (at >= 0).nonzero().flatten()
+    owner = torch.full((count,), len(at)).scatter_reduce(0, at[here], here, "amin")
+    known = owner < len(at)
+    by_token = routed.flatten(0, 1)[owner.where(known, 0)]
+    return by_token.where(known[:, None, None], -1)
 
 
 def _packed(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
