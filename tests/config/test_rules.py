@@ -17,8 +17,54 @@ EXPLAINED = "trainer.critic_warmup_until_explained_variance"
 LEARNED = ["reward_model.enable=True", "reward_model.model.path=rm"]
 GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,format]", f"{ROLLOUT}.n=2"]
 
+REPLAY, MEGATRONS_REPLAY = f"{ACTOR}.router_replay.mode", f"{ACTOR}.megatron.router_replay.mode"
+RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
+BY_MEGATRON = f"{ACTOR}.strategy=megatron"
+
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
 CASES = {
+    "rollouts_record_what_is_replayed": (
+        [f"{REPLAY}=R3"],
+        RECORDS,
+        f"False records no experts, which {REPLAY}=R3 replays",
+        [f"{RECORDS}=True"],
+    ),
+    "what_rollouts_record_is_replayed": (
+        [f"{RECORDS}=True"],
+        RECORDS,
+        f"records experts that {REPLAY}=disabled does not replay",
+        [f"{REPLAY}=R3"],
+    ),
+    "megatron_records_what_it_replays": (
+        [BY_MEGATRON, f"{MEGATRONS_REPLAY}=R3"],
+        RECORDS,
+        f"which {MEGATRONS_REPLAY}=R3 replays",
+        [f"{RECORDS}=True"],
+    ),
+    "megatron_follows_the_older_key": (
+        [BY_MEGATRON, f"{REPLAY}=R3"],
+        RECORDS,
+        f"which {MEGATRONS_REPLAY}=R3 replays",
+        [f"{RECORDS}=True"],
+    ),
+    "one_mode_of_replay": (
+        [BY_MEGATRON, f"{REPLAY}=R2", f"{MEGATRONS_REPLAY}=disabled"],
+        MEGATRONS_REPLAY,
+        f"disabled contradicts {REPLAY}=R2. leave {MEGATRONS_REPLAY} out",
+        [f"{MEGATRONS_REPLAY}=null"],
+    ),
+    "r2_replays_a_pass": (
+        [f"{REPLAY}=R2", "algorithm.rollout_correction.bypass_mode=True"],
+        REPLAY,
+        "R2 replays the pass over the old policy that algorithm.rollout_correction.bypass_mode=True leaves out",
+        ["algorithm.rollout_correction.bypass_mode=False"],
+    ),
+    "routers_can_be_told": (
+        [BY_MEGATRON, f"{REPLAY}=R2", f"{ACTOR}.megatron.override_transformer_config={{moe_router_fusion: true}}"],
+        MEGATRONS_REPLAY,
+        "override_transformer_config.moe_router_fusion=True has one that cannot be told. leave moe_router_fusion out",
+        [f"{ACTOR}.megatron.override_transformer_config={{}}"],
+    ),
     "training_data_is_named": (["data.train_files=[]"], "data.train_files", "names no file", ["data.train_files=a"]),
     "actor_mini_batch_fits": (
         ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=65"],
@@ -519,6 +565,7 @@ NOT_VERLS = {
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     "models_are_placed",
+    "routers_can_be_told",
 }
 """About keys, names or options that verl does not have or does not read."""
 

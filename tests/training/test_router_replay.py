@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from tests.ranks import on_ranks
 from tests.tiny import MOE, tiny_model
@@ -14,7 +14,7 @@ from tests.training.batches import gradients, make_batch, make_critic, make_engi
 from tests.training.replayed import REPLAYING, any_experts, in_shards, make_mixture
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, ONE_ROW, TOKENS, distance
 from tether.batch import TrainBatch
-from tether.models.language.expert_choice import ExpertChoice, follow_choice, recorded_choice
+from tether.models.language.expert_choice import ExpertChoice, experts_per_token, follow_choice, recorded_choice
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.lora import LoraOptions, adapter_off, add_lora
 from tether.models.language.packing_check import hidden_states
@@ -209,3 +209,41 @@ def test_a_router_that_chooses_by_other_means_is_refused() -> None:
     model.model.layers[1].mlp.gate = SortingRouter(model.model.layers[1].mlp.gate)
     with pytest.raises(ValueError, match=r"SortingRouter: chooses its experts by other means than one torch\.topk"):
         outputs(model, batch, "replayed")
+
+
+DEEPSEEK_V2 = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+OTHERS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "eos_token_id": 3},
+    "granitemoe": {"num_local_experts": 4},
+    "glm4_moe": {**GROUPS, "head_dim": 8},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "deepseek_v2": {**GROUPS, **DEEPSEEK_V2, "num_key_value_heads": 4, "topk_method": "greedy"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_classes_of_transformers_replay(name: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2}
+    config = CONFIG_MAPPING[name](**{**sizes, **heads, "pad_token_id": 0, **OTHERS[name]})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    use_tether_attention(model)
+    assert experts_per_token(config) == 2
+    layout = Packed((5, 7))
+    states, choices = [], [ExpertChoice(), ExpertChoice(records=True)]
+    for number in range(4):
+        with torch.no_grad():
+            ids = torch.arange(12)[None] + 4
+            states.append(hidden_states(model, ids, layout.position_ids(), layout, choices[number]))
+        if number == 1:
+            own = recorded_choice(model, choices[1])
+            other = torch.where(own >= 0, (own + 1) % 4, own)
+            choices += [ExpertChoice(own), ExpertChoice(other, records=True)]
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+    assert (states[0] - states[3]).abs().max() > 0.1
+    assert torch.equal(recorded_choice(model, choices[3]), other)

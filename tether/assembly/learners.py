@@ -18,8 +18,9 @@ from tether.assembly.common import build_optimizer, loss_by_step, policy_loss_op
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
+from tether.assembly.router_replay import RECOMPUTED, UPDATED
 from tether.batch import TrainBatch
-from tether.config import RunConfig, device_count
+from tether.config import RunConfig, device_count, replay_of
 from tether.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -191,7 +192,11 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
     return Learner(
         engine,
         PolicyForward(
-            rollout.temperature, packed, with_entropy=True, with_sum_pi_squared=asks_for(config, "sum_pi_squared")
+            rollout.temperature,
+            packed,
+            with_entropy=True,
+            with_sum_pi_squared=asks_for(config, "sum_pi_squared"),
+            experts=RECOMPUTED[replay_of(config)[1]],
         ),
         _actor_loss(config, actor),
         replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
@@ -208,6 +213,7 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
             config.actor_rollout_ref.model.use_remove_padding,
             with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
             with_full_kl=needs_full_kl(config),
+            experts=UPDATED[replay_of(config)[1]],
         ),
         _policy_loss(actor, config.algorithm.rollout_correction, config.data.max_response_length),
         TokenSelection(actor.policy_loss.loss_mode, selection) if selection else None,

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
 from tether.assembly.advantages import asks_for
-from tether.config import RunConfig
+from tether.config import RunConfig, replay_of
 from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -58,7 +58,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
     """Where the log-probs under the old policy come from.
 
     The update gives them where it makes one optimizer step a rollout, so that its own are the old ones, and where
-    nothing before it reads them.
+    nothing before it reads them or the experts that they are of.
     """
     algorithm, trainer, actor = config.algorithm, config.trainer, config.actor_rollout_ref.actor
     if algorithm.rollout_correction.bypass_mode:
@@ -71,6 +71,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
         or asks_for(config, "sum_pi_squared")
         or build_rollout_correction(algorithm.rollout_correction) is not None
         or actor.policy_loss.loss_mode in TOKEN_SELECTIONS
+        or replay_of(config)[1] == "R2"
     )
     may_not_update = trainer.critic_warmup > 1 or trainer.critic_warmup_until_explained_variance is not None
     return "update" if steps_once and not are_read_before and not may_not_update else "recomputed"

@@ -36,11 +36,13 @@ from tether.assembly.megatron import megatron_parts, uses_megatron
 from tether.assembly.number_formats import DTYPES
 from tether.assembly.parts import RankSampler, Sources
 from tether.assembly.reward_model import SCORER, reward_engine
+from tether.assembly.router_replay import replays
 from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import TrainBatch
 from tether.config import RunConfig, models_of
 from tether.config.schema import SERVERS, CriticConfig, TrainedFsdpConfig
 from tether.execution import Group, Replicas, ShardedEngine, ShardedSampler
+from tether.models.language.expert_choice import follow_choice
 from tether.models.language.unread import is_unread
 from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
@@ -182,6 +184,8 @@ def _engines(
     policy, reference = None, None
     if names & {"actor", "sampler"}:
         policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=sharded)
+        if replays(config):
+            follow_choice(policy)
     if "reference" in names or ("actor" in names and needs_full_kl(config)):
         reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
     if "actor" in names:

@@ -46,6 +46,7 @@ from tether.assembly.parts import sources_of
 from tether.assembly.reward_model import reward_model_path
 from tether.assembly.rewards import build_rewards
 from tether.assembly.roles import build_roles
+from tether.assembly.router_replay import check_router_replay
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.config import LoadedConfig, RunConfig
@@ -217,6 +218,7 @@ def _inputs(config: RunConfig, tools: ToolPool | None) -> Inputs:
     """Inputs of a run, checked for the engine that trains on them."""
     inputs = build_inputs(config, tools)
     check_megatron(config, inputs.model_path, inputs.critic_path)
+    check_router_replay(config, inputs.model_path)
     return inputs
 
 
@@ -261,6 +263,7 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         ignore_eos=rollout.ignore_eos,
+        record_experts=rollout.enable_rollout_routing_replay,
     )
 
 

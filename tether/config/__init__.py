@@ -15,6 +15,7 @@ from tether.config.loading.load import LoadedConfig, for_continuous_actions, loa
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
 from tether.config.reward_parts import FunctionPart, JudgePart, RewardPart, RulesPart, part_problems, read_parts
+from tether.config.router_replay import replay_of
 from tether.config.schema.root import RunConfig
 from tether.config.secrets import masked_command
 from tether.config.support.live_keys import live_keys
@@ -44,6 +45,7 @@ __all__ = [
     "placed",
     "pools",
     "read_parts",
+    "replay_of",
     "saved_values",
     "schema",
     "support",

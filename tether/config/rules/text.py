@@ -18,6 +18,7 @@ from tether.config.rules.megatron import MEGATRON_RULES
 from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
 from tether.config.rules.rewards import REWARD_RULES
+from tether.config.rules.router_replay import ROUTER_REPLAY_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
 from tether.config.schema.rollout import SERVERS
 from tether.config.schema.root import RunConfig
@@ -339,6 +340,7 @@ RULES: tuple[Rule, ...] = (
     *ADVANTAGE_RULES,
     *OFF_POLICY_RULES,
     *MEGATRON_RULES,
+    *ROUTER_REPLAY_RULES,
 )
 EMBODIED_RULES: tuple[Rule, ...] = (
     ACTOR_WARMUP,

@@ -12,6 +12,7 @@ from tether.config.schema.engine import (
     MegatronConfig,
     RefFsdpConfig,
     RefMegatronConfig,
+    RouterReplayConfig,
     Strategy,
     TrainedFsdpConfig,
 )
@@ -130,6 +131,7 @@ class ActorConfig(Section):
     """Devices that share each packed row of tokens (Ulysses): for rows that are too long for one."""
     fsdp_config: TrainedFsdpConfig
     megatron: Annotated[MegatronConfig, MEGATRON]
+    router_replay: RouterReplayConfig
     use_remove_padding: Annotated[bool | None, AliasOf("actor_rollout_ref.model.use_remove_padding")] = None
     """Another name of model.use_remove_padding."""
     tau_pos: Annotated[PositiveFloat, SAPO, EMBODIED_TOO] = 1.0

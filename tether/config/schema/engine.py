@@ -79,6 +79,23 @@ class TrainedFsdpConfig(ShardConfig):
     mixed_precision: MixedPrecisionConfig
 
 
+Replay = Literal["disabled", "R2", "R3"]
+
+
+class RouterReplayConfig(Section):
+    """`actor.router_replay`: experts of a mixture that the update is to choose as an earlier pass did."""
+
+    mode: Replay = "disabled"
+    """R2: the update sends tokens to the experts that the old log-probs were computed with; R3: to the sampler's."""
+
+
+class MegatronReplayConfig(Section):
+    """`actor.megatron.router_replay`: the same for Megatron."""
+
+    mode: Annotated[Replay, Inherits("actor_rollout_ref.actor.router_replay.mode")]
+    """R2: the update sends tokens to the experts that the old log-probs were computed with; R3: to the sampler's."""
+
+
 class MegatronConfig(Section):
     """`actor.megatron`: how several devices share the model, and what of Megatron's own config is changed."""
 
@@ -106,6 +123,7 @@ class MegatronConfig(Section):
     """Keep the optimizer's state in the host's memory between updates."""
     use_distributed_optimizer: bool = True
     """Data-parallel devices keep a part of the optimizer's state each."""
+    router_replay: MegatronReplayConfig
 
 
 def _actors(name: str) -> Inherits:

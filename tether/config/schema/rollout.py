@@ -158,6 +158,8 @@ class RolloutConfig(Section):
     """Most updates between the policy that samples a response and the one that learns from it. (tether's own key.)"""
     partial_rollout: Annotated[bool, ActsIf("trainer.async_mode", on=("fully_async",))] = False
     """Change weights within responses: when one of a batch ends, the others go on with the newest. (tether's own.)"""
+    enable_rollout_routing_replay: bool = False
+    """Record which experts of a mixture each token goes to, for actor.router_replay.mode=R3."""
     server_urls: Annotated[Strings, SERVED] = ()
     """Addresses of servers that somebody else started; empty: tether starts its own."""
     server_timeout: Annotated[PositiveFloat, SERVED] = 600.0

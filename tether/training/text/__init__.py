@@ -3,7 +3,7 @@
 from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward, ValueOutputs
 from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
-from tether.training.text.packing import sequence_lengths
+from tether.training.text.packing import Experts, sequence_lengths
 from tether.training.text.scoring import (
     ConversationReader,
     PairForward,
@@ -20,6 +20,7 @@ __all__ = [
     "Aggregation",
     "ConversationReader",
     "CriticLoss",
+    "Experts",
     "MicroBatching",
     "PairForward",
     "PairOutputs",
