@@ -1,6 +1,6 @@
 """Does asynchronous training learn as well? The same task at several stalenesses, three seeds each, as a table.
 
-    python -m benchmarks.staleness                         # about four minutes of one core
+    python -m benchmarks.staleness                         # about five minutes of one core
     python -m benchmarks.staleness --write docs/async.md   # fills the page
 
 The task is `spell` of `benchmarks.algorithms`: letters to spell, a random model of two layers, GRPO with four optimizer
@@ -44,6 +44,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "fully asynchronous, 1, corrected": (*_fully(1), *CORRECTED),
     "fully asynchronous, 4": _fully(4),
     "fully asynchronous, 4, corrected": (*_fully(4), *CORRECTED),
+    "fully asynchronous, 16": _fully(16),
+    "fully asynchronous, 16, corrected": (*_fully(16), *CORRECTED),
 }
 
 
