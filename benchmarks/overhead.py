@@ -36,7 +36,7 @@ from tether.trainer.loop import Trainer
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 16
-RUNS = 5
+RUNS = 3
 MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 TENSORS, WIDTH = 32, 1 << 10
 """Of the weights that are moved: 128 MiB in 32 matrices."""
@@ -82,6 +82,7 @@ def started(inputs: Path, ranks: int | None) -> Iterator[tuple[Trainer, float]]:
 def compare_steps(inputs: Path, ranks: int) -> tuple[float, float, float, float]:
     """Median seconds of a step in one process and on ranks, which take turns, and seconds in which each was built."""
     with started(inputs, None) as (one, start_one), started(inputs, ranks) as (other, start_other):
+        torch.set_num_threads(1)  # the second run has set as many as all of its ranks have
         sides = {
             "one": lambda _: seconds(lambda: one_step(one)),
             "ranks": lambda _: seconds(lambda: one_step(other)),
