@@ -28,7 +28,7 @@ FAULTS = (
 )  # fmt: skip
 FIELDS = {
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask",
-    "stream", "rid",
+    "stream", "rid", "return_routed_experts",
 }  # fmt: skip
 PARAMETERS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids", "ignore_eos", "sampling_seed",
@@ -63,7 +63,7 @@ class SGLangModel(Model):
         self.state = threading.Condition()
         self.groups: dict[str, Any] = {}
 
-    def generate(self, ids: list[int], params: dict[str, Any], *, masks: bool) -> dict[str, Any]:
+    def generate(self, ids: list[int], params: dict[str, Any], *, masks: bool, experts: bool = False) -> dict[str, Any]:
         self.check(ids, params, masks=masks)
         greedy = params.get("temperature", 1.0) < 1e-6
         temperature, top_k = (1.0, 1) if greedy else (params["temperature"], params["top_k"])
@@ -107,6 +107,10 @@ class SGLangModel(Model):
                 "input_token_logprobs": []}  # fmt: skip
         if masks:
             meta |= {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": kept_log_probs}
+        if experts and self.tells_experts and tokens:
+            with self.lock:
+                told = self.experts([*ids, *tokens]).astype("<i4").tobytes()
+            meta["routed_experts"] = base64.b64encode(told).decode()
         return {"output_ids": tokens, "meta_info": meta}
 
     def check(self, ids: list[int], params: dict[str, Any], *, masks: bool) -> None:
@@ -234,7 +238,10 @@ class SGLangLanguage:
                 raise Refused(400, f"unknown field {unknown.pop()}")
             prompts = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
             masks = bool(body["return_sampling_mask"])
-            answers = [model.generate(prompt, body["sampling_params"], masks=masks) for prompt in prompts]
+            experts = bool(body.get("return_routed_experts"))
+            answers = [
+                model.generate(prompt, body["sampling_params"], masks=masks, experts=experts) for prompt in prompts
+            ]
             return answers if isinstance(body["input_ids"][0], list) else answers[0]
         if path == "/abort_request":
             return model.abort() or ""
@@ -306,9 +313,17 @@ class SGLangLanguage:
 
 
 def serve(
-    folder: str, port: int, faults: set[str], limit: int | None = None, *, deterministic: bool = True
+    folder: str,
+    port: int,
+    faults: set[str],
+    limit: int | None = None,
+    *,
+    deterministic: bool = True,
+    tells_experts: bool = False,
 ) -> ThreadingHTTPServer:
-    return listening(SGLangLanguage(SGLangModel(folder, faults, limit, deterministic=deterministic)), port)
+    model = SGLangModel(folder, faults, limit, deterministic=deterministic)
+    model.tells_experts = tells_experts
+    return listening(SGLangLanguage(model), port)
 
 
 def main() -> None:
@@ -316,12 +331,20 @@ def main() -> None:
     numbers = ("port", "context-length", "max-running-requests", "max-prefill-tokens", "chunked-prefill-size",
                "tp-size", "mem-fraction-static", "sampling-mask-max-tokens", "random-seed")  # fmt: skip
     flags = ("skip-tokenizer-init", "enable-deterministic-inference", "disable-cuda-graph", "disable-radix-cache",
-             "enable-memory-saver", "enable-weights-cpu-backup")  # fmt: skip
+             "enable-memory-saver", "enable-weights-cpu-backup", "enable-return-routed-experts")  # fmt: skip
     chosen = parser(texts, numbers, flags, says_no=False).parse_args()
     assert chosen.module == "sglang.launch_server"
     assert chosen.skip_tokenizer_init
     faults, deterministic = faults_of_environment(FAULTS), chosen.enable_deterministic_inference
-    serve(chosen.model_path, chosen.port, faults, chosen.context_length, deterministic=deterministic).serve_forever()
+    tells = chosen.enable_return_routed_experts
+    serve(
+        chosen.model_path,
+        chosen.port,
+        faults,
+        chosen.context_length,
+        deterministic=deterministic,
+        tells_experts=tells,
+    ).serve_forever()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tether.models.language.expert_choice import ExpertChoice, follow_choice, recorded_choice
+from tether.models.language.fused_experts import fused
+from tether.models.megatron.layout import experts_of
 
 Draw = Callable[[torch.Tensor, int], int]
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +49,7 @@ class Model:
         self.cache: dict[tuple[int, ...], Any] = {}
         self.lock = threading.Lock()
         self.aborts = 0
+        self.tells_experts = False
         self.head: torch.Tensor | None = None
         if "stale_head" in faults:
             self.head = self.model.lm_head.weight.detach().clone()
@@ -85,6 +91,14 @@ class Model:
                 break
         return tokens
 
+    @torch.no_grad()
+    def experts(self, ids: list[int]) -> np.ndarray:
+        """[tokens, L, k] of all but the last."""
+        follow_choice(self.model)
+        choice = ExpertChoice(records=True)
+        self.model.model(torch.tensor([ids[:-1]]), expert_choice=choice)
+        return recorded_choice(self.model, choice).numpy()
+
     def abort(self) -> None:
         """Break off what is sampled, and what waits for that."""
         self.aborts += 1
@@ -101,6 +115,8 @@ class Model:
         return set(self.model.state_dict()) - tied
 
     def load(self, weights: dict[str, torch.Tensor], version: str) -> None:
+        if experts := experts_of(self.model.config):
+            weights = dict(fused(weights.items(), experts))
         if not ("lost_update" in self.faults and version.endswith("-2")):
             self.model.load_state_dict(weights, strict=False)
 

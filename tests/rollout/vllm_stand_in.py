@@ -1,5 +1,7 @@
 """A server that speaks vLLM's language, as vLLM 0.32 was seen to: routes, payloads, errors, prefix cache and all."""
 
+import base64
+import io
 import json
 import os
 import time
@@ -8,11 +10,14 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
+from tether.models.language.fused_experts import fused
+from tether.models.megatron.layout import experts_of
 
 FAULTS = (
     "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails",
@@ -74,11 +79,20 @@ class VllmModel(Model):
         tokens = self.sample(ids, params["max_tokens"], stops, draw, lambda: self.aborts == aborts)
         reason = "stop" if set(tokens[-1:]) & stops else "length" if len(tokens) == params["max_tokens"] else "abort"
         spans = [{"version": self.version, "start": 0, "end": len(tokens)}] if tokens else None
+        told = self.told([*ids, *tokens]) if self.tells_experts and tokens else None
         return {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content},
-                "weight_versions": spans, "sampling_mask": None}  # fmt: skip
+                "weight_versions": spans, "sampling_mask": None, "routed_experts": told}  # fmt: skip
+
+    def told(self, ids: list[int]) -> str:
+        """The experts of all tokens but the last, as a file of numpy."""
+        with io.BytesIO() as file:
+            np.save(file, self.experts(ids).astype(np.uint8))
+            return base64.b64encode(file.getvalue()).decode()
 
     def finish(self, version: str) -> None:
         assert self.update is not None
+        if experts := experts_of(self.model.config):
+            self.update = dict(fused(self.update.items(), experts))
         if missing := self.names - set(self.update):
             raise Refused(500, f"tether sent no weights for {len(missing)} parameters: {sorted(missing)[:4]}")
         self.forget_adapters()
@@ -90,7 +104,7 @@ class VllmModel(Model):
         assert self.update is not None
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name not in names:
+                if name not in names and ".experts." not in name:
                     raise Refused(500, f"Call to collective_rpc method failed: no module or parameter named '{name}'")
                 self.update[name] = file.get_tensor(name)
 
@@ -189,8 +203,11 @@ class VllmLanguage:
         return {"request_id": "generate-tokens-1", "model": "policy", "choices": [choice]}
 
 
-def serve(folder: str, port: int, faults: set[str], limit: int | None = None, rank: int = 0) -> ThreadingHTTPServer:
+def serve(
+    folder: str, port: int, faults: set[str], limit: int | None = None, rank: int = 0, *, tells_experts: bool = False
+) -> ThreadingHTTPServer:
     model = VllmModel(folder, faults, limit)
+    model.tells_experts = tells_experts
     model.rank = rank
     return listening(VllmLanguage(model), port)
 
@@ -201,7 +218,7 @@ def main() -> None:
     numbers = ("port", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "tensor-parallel-size",
                "max-logprobs", "gpu-memory-utilization", "max-lora-rank", "max-loras")  # fmt: skip
     flags = ("skip-tokenizer-init", "enable-scale-out", "enforce-eager", "enable-chunked-prefill",
-             "enable-prefix-caching", "enable-sleep-mode", "enable-lora")  # fmt: skip
+             "enable-prefix-caching", "enable-sleep-mode", "enable-lora", "enable-return-routed-experts")  # fmt: skip
     chosen = parser(texts, numbers, flags, says_no=True).parse_args()
     assert chosen.module == "vllm.entrypoints.openai.api_server"
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
@@ -210,7 +227,8 @@ def main() -> None:
     faults = faults_of_environment(FAULTS)
     assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     rank = chosen.max_lora_rank if chosen.enable_lora else 0
-    serve(chosen.model, chosen.port, faults, chosen.max_model_len, rank).serve_forever()
+    tells = bool(chosen.enable_return_routed_experts)
+    serve(chosen.model, chosen.port, faults, chosen.max_model_len, rank, tells_experts=tells).serve_forever()
 
 
 if __name__ == "__main__":

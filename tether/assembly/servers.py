@@ -15,6 +15,7 @@ from tether.assembly.number_formats import DTYPES
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import SERVERS, RolloutConfig
+from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
@@ -155,7 +156,8 @@ def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
     if rollout.name == "vllm":
         return Vllm(model.model_type, model.vocab_size, _adapters(config))
-    return SGLang(model.model_type, rollout.weight_transfer)
+    each = experts_per_token(policy)
+    return SGLang(model.model_type, rollout.weight_transfer, (model.num_hidden_layers, each) if each else None)
 
 
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:
@@ -210,6 +212,7 @@ def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: 
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "load_format": rollout.load_format,
+        **_told(rollout),
         **({"enable_sleep_mode": True} if rollout.free_cache_engine and on_gpu else {}),
     }
 
@@ -234,7 +237,13 @@ def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu
         "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # ties at the cut come on top
         "enable_memory_saver": sleeps,
         "enable_weights_cpu_backup": sleeps,
+        **_told(rollout),
     }
+
+
+def _told(rollout: RolloutConfig) -> dict[str, object]:
+    """What both kinds are to tell of the experts of tokens."""
+    return {"enable_return_routed_experts": True} if rollout.enable_rollout_routing_replay else {}
 
 
 def _word(value: object) -> object:

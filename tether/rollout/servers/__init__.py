@@ -4,7 +4,7 @@
 to another: `tether.rollout.vllm` and `tether.rollout.sglang` each have one.
 """
 
-from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled
+from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, experts_missing
 from tether.rollout.servers.engine import ServedEngine, Traffic
 from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
 from tether.rollout.servers.server import Server
@@ -21,5 +21,6 @@ __all__ = [
     "ServerGone",
     "ServerRefuses",
     "Traffic",
+    "experts_missing",
     "shared_file",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tether.rollout.protocol import SamplingParams
@@ -70,6 +72,25 @@ class Sampled:
     """Names of the weights that drew it."""
     whole: bool = True
     """False: it was broken off, and has the tokens until then, if any."""
+    experts: NDArray[np.int16] | None = None
+    """[prompt and tokens but the last, L, k]: where each went, in each decoder layer, where the server tells that."""
+
+    def with_experts(self, draw: Draw, experts: NDArray[np.int16] | None) -> Sampled:
+        """The same with what the server told of the experts of a draw that asks for them.
+
+        Raises:
+            ValueError: they are of other tokens.
+        """
+        tokens = len(draw.prompt) + len(self.token_ids) - 1
+        if experts is not None and len(experts) != tokens:
+            raise ValueError(f"its experts are of {len(experts)} tokens, not of {tokens}")
+        return replace(self, experts=experts)
+
+
+def experts_missing(url: str, how: str) -> ValueError:
+    """The error of a server that does not tell what was asked for."""
+    key = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    return ValueError(f"{url}: does not tell the experts of tokens, which {key} asks for. Start it with {how}")
 
 
 class Dialect(Protocol):

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tether.keyed_random import seed_of
 from tether.rollout.protocol import NoiseKey
 from tether.rollout.servers.dialect import Draw, Sampled
@@ -33,6 +36,8 @@ class Dialogue:
     """Tokens that could have been drawn; none where the partner speaks."""
     told: list[tuple[int, int]] = field(default_factory=list)
     """Where the partner's answers begin and end."""
+    experts: NDArray[np.int16] | None = None
+    """Of the tokens of prompt and row that the last request computed."""
     _asked_with: int = 0
     """Tokens of the row that the prompt of the present request has."""
 
@@ -42,6 +47,7 @@ class Dialogue:
         self.log_probs += turn.log_probs
         self.versions += [version] * len(turn.token_ids)
         self.kept += turn.kept or []
+        self.experts = self.experts if turn.experts is None else turn.experts
 
     def turn(self) -> list[int]:
         """The policy's words since the partner spoke last."""

@@ -406,6 +406,7 @@ class ServedEngine:
             policy_version=versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(dim=-1),
             token_versions=versions if len(versions[sampled].unique()) > 1 else None,
             kept=self._kept(answers, width) if self._records(sampling) else None,
+            routed_experts=_experts(answers, prompt_ids.shape[1] + width) if sampling.record_experts else None,
             batch_size=[count],
         )
 
@@ -419,6 +420,15 @@ class ServedEngine:
                     kept[place, drawable] = True
                 recorder.add(torch.full((len(part),), row), torch.arange(first, first + len(part)), kept)
         return recorder.result(width)
+
+
+def _experts(answers: Sequence[Dialogue], width: int) -> torch.Tensor:
+    """[B, W, L, k], see `RolloutBatch.routed_experts`."""
+    found = [torch.from_numpy(answer.experts) for answer in answers if answer.experts is not None]
+    whole = torch.full((len(answers), width, *found[0].shape[1:]), -1, dtype=torch.int16)
+    for row, experts in enumerate(found):
+        whole[row, : len(experts)] = experts
+    return whole
 
 
 class _Watch:

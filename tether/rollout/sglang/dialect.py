@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import time
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses
+from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses, experts_missing
 from tether.rollout.sglang.weights import WAYS
 from tether.types import JsonObject
 
@@ -40,6 +43,8 @@ class SGLang:
     """Of the policy, as transformers names it: SGLang passes over weights that its own model has not."""
     way: str = "disk"
     """A name in `WAYS`: how weights travel."""
+    experts: tuple[int, int] | None = None
+    """Decoder layers of the policy, and experts of a token, where it has any."""
 
     name = "sglang"
     title = "SGLang"
@@ -85,12 +90,24 @@ class SGLang:
             "top_logprobs_num": 0,
             "return_sampling_mask": draw.records,
             "stream": False,
-        }
+        } | ({"return_routed_experts": True} if sampling.record_experts else {})
         found = http.post("/generate", asked, within)
         try:
-            return _read(found["output_ids"], found["meta_info"], records=draw.records)
+            sampled = _read(found["output_ids"], found["meta_info"], records=draw.records)
+            if sampling.record_experts:
+                sampled = sampled.with_experts(draw, self._experts(found["meta_info"]))
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ServerGone(f"{http.url}: half an answer ({error}): {str(found)[:200]}") from None
+        if sampling.record_experts and sampled.whole and sampled.experts is None:
+            raise experts_missing(http.url, "--enable-return-routed-experts")
+        return sampled
+
+    def _experts(self, meta: JsonObject) -> NDArray[np.int16] | None:
+        """[tokens, layers, experts of a token], of all tokens but the last."""
+        told = meta.get("routed_experts")
+        if told is None or self.experts is None:
+            return None
+        return np.frombuffer(base64.b64decode(told), dtype="<i4").reshape(-1, *self.experts).astype(np.int16)
 
     def interrupt(self, http: Connections, within: float) -> None:
         """See `Dialect.interrupt`."""

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses, shared_file
+from tether.rollout.servers import (
+    Connections,
+    Draw,
+    Launch,
+    Sampled,
+    ServerGone,
+    ServerRefuses,
+    experts_missing,
+    shared_file,
+)
 from tether.types import JsonObject
 
 INSIDE = Path(__file__).parent / "inside"
@@ -125,9 +138,14 @@ class Vllm:
         asked = {"model": ADAPTED if self.adapters else SERVED, "token_ids": draw.prompt, "sampling_params": params}
         found = http.post("/inference/v1/generate", asked, within)
         try:
-            return _read(found["choices"][0], records=draw.records)
+            sampled = _read(found["choices"][0], records=draw.records)
+            if sampling.record_experts:
+                sampled = sampled.with_experts(draw, _experts(found["choices"][0]))
         except (TypeError, KeyError, IndexError, ValueError):
             raise ServerGone(f"{http.url}: half an answer: {str(found)[:200]}") from None
+        if sampling.record_experts and sampled.whole and sampled.experts is None:
+            raise experts_missing(http.url, "--enable-return-routed-experts")
+        return sampled
 
     def interrupt(self, http: Connections, within: float) -> None:
         """See `Dialect.interrupt`."""
@@ -191,6 +209,15 @@ class Vllm:
         with contextlib.suppress(ServerGone, ServerRefuses):  # a server of somebody else may not know how
             http.post("/collective_rpc", {"method": "pack_head"}, within)
         self.forget(http, within)
+
+
+def _experts(choice: JsonObject) -> NDArray[np.int16] | None:
+    """[tokens, layers, experts of a token], of all tokens but the last."""
+    told = choice.get("routed_experts")
+    if told is None:
+        return None
+    found: NDArray[np.int16] = np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False).astype(np.int16)
+    return found
 
 
 def _read(choice: JsonObject, *, records: bool) -> Sampled:

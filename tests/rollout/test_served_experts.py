@@ -1,0 +1,52 @@
+"""Servers tell which experts each token went to; against stand-ins that speak their languages."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rollout.bench import STAND_INS
+from tests.rollout.test_experts import EOS, KEY, PROMPTS, SAMPLING, Echo, agrees
+from tests.tiny import tiny_model
+from tether.batch import WeightUpdate
+from tether.rollout import SamplingParams
+from tether.rollout.servers import Dialect, ServedEngine, Server, Traffic
+from tether.rollout.sglang import SGLang
+from tether.rollout.vllm import Vllm
+
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm("qwen3_moe", 260), "sglang": SGLang("qwen3_moe", experts=(2, 2))}
+MODEL = tiny_model("qwen3_moe")
+
+
+@contextmanager
+def engine_of(kind: str, folder: Path, *, tells_experts: bool = True) -> Iterator[ServedEngine]:
+    MODEL.config.save_pretrained(folder)
+    there = STAND_INS[kind].serve(str(folder), 0, set(), tells_experts=tells_experts)
+    threading.Thread(target=there.serve_forever, daemon=True).start()
+    server = Server(DIALECTS[kind], f"http://127.0.0.1:{there.server_port}", 120)
+    traffic = Traffic(torch.float32, 1 << 26, frozenset(), 8, sleeps=False)
+    export = lambda: WeightUpdate(0, tiny_model("qwen3_moe").state_dict(keep_vars=True).items())  # noqa: E731
+    yield ServedEngine([server], export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
+    there.shutdown()
+    there.server_close()
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_the_trainer_finds_the_same_experts(kind: str, tmp_path: Path) -> None:
+    with engine_of(kind, tmp_path) as engine:
+        batch = engine.generate(PROMPTS, SAMPLING, KEY)
+        assert agrees(tiny_model("qwen3_moe"), batch)
+        assert not agrees(tiny_model("qwen3_moe", seed=1), batch)
+        turns = engine.generate(PROMPTS, SamplingParams(40, n=2, record_experts=True), KEY, partner=Echo())
+        assert agrees(tiny_model("qwen3_moe"), turns)
+        assert engine.generate(PROMPTS, SamplingParams(4), KEY).routed_experts is None
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_a_server_that_does_not_tell_is_refused(kind: str, tmp_path: Path) -> None:
+    said = r"does not tell the experts .* with --enable-return-routed-experts"
+    with engine_of(kind, tmp_path, tells_experts=False) as engine, pytest.raises(ValueError, match=said):
+        engine.generate(PROMPTS, SAMPLING, KEY)
