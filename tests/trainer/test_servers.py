@@ -153,6 +153,7 @@ def test_adapters_reach_a_server_that_tether_starts(inputs: Path) -> None:
     metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, ADAPTERS, *partial]))
     assert metrics[1]["rollout_corr/k3_kl"] < 1e-7
     assert metrics[3]["actor/grad_norm"] > 0
+    assert metrics[1]["transfer/weights_bytes"] > 5 * metrics[3]["transfer/weights_bytes"]
 
 
 @pytest.mark.slow

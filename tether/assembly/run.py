@@ -31,7 +31,7 @@ from tether.assembly.common import (
     find_start,
     ranks_line,
 )
-from tether.assembly.groups import Groups, build_groups
+from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron
 from tether.assembly.number_formats import DTYPES, decided_formats
@@ -128,8 +128,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         collector = Collector(roles.sampler, rewards, inputs.tokenizer, rate, conversations)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
         resources.callback(loggers.close)
-        filtration = build_policy_filtration(config)
-        source = PromptSource(inputs.train, sampler)
+        filtration, source = build_policy_filtration(config), PromptSource(inputs.train, sampler)
         rollouts = TextRollouts(
             collector=collector,
             sampling=sampling,
@@ -140,7 +139,8 @@ def build_run(loaded: LoadedConfig) -> Run:
             evaluation=_evaluation(config, inputs),
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
-            transfers=_transfers(groups, roles.sampler),
+            transfers=groups.whole.transfers.take if groups else dict,
+            moved=roles.sampler.moved if isinstance(roles.sampler, ParityProbe) else dict,
             prove=_proof(config, roles.sampler, inputs.train),
         )
         ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule)
@@ -204,14 +204,6 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
         return None
     few = [prompts[row].token_ids for row in range(min(ROWS, len(prompts)))]
     return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
-
-
-def _transfers(groups: Groups | None, sampler: RolloutEngine) -> Callable[[], dict[str, float]]:
-    """What goes to other processes; weights go to servers, or to the ranks that sample."""
-    asked = [groups.whole.transfers.take] if groups else []
-    if isinstance(sampler, ParityProbe):
-        asked.append(sampler.moved)
-    return lambda: {key: value for ask in asked for key, value in ask().items()}
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None) -> Inputs:

@@ -116,6 +116,8 @@ class TextRollouts:
     seed: int
     transfers: Callable[[], dict[str, float]] = dict
     """Bytes and seconds of transfers to other processes since the last call."""
+    moved: Callable[[], dict[str, float]] = dict
+    """Bytes of weights that went to servers since the last call, also between steps and while a batch is drawn."""
     prove: Callable[[], None] | None = None
     """Compares sampler and trainer before the first step, where it cannot be done while a step samples."""
 
@@ -172,7 +174,7 @@ class TextRollouts:
     def metrics(self, experience: TextExperience, outputs: PolicyOutputs | None, time: Timer) -> dict[str, float]:
         """See `Rollouts`."""
         measured = step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
-        return measured | self.transfers()
+        return measured | self.transfers() | self.moved()
 
     def metrics_to_log(self) -> dict[str, float]:
         """See `Rollouts`: a step's metrics are all there is."""
