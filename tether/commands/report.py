@@ -72,7 +72,7 @@ def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps
 def next_commands(checkpoint: Path | None, command: str) -> list[str]:
     """Lines that name the last checkpoint, and the commands that take it."""
     if checkpoint is None:
-        return ["checkpoint  none: this run is lost but for its logs. Set trainer.save_freq to keep the policy."]
+        return ["checkpoint  none: of this run there are only logs. One is saved every trainer.save_freq steps."]
     resume, actor = f"resume      {command}", checkpoint / "actor"
     if (actor / "config.json").is_file():
         return [
