@@ -39,9 +39,7 @@ class TokenRows:
     ranks: SequenceRanks | None = None
     """Which share the tokens, if any; `predicts`, `targets` and `slots` then are those of the tokens on this rank, and
     an end that is elsewhere is -1."""
-    tokens: Tensor | None = (
-        None  # [B, W] flat position in R*S of each token of a row, prompt and response; -1: not here
-    )
+    tokens: Tensor | None = None  # [B, W] flat position in R*S of a row's tokens, prompt and response; -1: not here
     experts: Tensor | None = None  # [R*S, L, k] that the tokens are sent to, see `RolloutBatch.routed_experts`
 
     def scatter(self, per_token: Tensor) -> Tensor:
