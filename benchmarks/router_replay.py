@@ -34,7 +34,7 @@ CHANGE = 1e-3
 def table(rows: int, new_tokens: int) -> str:
     """A line for each model and kind of replay."""
     lines = [
-        "| model | from, to | tokens that go elsewhere | KL, nats a token | KL with the experts replayed |",
+        "| model | from, to | tokens that go elsewhere | KL, nats per token | KL with the experts replayed |",
         "|---|---|---|---|---|",
     ]
     for name in MOE:
