@@ -44,6 +44,9 @@ with graceful_interrupt() as interrupted:
     print(interrupted.signal and interrupted.signal.name)
 """
 
+AS_IN_A_TERMINAL = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+"""Also where the tests themselves run under nohup."""
+
 
 @pytest.mark.parametrize(
     ("names", "remembered"),
@@ -55,13 +58,13 @@ with graceful_interrupt() as interrupted:
     ],
 )
 def test_a_closed_terminal_asks_and_never_insists(names: list[str], remembered: str) -> None:
-    code = HANGUPS.format(before="", names=names)
+    code = HANGUPS.format(before=AS_IN_A_TERMINAL, names=names)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == f"{remembered}\n"
 
 
 def test_after_a_closed_terminal_two_more_signals_stop_at_once() -> None:
-    code = HANGUPS.format(before="", names=["SIGHUP", "SIGTERM", "SIGTERM"])
+    code = HANGUPS.format(before=AS_IN_A_TERMINAL, names=["SIGHUP", "SIGTERM", "SIGTERM"])
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == -signal.SIGTERM
 
