@@ -1,4 +1,4 @@
-"""What does asynchronous training win? Measured steps beside a discrete-event model of the same times, as a table.
+"""Time saved by asynchronous training: measured steps beside a discrete-event model of the same times, as a table.
 
     python -m benchmarks.overlap                         # three minutes of two cores
     python -m benchmarks.overlap --write docs/async.md   # fills the page

@@ -35,7 +35,7 @@ class File:
     estimator: str
     """`algorithm.adv_type`, or empty."""
     blamed: tuple[Problem, ...]
-    """What stands in the way of the run."""
+    """Keys that are refused, unknown or wrong."""
 
 
 def import_one(path: Path) -> File | None:

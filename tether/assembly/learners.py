@@ -296,7 +296,7 @@ def critic_engine(
     incidents: Path | None,
     make: MakeEngine = LocalEngine,
 ) -> Any:
-    """The learner that runs and updates the critic."""
+    """The engine that runs and updates the critic."""
     critic = config.critic
     packed = critic.model.use_remove_padding
     return make(

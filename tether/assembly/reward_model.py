@@ -96,7 +96,7 @@ def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewar
 
 
 def reward_engine(config: RunConfig, device: torch.device, make: Callable[..., Any] = LocalEngine) -> Any:
-    """The learner that runs the reward model.
+    """The engine that runs the reward model.
 
     Raises:
         ValueError: it cannot be loaded.

@@ -242,7 +242,7 @@ def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu
 
 
 def _told(rollout: RolloutConfig) -> dict[str, object]:
-    """What both kinds are to tell of the experts of tokens."""
+    """Options by which servers of both kinds return the experts of each token."""
     return {"enable_return_routed_experts": True} if rollout.enable_rollout_routing_replay else {}
 
 

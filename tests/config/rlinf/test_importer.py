@@ -1,13 +1,10 @@
 """The import of a file: which kind of run it is, what its keys become, and what is said of the others."""
 
-import textwrap
-
 import pytest
 from omegaconf import OmegaConf
 
 from tether.config import ConfigError, load_config
-from tether.config.importers.rlinf.importer import import_file, is_rlinf
-from tether.config.loading.overrides import parse_overrides
+from tether.config.importers.rlinf.importer import is_rlinf
 
 TEXT = """
 runner: {task_type: reasoning}
@@ -19,18 +16,6 @@ runner: {task_type: embodied}
 env: {train: {env_type: gymnasium, id: CartPole-v1}}
 """
 ACTOR = "actor_rollout_ref.actor"
-
-
-@pytest.fixture
-def imported(tmp_path):
-    """Import a text, with overrides."""
-
-    def run(text, *overrides):
-        file = tmp_path / "run.yaml"
-        file.write_text(textwrap.dedent(text))
-        return import_file(file, parse_overrides(overrides)[0])
-
-    return run
 
 
 def refusals(imported):

@@ -1,11 +1,6 @@
 """Keys of RLinf's older files, and of runs that tether does not have: each has its fate, none is unknown."""
 
-import textwrap
-
 import pytest
-
-from tether.config.importers.rlinf.importer import import_file
-from tether.config.loading.overrides import parse_overrides
 
 OLDER = """
 runner: {task_type: embodied}
@@ -27,18 +22,6 @@ inference: {model_arch: "${rollout.model_arch}", load_from_actor: true}
 actor: {checkpoint_load_path: null, model: {attention_softmax_in_fp32: true, num_layers: 4}, optim: {loss_scale: 65536}}
 critic: {use_critic_model: false}
 """
-
-
-@pytest.fixture
-def imported(tmp_path):
-    """Import a text, with overrides."""
-
-    def run(text, *overrides):
-        file = tmp_path / "run.yaml"
-        file.write_text(textwrap.dedent(text))
-        return import_file(file, parse_overrides(overrides)[0])
-
-    return run
 
 
 def refused(result):

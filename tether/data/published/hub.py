@@ -1,4 +1,4 @@
-"""What a hub of datasets has to answer, and whether a download is what it named."""
+"""The protocol of a hub of datasets, and the check of a download against its listing."""
 
 from __future__ import annotations
 
