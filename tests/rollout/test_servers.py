@@ -34,7 +34,7 @@ from tests.rollout.stand_in import environment
 from tether.batch import RolloutBatch
 from tether.rollout import NoiseKey
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Server
+from tether.rollout.servers import Server, server
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -258,13 +258,20 @@ def test_failures_of_its_own_end_the_run(made: Callable[..., Bench]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sglang"])
-def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
+    """Another one is tried, a few times."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr("tether.rollout.servers.server._free_port", lambda: taken.getsockname()[1])
+        ports = [taken.getsockname()[1]] * (4 if always else 1)
+        free = server._free_port
+        monkeypatch.setattr(server, "_free_port", lambda: ports.pop() if ports else free())
         bench = started()
         bench.server.timeout, bench.server.patience = 60, 2
+        if not always:
+            assert len(rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))) == len(PROMPTS) * SAMPLING.n
+            return
         with pytest.raises(ValueError, match=r"(?s)exit code 1 while it started.*server.log ends with:.*in use"):
             bench.engine.generate(PROMPTS, SAMPLING, KEY)
 

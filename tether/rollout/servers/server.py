@@ -21,6 +21,7 @@ from tether.runtime.program import start_program
 from tether.runtime.supervised import SupervisedProcess
 
 _log = logging.getLogger(__name__)
+_PORTS = 4  # to try: between its choice and the server's start another program may take one
 _A_WHILE = 86400.0  # seconds: a whole row may take long, and what hangs is noticed by its signs of life
 
 
@@ -73,12 +74,18 @@ class Server:
         """
         self.begin()
         begun, title, said = time.monotonic(), self.speaks.title, isinstance(self.where, Launch)
+        ports = 1
         while not self.answers():
             if self._was_up:
                 raise ServerGone(f"{self.url}: the server does not answer any more")
             if self._process is not None and self._process.has_ended():
                 how = self._process.close()
                 self._process = None
+                if "already in use" in self._last_words() and ports < _PORTS:
+                    _log.warning("%s: another program took the port; the server is started with another", self.url)
+                    ports += 1
+                    self.begin()
+                    continue
                 kind = ServerGone if how.startswith("was killed") else ValueError  # what kills may leave the next alone
                 raise kind(f"the {title} server {how} while it started. {self._last_words()}")
             if time.monotonic() - begun > self.timeout:
