@@ -35,8 +35,10 @@ from tether.runtime.ranks import Pool
 from tether.trainer.loop import Trainer
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
-PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 16
-RUNS = 3
+PROMPTS = 4
+SIZES = {"few": (4, 16, 4), "many": (8, 64, 32)}
+"""Tokens in a pass: responses per prompt, their tokens, and rows of a micro-batch."""
+RUNS = 5
 MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 TENSORS, WIDTH = 32, 1 << 10
 """Of the weights that are moved: 128 MiB in 32 matrices."""
@@ -52,18 +54,19 @@ def write_run(folder: Path) -> Path:
 
 
 @contextmanager
-def started(inputs: Path, ranks: int | None) -> Iterator[tuple[Trainer, float]]:
-    """A run and the seconds in which it was built; None ranks: in this process."""
-    folder = inputs / f"run_{ranks}"
+def started(inputs: Path, ranks: int | None, size: tuple[int, int, int]) -> Iterator[tuple[Trainer, float]]:
+    """A run and the seconds in which it was built; None ranks: in this process. `size` is one of `SIZES`."""
+    samples, new_tokens, micro_rows = size
+    folder = inputs / f"run_{ranks}_{new_tokens}"
     given = [
         *base_overrides(inputs, folder),
         "algorithm.adv_estimator=gae",
         f"data.train_batch_size={PROMPTS}",
-        f"data.max_response_length={NEW_TOKENS}",
-        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"data.max_response_length={new_tokens}",
+        f"actor_rollout_ref.rollout.n={samples}",
         "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro_rows // (ranks or 1)}",
         f"trainer.num_threads={ranks or 1}",
         f"trainer.n_gpus_per_node={ranks or 1}",
         "trainer.total_training_steps=1000",
@@ -79,9 +82,9 @@ def started(inputs: Path, ranks: int | None) -> Iterator[tuple[Trainer, float]]:
         run.close()
 
 
-def compare_steps(inputs: Path, ranks: int) -> tuple[float, float, float, float]:
+def compare_steps(inputs: Path, ranks: int, size: tuple[int, int, int]) -> tuple[float, float, float, float]:
     """Median seconds of a step in one process and on ranks, which take turns, and seconds in which each was built."""
-    with started(inputs, None) as (one, start_one), started(inputs, ranks) as (other, start_other):
+    with started(inputs, None, size) as (one, start_one), started(inputs, ranks, size) as (other, start_other):
         torch.set_num_threads(1)  # the second run has set as many as all of its ranks have
         sides = {
             "one": lambda _: seconds(lambda: one_step(one)),
@@ -145,12 +148,14 @@ def measure() -> list[str]:
     with TemporaryDirectory() as scratch:
         inputs = write_run(Path(scratch))
         for ranks in (1, 2):
-            one, other, start_one, start_other = compare_steps(inputs, ranks)
             name = f"{ranks} rank{'s' * (ranks > 1)} under Ray"
             goal = f"at most {GOAL_STEP:.2f}" if ranks == 1 else "-"
-            shown.append((f"a step, {name}", f"{one:.2f} s", f"{other:.2f} s", f"{other / one:.2f}", goal))
+            for passes, size in SIZES.items():
+                one, other, start_one, start_other = compare_steps(inputs, ranks, size)
+                what = f"a step, {name}, {passes} tokens in a pass"
+                shown.append((what, f"{one:.2f} s", f"{other:.2f} s", f"{other / one:.2f}", goal))
+                print(shown[-1], flush=True)
             shown.append((f"until it is built, {name}", f"{start_one:.1f} s", f"{start_other:.1f} s", "-", "-"))
-            print(shown[-2:], flush=True)
         copy, transfer, size = compare_transfers(inputs)
     what = f"{size >> 20} MiB of weights to another rank, beside a copy"
     goal = f"at most {GOAL_TRANSFER:.0f}"

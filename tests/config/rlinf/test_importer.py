@@ -237,7 +237,6 @@ def test_what_changes_no_policy_is_noted_and_stops_no_file(imported, key, why):
     assert why in said
 
 
-
 def test_only_gae_can_do_without_normalised_advantages(imported):
     result = imported(TEXT, "algorithm.adv_type=raw", "algorithm.normalize_advantages=False")
     assert refusals(result) == {}
