@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.envs import toys
 from tether.envs.make import EnvOptions, make_vector_env
-from tether.envs.spaces.action_bins import CENTERS, NUMBERS, ActionBins, BinnedEnv, check_bounds
+from tether.envs.spaces.action_bins import CENTERS, NUMBERS, ActionBins, check_bounds
+from tether.envs.spaces.coded import CodedEnv
 
 BINS = ActionBins((-1.0, 0.0, 5.0), (1.0, 0.5, 5.0))
 
@@ -45,7 +46,7 @@ def test_ranges_of_data():
 
 def test_environments_take_bins():
     toys.register()
-    env = BinnedEnv(make_vector_env(EnvOptions("tether/Identity-box-v0", 3)), ActionBins((-1.0, -1.0), (1.0, 1.0)))
+    env = CodedEnv(make_vector_env(EnvOptions("tether/Identity-box-v0", 3)), ActionBins((-1.0, -1.0), (1.0, 1.0)))
     assert env.actions.choices == (256, 256)
     target = env.reset(0)["state"].copy()
     step = env.step(ActionBins((-1.0, -1.0), (1.0, 1.0)).encode(target))

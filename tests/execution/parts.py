@@ -1,4 +1,4 @@
-"""The parts that test_ray_group.py has built on each rank."""
+"""What test_ray_group.py has built on each rank."""
 
 import os
 import time

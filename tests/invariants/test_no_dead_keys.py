@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tests.invariants import situations
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
+from tests.models.flow.fake import FakeBackbone
 from tests.rollout.stand_in import environment
 from tether.assembly import groups, inputs, learners, reward_model, rewards
 from tether.assembly.build import build
@@ -145,6 +146,7 @@ class Bench:
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         if HAS_MEGATRON:
             patch.setattr(importlib.import_module("tether.training.engines.megatron"), "MegatronEngine", GivenEngine)
+        patch.setattr(importlib.import_module("tether.models.flow.backbone"), "make_backbone", FakeBackbone)
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),
             (learners, "load_critic", deepcopy),

@@ -1,4 +1,4 @@
-"""The part of each rank of a group in test_fsdp.py; started there by ``torch.multiprocessing``."""
+"""What each rank of a group does in test_fsdp.py; started there by ``torch.multiprocessing``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.assembly.control import env_options, view_of
-from tether.assembly.policies import bounds_of
+from tether.assembly.policies import code_of
 from tether.config import RunConfig
 from tether.models.control import load_policy
 from tether.runtime.machine import set_threads
@@ -41,8 +41,8 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Agent, 
         )
     make_env = partial(importlib.import_module("tether.envs.make").make_one, options)
     policy = load_policy(checkpoint / POLICY)
-    bounds = bounds_of(policy)
-    decode = importlib.import_module("tether.envs.spaces.action_bins").ActionBins(*bounds).decode if bounds else None
+    code = code_of(policy)
+    decode = None if code is None else code.decode
     agent_type = importlib.import_module("tether.rollout.env.agent").Agent
     with closing(make_env()) as env:
         return agent_type(policy, env.observation_space, env.action_space, options.id, decode, seed), make_env

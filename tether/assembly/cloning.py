@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from tether.assembly.control import env_options, make_env, view_of
-from tether.assembly.policies import Bounds, bounds_of, new_policy, saved_policy
+from tether.assembly.flow_policies import scales_of_data
+from tether.assembly.policies import Bounds, code_of, new_policy, saved_policy
 from tether.config import LoadedConfig, RunConfig
-from tether.config.schema import VLA_TYPES
+from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.data.demonstrations import Demonstration
 from tether.data.lerobot import read_dataset
 from tether.envs import DiscreteActions, VectorEnv
 from tether.models.control import Policy
+from tether.models.flow import FlowSpec
 from tether.observations import Array, Observation, played
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
@@ -72,8 +74,8 @@ def build_recording(
         decide = record.scripted(act, codec)
     else:
         policy = saved_policy(Path(source), SOURCE)
-        bounds = bounds_of(policy)
-        decode = _bins(bounds).decode if bounds else _unchanged
+        code = code_of(policy)
+        decode = _unchanged if code is None else code.decode
         decide = record.of_policy(policy.acting(), policy.spec.num_action_chunks, policy.state_width, decode)
     first = section.seed if seed is None else seed
     fps = round(env.metadata.get("render_fps") or 30)
@@ -114,19 +116,25 @@ def build_cloning(
         actions = [_actions(episode, env, folder) for episode in episodes]
         for number, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
             _refuse_forbidden(env, seen, chosen, f"{folder}: episode {number}")
-        bounds = _bounds(actions, quantiles) if config.policy.model_type in VLA_TYPES else None
-        policy = new_policy(config, env, bounds)
+        kind = config.policy.model_type
+        bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
+        scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
+        policy = new_policy(config, env, bounds or scales)
     if bounds:
         actions = [_bins(bounds).encode(columns) for columns in actions]
+    spec = policy.spec
+    chunk = spec.horizon if isinstance(spec, FlowSpec) else spec.num_action_chunks
     learned, apart = split_episodes(len(episodes), held_out, config.trainer.seed)
 
     def data(which: list[int]) -> CloningData:
-        return windows([obs[i] for i in which], [actions[i] for i in which], policy.spec.num_action_chunks)
+        return windows([obs[i] for i in which], [actions[i] for i in which], chunk)
 
     learn_from = data(learned)
     policy.update_statistics(learn_from.obs)
     # The noise of a Gaussian stays policy.init_logstd: imitation would shrink it to nothing.
-    trained = [value for name, value in policy.named_parameters() if not name.endswith("logstd")]
+    trained = [
+        value for name, value in policy.named_parameters() if value.requires_grad and not name.endswith("logstd")
+    ]
     return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
 
 

@@ -34,6 +34,7 @@ from tether.config import LoadedConfig, RunConfig, for_continuous_actions
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
 from tether.envs import ContinuousActions, DiscreteActions, VectorEnv
 from tether.models.control import ControlPolicy, Policy, PolicySpec, load_policy
+from tether.models.flow import FlowSpec
 from tether.models.vla import VlaSpec
 from tether.observations import describe
 from tether.rollout.env import EnvCollector
@@ -232,7 +233,7 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
     return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec) -> None:
+def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec | FlowSpec) -> None:
     """Refuse to test a policy where it cannot act."""
     choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
     if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):

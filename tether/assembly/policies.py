@@ -5,25 +5,31 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tether.assembly.flow_policies import SET_BY_RUN, fields_of, new_flow_policy, pretrained_folder
 from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.checkpoints import find_checkpoint
 from tether.config import RunConfig
-from tether.config.schema import VLA_TYPES
+from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.config.support.live_keys import is_own_function
 from tether.envs import ContinuousActions, DiscreteActions, VectorEnv
 from tether.models.control import ControlPolicy, NetworkPolicy, Policy, PolicySpec, load_policy, make_policy
+from tether.models.flow import FlowSpec
 from tether.observations import row_width
 from tether.trainer.control import CRITIC, POLICY
+
+if TYPE_CHECKING:
+    from tether.envs.spaces.coded import ActionCode
 
 START = "actor_rollout_ref.model.path"
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """Lowest and highest of each column of an action."""
-SET_BY_CHECKPOINT = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
+SET_BY_CHECKPOINT = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules", *SET_BY_RUN)
 """Fields of a policy's shape in which the one that a run starts from may be another."""
 
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
-"""Policies that choose no action tokens."""
+"""Policies that give actions as the environment takes them."""
 
 
 def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
@@ -36,29 +42,33 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
         ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
     """
     path = config.actor_rollout_ref.model.path
-    if not path:
+    if not path or (config.policy.model_type in FLOW_TYPES and pretrained_folder(config)):
         return new_policy(config, env)
     start = saved_policy(Path(path), START)
-    policy = new_policy(config, env, bounds_of(start))
+    policy = new_policy(config, env, _known_of(start))
     _take_over(policy, start, path)
     if policy.normalizer:
         policy.normalizer.fixed = True
     return policy
 
 
-def new_policy(config: RunConfig, env: VectorEnv, bounds: Bounds | None = None) -> Policy:
+def new_policy(config: RunConfig, env: VectorEnv, known: Bounds | Mapping[str, object] | None = None) -> Policy:
     """A policy for the environment, with the weights of the seed.
 
     Args:
         config: the configuration.
         env: the environment.
-        bounds: of the action tokens of a vision-language-action policy; None: those of the environment's actions.
+        known: the bounds of the action tokens of a vision-language-action policy, or fields of the shape of a
+            flow-matching one; None: those of the environment's actions.
 
     Raises:
         ValueError: what the environment shows, or its actions, are not for this kind of policy.
     """
     if config.policy.model_type in VLA_TYPES:
-        return _new_vla(config, env, bounds)
+        return _new_vla(config, env, known if isinstance(known, tuple) else None)
+    if config.policy.model_type in FLOW_TYPES:
+        fields = known if isinstance(known, Mapping) else None
+        return new_flow_policy(config, env, _value_width(config), fields)
     policy, actions = config.policy, env.actions
     refuse_texts(env, policy.model_type)
     if policy.use_sde and isinstance(actions, DiscreteActions):
@@ -143,20 +153,34 @@ def saved_policy(path: Path, key: str) -> Policy:
 
 
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
-    """The environments as the policy acts in them: with bins for actions, where it chooses action tokens."""
-    bounds = bounds_of(policy)
-    if bounds is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != len(bounds[0]):
+    """The environments as the policy acts in them: where it has a code for actions, they take that."""
+    code = code_of(policy)
+    if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.taken:
         return env
-    module = importlib.import_module("tether.envs.spaces.action_bins")
-    wrapped: VectorEnv = module.BinnedEnv(env, module.ActionBins(*bounds))
-    return wrapped
+    coded: VectorEnv = importlib.import_module("tether.envs.spaces.coded").CodedEnv(env, code)
+    return coded
 
 
-def bounds_of(policy: Policy) -> Bounds | None:
-    """The bounds of the action tokens of a policy; None: it has none."""
+def code_of(policy: Policy) -> ActionCode | None:
+    """How the policy writes actions: as tokens, or with the chain that led to them; None: as the environment."""
     if isinstance(policy, _WITHOUT_TRANSFORMERS):
         return None
-    return policy.spec.low, policy.spec.high
+    spec, code = policy.spec, None
+    if isinstance(spec, FlowSpec):
+        chains = importlib.import_module("tether.envs.spaces.chain_actions")
+        code = chains.ChainActions(*spec.action_scale, spec.action_width)
+    else:
+        code = importlib.import_module("tether.envs.spaces.action_bins").ActionBins(spec.low, spec.high)
+    found: ActionCode = code
+    return found
+
+
+def _known_of(policy: Policy) -> Bounds | dict[str, object] | None:
+    """What `new_policy` is told of the policy that a run starts from."""
+    if isinstance(policy, _WITHOUT_TRANSFORMERS):
+        return None
+    spec = policy.spec
+    return fields_of(spec) if isinstance(spec, FlowSpec) else (spec.low, spec.high)
 
 
 def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from tether.config.loading.given import Given, Setting
-from tether.config.schema.env import VLA_TYPES
+from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 
 SWITCH = "env.train.id"
 SOURCE = "default of embodied runs"
@@ -81,6 +81,11 @@ VLA: Mapping[str, object] = {
     f"{ACTOR}.optim.clip_grad": 1.0,
     "critic.optim.lr": 1e-3,
 }
+FLOW: Mapping[str, object] = {
+    f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    f"{ACTOR}.optim.clip_grad": 1.0,
+    "critic.optim.lr": 1e-3,
+}
 POLICIES: Mapping[str, Mapping[str, object]] = {
     "cnn_policy": {
         "policy.hidden_dim": 512,
@@ -89,6 +94,7 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
         "policy.share_critic": True,
     },
     **dict.fromkeys(VLA_TYPES, VLA),
+    **dict.fromkeys(FLOW_TYPES, FLOW),
 }
 """``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -131,7 +137,7 @@ def is_undecided(given: Given) -> bool:
         return False
     kinds = {key: given[key].value for key in ("env.train.env_type", "policy.model_type") if key in given}
     return kinds.get("env.train.env_type", "gymnasium") == "gymnasium" and (
-        kinds.get("policy.model_type") not in VLA_TYPES
+        kinds.get("policy.model_type") not in (*VLA_TYPES, *FLOW_TYPES)
     )
 
 

@@ -6,10 +6,11 @@ from tether.config.control_defaults import ACTOR
 from tether.config.problems import Problem
 from tether.config.rules.advantages import COMPARES_RESPONSES
 from tether.config.rules.shapes import multiple
-from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
+from tether.config.schema.env import FLOW_TYPES, VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.root import RunConfig
 
 TRAIN, EVAL = "env.train", "env.eval"
+LARGE = ("cnn_policy", *VLA_TYPES, *FLOW_TYPES)
 STEP_ESTIMATORS = (
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "gpg", "raw",
@@ -47,9 +48,9 @@ def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
 
 def device_pays(cfg: RunConfig) -> Problem | None:
     """Networks that are more than a few small layers may be on another device than the CPU."""
-    if cfg.trainer.device in ("auto", "cpu") or cfg.policy.model_type in ("cnn_policy", *VLA_TYPES):
+    if cfg.trainer.device in ("auto", "cpu") or cfg.policy.model_type in LARGE:
         return None
-    what = f"{cfg.trainer.device} is for cnn_policy and {', '.join(VLA_TYPES)}: smaller networks are faster on the CPU"
+    what = f"{cfg.trainer.device} is for {', '.join(LARGE)}: smaller networks are faster on the CPU"
     return Problem("trainer.device", what, "leave it out")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tether.config.control_defaults import ACTOR, MODEL
 from tether.config.problems import Problem
-from tether.config.schema.env import VLA_TYPES
+from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 from tether.config.schema.root import RunConfig
 
 
@@ -33,6 +33,9 @@ def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
 def heads_fit_width(cfg: RunConfig) -> Problem | None:
     """The heads of a transformer part its width evenly, into even parts for its rotary positions."""
     policy = cfg.policy
+    if policy.model_type in FLOW_TYPES and policy.hidden_dim % 16:
+        what = f"{policy.hidden_dim} is not parted into even widths by the 8 heads of {policy.model_type}"
+        return Problem("policy.hidden_dim", what, "set a multiple of 16")
     if policy.model_type not in VLA_TYPES or policy.hidden_dim % (2 * policy.num_heads) == 0:
         return None
     what = f"{policy.num_heads} heads do not part policy.hidden_dim={policy.hidden_dim} into even widths"
@@ -40,11 +43,11 @@ def heads_fit_width(cfg: RunConfig) -> Problem | None:
 
 
 def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
-    """Other policies are too small for adapters."""
+    """Other policies are too small for adapters, or lerobot's."""
     rank = cfg.actor_rollout_ref.model.lora_rank
     if not rank or cfg.policy.model_type in VLA_TYPES:
         return None
-    what = f"{rank} asks for adapters, which policy.model_type={cfg.policy.model_type} has no transformer for"
+    what = f"{rank} asks for adapters, which policy.model_type={cfg.policy.model_type} does not have"
     return Problem(f"{MODEL}.lora_rank", what, "leave it out")
 
 
@@ -59,10 +62,26 @@ def one_reads_pictures(cfg: RunConfig) -> Problem | None:
 
 def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
     """An LSTM stands after hidden layers."""
-    if cfg.policy.lstm_dim is None or cfg.policy.model_type not in VLA_TYPES:
+    if cfg.policy.lstm_dim is None or cfg.policy.model_type not in (*VLA_TYPES, *FLOW_TYPES):
         return None
     what = f"{cfg.policy.lstm_dim} asks for a memory, which policy.model_type={cfg.policy.model_type} does not have"
     return Problem("policy.lstm_dim", what, "leave it out")
+
+
+def a_step_is_random(cfg: RunConfig) -> Problem | None:
+    """The last step of ``flow_cps`` has no noise."""
+    policy = cfg.policy
+    if policy.model_type not in FLOW_TYPES or policy.noise_method != "flow_cps" or policy.num_steps > 1:
+        return None
+    return Problem("policy.num_steps", "1 leaves flow_cps no step with noise", "set 2 or more")
+
+
+def noise_has_a_range(cfg: RunConfig) -> Problem | None:
+    """The least deviation of learned noise is no larger than the largest."""
+    low, high = cfg.policy.noise_logvar_range
+    if low <= high:
+        return None
+    return Problem("policy.noise_logvar_range", f"[{low}, {high}] is empty", f"set [{high}, {low}]")
 
 
 NETWORK_RULES = (
@@ -72,4 +91,6 @@ NETWORK_RULES = (
     adapters_are_in_a_transformer,
     one_reads_pictures,
     a_transformer_has_no_memory,
+    a_step_is_random,
+    noise_has_a_range,
 )

@@ -7,7 +7,7 @@ from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.engine import TrainedFsdpConfig
-from tether.config.schema.env import VLA_TYPES, EvalEnvConfig, TrainEnvConfig
+from tether.config.schema.env import FLOW_TYPES, VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
 from tether.config.schema.optim import OptimConfig
 from tether.config.schema.reward import ScoringModelConfig, ScoringServerConfig
@@ -15,6 +15,7 @@ from tether.config.schema.rollout import SERVERS, RolloutConfig
 from tether.config.schema.trainer import TrainerConfig
 
 __all__ = [
+    "FLOW_TYPES",
     "SERVERS",
     "VLA_TYPES",
     "ActorConfig",

@@ -15,6 +15,7 @@ from tether.config.schema.section import (
     Options,
     Positive,
     PositiveFloat,
+    Range,
     Says,
     Section,
     Seed,
@@ -25,9 +26,14 @@ OwnNetwork = Annotated[str, Field(pattern=r"^(object|.+\.py):\w+$"), Says("a net
 EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
 VlaType = Literal["openvla", "openvla_oft"]
 VLA_TYPES: tuple[str, ...] = get_args(VlaType)
+FlowType = Literal["pi0", "pi05"]
+FLOW_TYPES: tuple[str, ...] = get_args(FlowType)
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
 NETWORK = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"), own_function=False)
 CNN = ActsIf(".model_type", on=("cnn_policy",), own_function=False)
+FLOW = ActsIf(".model_type", on=FLOW_TYPES, own_function=False)
+FIXED_NOISE = ActsIf(".noise_method", on=("flow_sde", "flow_cps"))
+LEARNED_NOISE = ActsIf(".noise_method", on=("flow_noise",))
 TRANSFORMER = ActsIf(".model_type", on=VLA_TYPES, own_function=False)
 OWN_TOO = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"))
 FILMED = ActsIf(".save_video", on=(True,))
@@ -135,8 +141,8 @@ class EnvConfig(Section):
 class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
-    model_type: Literal["mlp_policy", "cnn_policy"] | VlaType | OwnNetwork = "mlp_policy"
-    """Perceptrons, a CNN on pictures, a transformer (docs/vla.md), or FILE.py:NAME, a network of yours."""
+    model_type: Literal["mlp_policy", "cnn_policy"] | VlaType | FlowType | OwnNetwork = "mlp_policy"
+    """Perceptrons, a CNN, a transformer (docs/vla.md), a flow (docs/flow-policies.md), or FILE.py:NAME, yours."""
     cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
     features_extractor: Annotated[OwnNetwork | None, NETWORK] = None
@@ -151,6 +157,26 @@ class PolicyConfig(Section):
     """Attention heads of the transformer."""
     temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
     """Of the softmax over action tokens, in acting and in learning."""
+    num_steps: Annotated[Positive, FLOW] = 4
+    """Denoising steps of a flow. (RLinf's key, as are the next ones but the two last.)"""
+    noise_method: Annotated[Literal["flow_sde", "flow_noise", "flow_cps"], FLOW] = "flow_sde"
+    """How a denoising step is made random: by the SDE of the flow, by learned noise, or keeping its share of noise."""
+    noise_level: Annotated[PositiveFloat, FIXED_NOISE] = 0.5
+    """Of the noise of flow_sde and flow_cps."""
+    noise_logvar_range: Annotated[Range, LEARNED_NOISE] = (0.08, 0.16)
+    """Least and largest standard deviation of flow_noise."""
+    joint_logprob: Annotated[bool, FLOW] = False
+    """Make all denoising steps random; else one, which is drawn for each decision."""
+    detach_critic_input: Annotated[bool, FLOW] = False
+    """Keep the gradient of the critic out of the network that it reads."""
+    train_expert_only: Annotated[bool, FLOW] = False
+    """Leave the part that reads pictures and prompt as it is."""
+    step_logprobs: Annotated[Literal["sum", "mean"], ActsIf(".joint_logprob", on=(True,))] = "sum"
+    """Of random steps: sum, the density of the chain; or RLinf's mean over start and steps. (tether's own key.)"""
+    tokenizer_path: Annotated[str | None, FLOW] = None
+    """Folder of the tokenizer of a flow's prompts; null: beside the weights, or else bytes. (tether's own key.)"""
+    max_prompt_length: Annotated[Positive | None, FLOW] = None
+    """Tokens of a new flow's prompt, cut or padded to it; null: of the longest, with a tokenizer 200. (Own key.)"""
     lstm_dim: Annotated[Positive | None, NETWORK] = None
     """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
     activation: Annotated[Literal["tanh", "relu", "elu"], OWN_TOO] = "tanh"

@@ -135,6 +135,9 @@ Steps = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple), Says("a list
 OffOrEvery = Annotated[int, Field(ge=-1), BeforeValidator(_off), Says("a whole number (-1 or 0: off)")]
 Limit = Annotated[int, Field(ge=-1), Says("a whole number (-1: no limit)")]
 PositiveFloat = Annotated[float, Field(gt=0), Says("a number above 0")]
+Range = Annotated[
+    tuple[PositiveFloat, PositiveFloat], BeforeValidator(_as_tuple), Says("a list of two numbers above 0")
+]
 NonNegative = Annotated[float, Field(ge=0), Says("a number, 0 or above")]
 Fraction = Annotated[float, Field(ge=0, le=1), Says("a number from 0 to 1")]
 PositiveFraction = Annotated[float, Field(gt=0, le=1), Says("a number above 0, at most 1")]

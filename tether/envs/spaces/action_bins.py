@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.envs.protocol import DiscreteActions, EnvState, EnvStep, Floats, Saved, VectorEnv
-from tether.observations import Array, Observation
+from tether.envs.protocol import DiscreteActions, Floats
+from tether.observations import Array
 
 NUMBERS = 256
 EDGES = np.linspace(-1.0, 1.0, NUMBERS)
@@ -28,6 +28,16 @@ class ActionBins:
 
     low: tuple[float, ...]
     high: tuple[float, ...]
+
+    @property
+    def actions(self) -> DiscreteActions:
+        """The actions as the policy gives them."""
+        return DiscreteActions((NUMBERS,) * len(self.low))
+
+    @property
+    def taken(self) -> int:
+        """D."""
+        return len(self.low)
 
     @classmethod
     def of_data(cls, actions: NDArray[np.float32], quantiles: tuple[float, float]) -> ActionBins:
@@ -48,40 +58,6 @@ class ActionBins:
     @property
     def _ranges(self) -> NDArray[np.float64]:
         return np.array(self.high) - np.array(self.low) + WIDTH
-
-
-class BinnedEnv:
-    """Makes environments of continuous actions take bins.
-
-    Args:
-        env: the environments.
-        bins: the ranges.
-    """
-
-    def __init__(self, env: VectorEnv, bins: ActionBins) -> None:
-        self._env, self._bins = env, bins
-        self.id, self.num_envs, self.layout = env.id, env.num_envs, env.layout
-        self.actions = DiscreteActions((NUMBERS,) * len(bins.low))
-
-    def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
-        return self._env.reset(seed)
-
-    def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
-        return self._env.step(self._bins.decode(actions))
-
-    def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
-        return self._env.get_state()
-
-    def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
-        self._env.set_state(data)
-
-    def close(self) -> None:
-        """See `VectorEnv.close`."""
-        self._env.close()
 
 
 def check_bounds(env_id: str, low: Sequence[float], high: Sequence[float]) -> ActionBins:

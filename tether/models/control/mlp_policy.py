@@ -24,6 +24,7 @@ from tether.models.control.spec import ForwardPass, Memory, PolicySpec, RolloutE
 from tether.observations import ObsPart
 
 if TYPE_CHECKING:
+    from tether.models.flow.policy import FlowPolicy
     from tether.models.vla.policy import VlaPolicy
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
@@ -159,7 +160,7 @@ class ControlPolicy(nn.Module):
         return RolloutEvaluation(outputs, values, self._in_parts(self.values, final_obs))
 
 
-Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy"
+Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy | FlowPolicy"
 
 
 def make_policy(spec: PolicySpec, seed: int) -> ControlPolicy | NetworkPolicy:
@@ -210,6 +211,11 @@ def _empty_policy(file: Path) -> Policy:
         fields["layout"] = tuple(ObsPart(**part) for part in fields.get("layout", ()))  # none: one row of numbers
         if "model_type" not in fields:
             return make_policy(PolicySpec(**fields), seed=0)
+        if "horizon" in fields:
+            flow = importlib.import_module("tether.models.flow.policy")
+            fields.pop("choices", None)
+            flowing: Policy = flow.FlowPolicy(flow.FlowSpec(**fields), seed=0)
+            return flowing
         vla = importlib.import_module("tether.models.vla.policy")  # transformers takes seconds to load
         policy: Policy = vla.VlaPolicy(vla.VlaSpec(**fields), seed=0)
     except (KeyError, TypeError) as error:

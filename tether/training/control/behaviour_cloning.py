@@ -2,7 +2,8 @@
 
 The loss is the mean negative log-probability of each column of the recorded actions, so it is the cross-entropy for
 choices and action tokens, and half the squared error over the variance, up to a constant, for a Gaussian whose standard
-deviation is left alone (Pomerleau 1988).
+deviation is left alone (Pomerleau 1988). A flow-matching policy has a loss of its own, with noise of its own, the same
+in every measurement.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.keyed_random import held_out_rows, permutation
+from tether.keyed_random import generator, held_out_rows, permutation
 from tether.observations import Observation
 from tether.training.control.chunk_levels import per_column
 
@@ -32,6 +33,15 @@ class Clonable(Protocol):
 
     def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
         """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, from what `inputs` gave."""
+        ...
+
+
+@runtime_checkable
+class MatchesFlow(Protocol):
+    """A policy that is trained by a flow-matching loss."""
+
+    def imitation_losses(self, obs: Any, actions: Tensor, generator: torch.Generator) -> Tensor:
+        """Losses [B, K * D] of actions [B, K * D], differentiable, with noise from the generator."""
         ...
 
 
@@ -135,17 +145,18 @@ class Cloning:
 
     @torch.no_grad()
     def measure(self, data: CloningData) -> float:
-        """The loss of decisions, in nats a column."""
+        """The loss of decisions: in nats a column, or the squared error of a column of a flow."""
         size = self.options.batch_size
         pieces = [data.rows(slice(start, start + size)) for start in range(0, len(data), size)]
-        sums = [self._losses(piece) for piece in pieces]
+        noise = generator(self.seed, 0, "held-out noise")
+        sums = [self._losses(piece, noise) for piece in pieces]
         return float(sum(total for total, _ in sums) / sum(count for _, count in sums))
 
     def _epoch(self, optimizer: torch.optim.Optimizer, epoch: int) -> float:
-        losses = []
+        losses, noise = [], generator(self.seed, epoch, "imitation noise")
         order = torch.from_numpy(permutation(len(self.learned), self.seed, epoch, "order"))
         for rows in order.split(self.options.batch_size):
-            total, count = self._losses(self.learned.rows(rows))
+            total, count = self._losses(self.learned.rows(rows), noise)
             optimizer.zero_grad()
             (total / count).backward()
             nn.utils.clip_grad_norm_(self.parameters, self.options.grad_clip)
@@ -153,11 +164,15 @@ class Cloning:
             losses.append(float(total.detach() / count))
         return sum(losses) / len(losses)
 
-    def _losses(self, data: CloningData) -> tuple[Tensor, Tensor]:
+    def _losses(self, data: CloningData, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         """Sum of the losses of all columns that count, and their number."""
-        columns = self.policy.log_probs(self.policy.inputs(data.obs), data.actions)
+        obs = self.policy.inputs(data.obs)
+        if isinstance(self.policy, MatchesFlow):
+            columns = self.policy.imitation_losses(obs, data.actions, noise)
+        else:
+            columns = -self.policy.log_probs(obs, data.actions)
         mask = per_column(data.mask, columns.shape[1])
-        return -torch.where(mask, columns, 0.0).sum(), mask.sum()
+        return torch.where(mask, columns, 0.0).sum(), mask.sum()
 
     def _weights(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tether.config.importers.rlinf.older_names import OLDER_EMBODIED
+from tether.config.importers.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_steps, flow_type
 from tether.config.importers.rlinf.other_runs import ONLY_EMBODIED, OTHERS
 from tether.config.importers.rlinf.rows import (
     LOSSES,
@@ -36,9 +37,10 @@ ITS_OWN = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
 SPEED = NoEffect("changes speed, and no result")
-UNSHAPED = NoEffect("returns of tests are sums of the simulator's own rewards, here")
+VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
 QUEUES = NoEffect("a queue between processes, of which there is one")
 RANGES = NoEffect("actions have the ranges of the episodes that the policy imitated, or of the action space")
+RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 START = "actor_rollout_ref.model.path"
 MANISKILL = "maniskill"
 ROBOT = "actor.model.policy_setup"
@@ -176,6 +178,8 @@ def policy_type(value: object, values: Values) -> object:
             "in RLinf it is a pretrained ResNet that is not trained; for a CNN that is, set "
             "actor.model.model_type=mlp_policy policy.model_type=cnn_policy"
         )
+    if value == OPENPI:
+        return flow_type(values)
     return only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")(value, values)
 
 
@@ -223,7 +227,7 @@ def _env(role: str) -> Table:
 
 _VIDEOS: Mapping[str, Table] = {
     "train": {
-        "env.train.video_cfg.save_video": NoEffect("videos are recorded of tests only, with env.eval.video_cfg"),
+        "env.train.video_cfg.save_video": VIDEO,
         "env.train.video_cfg.*": NoEffect("acts with save_video only"),
     },
     "eval": {
@@ -268,6 +272,7 @@ EMBODIED: Table = {
     **OLDER_EMBODIED,
     **ONLY_EMBODIED,
     **_VLA,
+    **OPENPI_ROWS,
     **_env("train"),
     **_env("eval"),
     "env.group_name": NAME,
@@ -288,8 +293,8 @@ EMBODIED: Table = {
     "env.eval.auto_reset": NoEffect("a test counts whole episodes"),
     "env.eval.group_size": Refuses("a test begins each episode in a state of its own", fine=(1, None)),
     "env.eval.use_fixed_reset_state_ids": NoEffect("every test begins in the same states, those of env.eval.seed"),
-    "env.eval.use_rel_reward": UNSHAPED,
-    "env.eval.reward_coef": UNSHAPED,
+    "env.eval.use_rel_reward": RELATIVE,
+    "env.eval.reward_coef": Refuses("a test reports rewards as they are", fine=(1, None)),
     "runner.max_epochs": to("trainer.total_training_steps", by=training_steps),
     "runner.max_steps": to("trainer.total_training_steps", by=training_steps),
     "runner.only_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
@@ -328,9 +333,7 @@ EMBODIED: Table = {
     "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
     "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
     "actor.fsdp_config.*": SHARDS,
-    "actor.model.model_type": to(
-        "policy.model_type", by=policy_type
-    ),
+    "actor.model.model_type": Mapped({"policy.model_type": policy_type, "policy.num_steps": flow_steps}),
     "actor.model.model_path": to(START, by=start),
     "actor.checkpoint_load_path": to(START, by=older_start),
     "actor.model.hidden_dim": to("policy.hidden_dim", default=256),

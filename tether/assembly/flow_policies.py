@@ -1,0 +1,238 @@
+"""From a configuration to a flow-matching policy: a new one, one of a checkpoint's shape, or one of lerobot's files."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tether.assembly.pictures import find_pictures
+from tether.config import RunConfig
+from tether.envs import ContinuousActions, VectorEnv
+from tether.models.flow import FlowSpec, Scale
+from tether.observations import Array, Observation, ObsLayout, row_width
+
+if TYPE_CHECKING:
+    from tether.models.flow.policy import FlowPolicy
+
+START = "actor_rollout_ref.model.path"
+PROMPT_LENGTH = 200
+"""Tokens of prompts, where a tokenizer makes them and nothing is said."""
+QUANTILES = (0.01, 0.99)
+"""Of recorded numbers, which pi0.5 brings to -1 and 1."""
+SET_BY_RUN = (
+    "value_width", "num_steps", "noise_method", "noise_level", "noise_logvar_range", "joint_logprob", "step_logprobs",
+    "detach_critic_input", "train_expert_only", "choices",
+)  # fmt: skip
+"""Fields of the shape in which the policy that a run starts from may be another."""
+FROM_START = (
+    "action_scale", "state_scale", "horizon", "latent_dim", "state_dim", "prompt_length", "tokenizer", "image_size",
+    "sizes", "empty_cameras",
+)  # fmt: skip
+"""Fields of the shape that a run takes over from the policy that it starts from."""
+
+
+def pretrained_folder(config: RunConfig) -> Path | None:
+    """The folder of a policy in lerobot's format that the run starts from; None: there is none."""
+    path = config.actor_rollout_ref.model.path
+    found = path and importlib.import_module("tether.models.flow.pretrained").is_pretrained(Path(path))
+    return Path(path) if found else None
+
+
+def fields_of(spec: FlowSpec) -> dict[str, object]:
+    """The fields that a run takes over from a policy."""
+    return {name: getattr(spec, name) for name in FROM_START}
+
+
+def new_flow_policy(
+    config: RunConfig, env: VectorEnv, value_width: int, known: Mapping[str, object] | None = None
+) -> FlowPolicy:
+    """A policy for the environment, with the weights of the seed, or those of lerobot's folder.
+
+    Args:
+        config: the configuration.
+        env: the environment.
+        value_width: V.
+        known: fields of the shape that are known already: scales of recorded episodes, or `fields_of` a checkpoint.
+
+    Raises:
+        ValueError: the actions are choices; the pictures have no three channels; or the folder's policy does not fit.
+    """
+    policy, actions = config.policy, env.actions
+    if not isinstance(actions, ContinuousActions):
+        raise ValueError(
+            f"policy.model_type={policy.model_type}: it generates numbers, and the actions of {env.id} are choices. "
+            "Use mlp_policy or cnn_policy."
+        )
+    _check_pictures(env, policy.model_type)
+    folder = pretrained_folder(config)
+    fields = _new_fields(config, env) if folder is None else _pretrained_fields(config, env, folder)
+    fields |= {name: value for name, value in (known or {}).items() if folder is None or fields.get(name) is None}
+    width = row_width(_numbers(env.layout))
+    fields["action_scale"] = fields["action_scale"] or _scale_of_space(actions)
+    fields["state_scale"] = fields["state_scale"] or ((0.0,) * width, (1.0,) * width)
+    spec = FlowSpec(
+        layout=env.layout,
+        action_dim=actions.width,
+        num_action_chunks=policy.num_action_chunks,
+        value_width=value_width,
+        num_steps=policy.num_steps,
+        noise_method=policy.noise_method,
+        noise_level=policy.noise_level,
+        noise_logvar_range=policy.noise_logvar_range,
+        joint_logprob=policy.joint_logprob,
+        step_logprobs=policy.step_logprobs,
+        detach_critic_input=policy.detach_critic_input,
+        train_expert_only=policy.train_expert_only,
+        **fields,
+    )
+    made: FlowPolicy = importlib.import_module("tether.models.flow.policy").FlowPolicy(spec, config.trainer.seed)
+    if folder is not None:
+        importlib.import_module("tether.models.flow.pretrained").load_weights(made, folder)
+    return made
+
+
+def scales_of_data(
+    model_type: str, layout: ObsLayout, obs: Sequence[Observation], actions: Sequence[Array]
+) -> dict[str, Scale]:
+    """The scales of recorded episodes: pi0 by mean and standard deviation, pi0.5 by quantiles.
+
+    Args:
+        model_type: of the policy.
+        layout: the parts of an observation.
+        obs: [T, ...] of each episode.
+        actions: [T, D] of each episode.
+    """
+    torch = importlib.import_module("torch")
+    row = importlib.import_module("tether.models.control.observations").FlatRow(_numbers(layout) or layout)
+    seen = {part.name: torch.from_numpy(np.concatenate([episode[part.name] for episode in obs])) for part in layout}
+    rows = {"action_scale": np.concatenate(actions)}
+    if _numbers(layout):
+        rows["state_scale"] = row(seen).numpy()
+    return {name: _scale_of_rows(values.astype(np.float64), model_type) for name, values in rows.items()}
+
+
+def _scale_of_rows(rows: Array, model_type: str) -> Scale:
+    if model_type == "pi0":
+        offset, scale = rows.mean(axis=0), rows.std(axis=0)
+    else:
+        low, high = np.quantile(rows, QUANTILES, axis=0)
+        offset, scale = (low + high) / 2, (high - low) / 2
+    scale = np.where(scale < 1e-6, 1.0, scale)  # a column that never moves
+    return tuple(offset.tolist()), tuple(scale.tolist())
+
+
+def _scale_of_space(actions: ContinuousActions) -> Scale:
+    """What brings the bounds to -1 and 1; a column without bounds stays as it is."""
+    low, high = (np.array(bound or (np.inf,) * actions.width) for bound in (actions.low, actions.high))
+    bounded = np.isfinite(low) & np.isfinite(high)
+    low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+    return tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
+
+
+def _numbers(layout: ObsLayout) -> ObsLayout:
+    return tuple(part for part in layout if part.kind not in ("image", "text", "mask"))
+
+
+def _check_pictures(env: VectorEnv, model_type: str) -> None:
+    pictures = [part for part in env.layout if part.kind == "image"]
+    if pictures:
+        find_pictures(env, model_type)
+    for part in pictures:
+        if part.shape[2] != 3:
+            raise ValueError(
+                f"policy.model_type={model_type}: {part.name} of {env.id} has {part.shape[2]} channels; it reads "
+                f"pictures of 3. Leave it out with env.train.drop_observations=[{part.name}]."
+            )
+
+
+def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
+    """Of a small policy: no larger than the environment needs."""
+    policy = config.policy
+    backbone = importlib.import_module("tether.models.flow.backbone")
+    prompts = importlib.import_module("tether.models.flow.prompts")
+    width = row_width(_numbers(env.layout))
+    sides = [max(part.shape[:2]) for part in env.layout if part.kind == "image"]
+    image_size = 4 * -(-max(sides, default=4) // 4)
+    text = next((part.shape[0] for part in env.layout if part.kind == "text"), 0)
+    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.longest(policy.model_type, text, width)
+    length = policy.max_prompt_length or longest
+    vocabulary = prompts.Prompts(length, policy.tokenizer_path).vocab_size
+    sizes = backbone.Sizes.of(policy.hidden_dim, policy.num_layers, image_size, vocabulary)
+    return {
+        "model_type": policy.model_type,
+        "action_scale": None,
+        "state_scale": None,
+        "horizon": policy.num_action_chunks,
+        "latent_dim": env.actions.width,
+        "state_dim": max(1, width),
+        "prompt_length": length,
+        "tokenizer": policy.tokenizer_path,
+        "image_size": image_size,
+        "sizes": dict(vars(sizes)),
+    }
+
+
+def _pretrained_fields(config: RunConfig, env: VectorEnv, folder: Path) -> dict[str, Any]:
+    """Of lerobot's folder.
+
+    Raises:
+        ValueError: the policy is of another type, or has less room than the environment needs.
+    """
+    policy = config.policy
+    found = importlib.import_module("tether.models.flow.pretrained").read_pretrained(folder)
+    if found.model_type != policy.model_type:
+        raise ValueError(f"{START}={folder}: a {found.model_type}; set policy.model_type={found.model_type}")
+    width = row_width(_numbers(env.layout))
+    shown = sum(part.kind == "image" for part in env.layout)
+    sizes = (
+        ("actions of a chunk (policy.num_action_chunks)", policy.num_action_chunks, found.horizon),
+        ("columns of an action", env.actions.width, found.latent_dim),
+        ("numbers of an observation", width, found.state_dim),
+        ("pictures", shown, found.cameras),
+    )
+    for what, needed, room in sizes:
+        if needed > room:
+            raise ValueError(f"{START}={folder}: {needed} {what} in {env.id}, but the policy has room for {room}")
+    fields = {
+        "model_type": found.model_type,
+        "action_scale": found.action_scale,
+        "state_scale": found.state_scale,
+        "horizon": found.horizon,
+        "latent_dim": found.latent_dim,
+        "state_dim": found.state_dim,
+        "prompt_length": found.prompt_length,
+        "tokenizer": _tokenizer(config, folder, found.sizes),
+        "image_size": found.image_size,
+        "sizes": found.sizes,
+        "empty_cameras": found.cameras - shown,
+    }
+    for name, scale, columns in (
+        ("action", found.action_scale, env.actions.width), ("state", found.state_scale, width)
+    ):  # fmt: skip
+        if scale is not None and len(scale[0]) != columns:
+            raise ValueError(
+                f"{START}={folder}: was trained on {len(scale[0])} columns of {name}, and {env.id} has {columns}"
+            )
+    return fields
+
+
+def _tokenizer(config: RunConfig, folder: Path, sizes: Mapping[str, int] | None) -> str | None:
+    """The folder of the tokenizer; None: bytes.
+
+    Raises:
+        ValueError: there is none, and the vocabulary is not that of bytes.
+    """
+    if config.policy.tokenizer_path is not None:
+        return config.policy.tokenizer_path
+    if (folder / "tokenizer_config.json").is_file():
+        return str(folder)
+    if sizes is not None and sizes["vocab_size"] == importlib.import_module("tether.models.flow.prompts").VOCAB_SIZE:
+        return None
+    raise ValueError(
+        f"policy.tokenizer_path: {folder} has no tokenizer beside its weights. Give the folder of PaliGemma's "
+        "(google/paligemma-3b-pt-224), or put its files into this one."
+    )

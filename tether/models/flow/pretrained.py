@@ -1,0 +1,168 @@
+"""Saved policies in lerobot's format: a folder with config.json, model.safetensors and what scales their numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tether.models.flow.backbone import Sizes
+from tether.models.flow.policy import FlowPolicy
+from tether.models.flow.spec import Scale
+
+CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "policy_preprocessor.json"
+STATE, ACTION = "observation.state", "action"
+PUBLISHED_WIDTH = 2048
+"""Of the PaliGemma of lerobot's own sizes."""
+KEY = "actor_rollout_ref.model.path"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A saved policy's description."""
+
+    folder: Path
+    model_type: str
+    horizon: int
+    latent_dim: int
+    state_dim: int
+    image_size: int
+    prompt_length: int
+    cameras: int
+    """Pictures that it knows."""
+    action_dim: int | None
+    """Columns of an action that it was trained on; None: the file does not say."""
+    sizes: dict[str, int] | None
+    action_scale: Scale | None
+    """None: no statistics are beside it."""
+    state_scale: Scale | None
+
+
+def is_pretrained(folder: Path) -> bool:
+    """There is a policy in lerobot's format in the folder."""
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
+
+
+def read_pretrained(folder: Path) -> Pretrained:
+    """Describe the policy in a folder.
+
+    Raises:
+        ValueError: it is another kind of policy, or its actions are relative to the state.
+    """
+    config = json.loads((folder / CONFIG).read_text())
+    kind = config.get("type")
+    if kind not in ("pi0", "pi05"):
+        raise ValueError(f"{KEY}={folder}: {CONFIG} is of type {kind}; the types pi0 and pi05 can be loaded")
+    if config.get("use_relative_actions"):
+        raise ValueError(
+            f"{KEY}={folder}: its actions are relative to the state (use_relative_actions), which is not supported. "
+            "Give a policy of absolute actions."
+        )
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        shapes = {_prefixed(name): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    try:
+        sizes = Sizes.of_weights(shapes)
+    except (KeyError, StopIteration) as error:
+        raise ValueError(f"{folder / WEIGHTS}: not the weights of lerobot's {kind} ({error} is missing)") from error
+    features = (config.get("input_features") or {}) | (config.get("output_features") or {})
+    scales = _scales(folder)
+    return Pretrained(
+        folder=folder,
+        model_type=kind,
+        horizon=config["chunk_size"],
+        latent_dim=config["max_action_dim"],
+        state_dim=config["max_state_dim"],
+        image_size=config["image_resolution"][0],
+        prompt_length=config["tokenizer_max_length"],
+        cameras=sum(feature["type"] == "VISUAL" for feature in features.values()),
+        action_dim=features[ACTION]["shape"][0] if ACTION in features else None,
+        sizes=None if sizes.vlm_width == PUBLISHED_WIDTH else asdict(sizes),
+        action_scale=scales.get(ACTION),
+        state_scale=scales.get(STATE),
+    )
+
+
+def load_weights(policy: FlowPolicy, folder: Path) -> None:
+    """Put the weights of a folder into the network; the critic stays as it is.
+
+    Raises:
+        ValueError: they are not those of this network; names some.
+    """
+    network = policy.model.policy
+    known = network._fix_pytorch_state_dict_keys(load_file(folder / WEIGHTS), network.config)
+    weights = {_prefixed(name): value for name, value in known.items()}
+    # Safetensors keep one name of weights that two share; nothing reads these two.
+    read = {name for name, value in network.named_parameters() if not name.endswith("lm_head.weight")}
+    missing, wrong = network.load_state_dict(_fitting(weights, network, folder), strict=False)
+    missing = [name for name in missing if name in read]
+    if missing or wrong:
+        raise ValueError(f"{folder / WEIGHTS}: unknown weights {sorted(wrong)[:3]}, missing weights {missing[:3]}")
+
+
+def _fitting(weights: dict[str, Tensor], network: Any, folder: Path) -> dict[str, Tensor]:
+    expected = network.state_dict()
+    for name, value in weights.items():
+        if name in expected and expected[name].shape != value.shape:
+            found, wanted = list(value.shape), list(expected[name].shape)
+            raise ValueError(f"{folder / WEIGHTS}: {name} has the shape {found}, the policy {wanted}")
+    return weights
+
+
+def _prefixed(name: str) -> str:
+    """openpi's files leave out the module that lerobot puts around."""
+    return name if name.startswith("model.") else f"model.{name}"
+
+
+def _scales(folder: Path) -> dict[str, Scale]:
+    """Feature -> its scale, where a normalizer with statistics is beside the policy.
+
+    Raises:
+        ValueError: numbers are normalised in a way that is not known.
+    """
+    if not (folder / PROCESSOR).is_file():
+        return {}
+    steps = json.loads((folder / PROCESSOR).read_text())["steps"]
+    normalizer = next((step for step in steps if step.get("registry_name") == "normalizer_processor"), None)
+    if normalizer is None or "state_file" not in normalizer:
+        return {}
+    modes = normalizer["config"]["norm_map"]
+    statistics = load_file(folder / normalizer["state_file"])
+    found = {}
+    for feature, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
+        told = {name.rpartition(".")[2]: value for name, value in statistics.items() if name.startswith(f"{feature}.")}
+        if told:
+            found[feature] = scale_of(modes.get(kind, "IDENTITY"), told, f"{folder / PROCESSOR}: norm_map.{kind}")
+    return found
+
+
+ENDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
+"""Normalizations that bring a range to [-1, 1] -> the statistics that are its ends."""
+
+
+def scale_of(mode: str, statistics: dict[str, Tensor], where: str) -> Scale:
+    """Offsets and scales by a mode of lerobot's normalization.
+
+    Raises:
+        ValueError: the mode is not known, or its statistics are missing.
+    """
+    wanted = ("mean", "std") if mode == "MEAN_STD" else ENDS.get(mode, ())
+    if mode != "IDENTITY" and (not wanted or any(name not in statistics for name in wanted)):
+        raise ValueError(f"{where}={mode}: needs one of MEAN_STD, {', '.join(ENDS)} or IDENTITY, with its statistics")
+    if mode == "IDENTITY":
+        columns = next(iter(statistics.values())).numel()
+        return (0.0,) * columns, (1.0,) * columns
+    first, second = (statistics[name].double().flatten() for name in wanted)
+    if mode == "MEAN_STD":
+        return _columns(first, second + 1e-8)
+    width = torch.where(first == second, 1e-8, second - first)
+    return _columns(first + width / 2, width / 2)
+
+
+def _columns(offset: Tensor, scale: Tensor) -> Scale:
+    return tuple(offset.tolist()), tuple(scale.tolist())
