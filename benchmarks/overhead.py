@@ -1,8 +1,8 @@
 """Overhead of several processes: python -m benchmarks.overhead --write docs/scaling-out.md
 
 Steps of PPO with a small policy and critic in float32 on one rank under Ray, and on two, take turns with those of one
-process; so do weights that go from one rank to another through Ray's object store with a plain copy of as many bytes.
-Every rank has one thread.
+process; so do weights that go from one rank to another through Ray's object store, and to a vLLM server where its
+environment exists (scripts/vllm.sh), with a plain copy of as many bytes. Every rank has one thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.resumable import write_between
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.runs import one_step
 from benchmarks.speed.table import grid
 from benchmarks.speed.timing import seconds, take_turns
+from tests.rollout.bench import vllm_python
 from tests.tiny import save_tiny
 from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
 from tether.assembly import groups
@@ -31,13 +33,23 @@ from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.execution import StoredWeights
 from tether.execution.ray_group import RayGroup
+from tether.rollout.servers import Server
+from tether.rollout.vllm import Vllm, launch_of
 from tether.runtime.ranks import Pool
 from tether.trainer.loop import Trainer
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
-PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 16
-RUNS = 3
+PROMPTS = 4
+SIZES = {"few": (4, 16, 4), "many": (8, 64, 32)}
+"""Tokens in a pass: responses per prompt, their tokens, and rows of a micro-batch."""
+RUNS = 5
 MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+SERVED: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 TENSORS, WIDTH = 32, 1 << 10
 """Of the weights that are moved: 128 MiB in 32 matrices."""
 GOAL_STEP, GOAL_TRANSFER = 1.10, 2.0
@@ -52,18 +64,19 @@ def write_run(folder: Path) -> Path:
 
 
 @contextmanager
-def started(inputs: Path, ranks: int | None) -> Iterator[tuple[Trainer, float]]:
-    """A run and the seconds in which it was built; None ranks: in this process."""
-    folder = inputs / f"run_{ranks}"
+def started(inputs: Path, ranks: int | None, size: tuple[int, int, int]) -> Iterator[tuple[Trainer, float]]:
+    """A run and the seconds in which it was built; None ranks: in this process. `size` is one of `SIZES`."""
+    samples, new_tokens, micro_rows = size
+    folder = inputs / f"run_{ranks}_{new_tokens}"
     given = [
         *base_overrides(inputs, folder),
         "algorithm.adv_estimator=gae",
         f"data.train_batch_size={PROMPTS}",
-        f"data.max_response_length={NEW_TOKENS}",
-        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"data.max_response_length={new_tokens}",
+        f"actor_rollout_ref.rollout.n={samples}",
         "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro_rows // (ranks or 1)}",
         f"trainer.num_threads={ranks or 1}",
         f"trainer.n_gpus_per_node={ranks or 1}",
         "trainer.total_training_steps=1000",
@@ -79,9 +92,9 @@ def started(inputs: Path, ranks: int | None) -> Iterator[tuple[Trainer, float]]:
         run.close()
 
 
-def compare_steps(inputs: Path, ranks: int) -> tuple[float, float, float, float]:
+def compare_steps(inputs: Path, ranks: int, size: tuple[int, int, int]) -> tuple[float, float, float, float]:
     """Median seconds of a step in one process and on ranks, which take turns, and seconds in which each was built."""
-    with started(inputs, None) as (one, start_one), started(inputs, ranks) as (other, start_other):
+    with started(inputs, None, size) as (one, start_one), started(inputs, ranks, size) as (other, start_other):
         torch.set_num_threads(1)  # the second run has set as many as all of its ranks have
         sides = {
             "one": lambda _: seconds(lambda: one_step(one)),
@@ -139,22 +152,52 @@ def compare_transfers(folder: Path) -> tuple[float, float, int]:
         group.close()
 
 
+def compare_served(folder: Path, python: Path) -> tuple[float, float, int]:
+    """Median seconds of a plain copy and of an update of vLLM's weights, and the bytes."""
+    save_tiny(folder / "served", "qwen2", **SERVED)
+    model = AutoModelForCausalLM.from_pretrained(folder / "served")
+    given = {"model": str(folder / "served"), "dtype": "float32", "load_format": "dummy", "enforce_eager": True,
+             "max_model_len": 64, "gpu_memory_utilization": 0.05}  # fmt: skip
+    alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    server = Server(Vllm("qwen2", model.config.vocab_size), launch_of(python, folder / "vllm.log", given, alone), 900)
+    weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+    there = [torch.zeros_like(tensor) for _, tensor in weights]
+    bucket = 512 << 20
+    try:
+        server.ready()
+        sides = {
+            "copy": lambda _: seconds(
+                lambda: [new.copy_(tensor) for new, (_, tensor) in zip(there, weights, strict=True)]
+            ),
+            "update": lambda run: seconds(lambda: server.take(str(run), weights, torch.float32, bucket)),
+        }
+        medians = take_turns(sides, RUNS, warm_up=1)
+    finally:
+        server.stop()
+    return medians["copy"], medians["update"], sum(tensor.nbytes for _, tensor in weights)
+
+
 def measure() -> list[str]:
     """Lines of the table."""
     shown: list[Sequence[str]] = []
     with TemporaryDirectory() as scratch:
         inputs = write_run(Path(scratch))
         for ranks in (1, 2):
-            one, other, start_one, start_other = compare_steps(inputs, ranks)
             name = f"{ranks} rank{'s' * (ranks > 1)} under Ray"
             goal = f"at most {GOAL_STEP:.2f}" if ranks == 1 else "-"
-            shown.append((f"a step, {name}", f"{one:.2f} s", f"{other:.2f} s", f"{other / one:.2f}", goal))
+            for passes, size in SIZES.items():
+                one, other, start_one, start_other = compare_steps(inputs, ranks, size)
+                what = f"a step, {name}, {passes} tokens in a pass"
+                shown.append((what, f"{one:.2f} s", f"{other:.2f} s", f"{other / one:.2f}", goal))
+                print(shown[-1], flush=True)
             shown.append((f"until it is built, {name}", f"{start_one:.1f} s", f"{start_other:.1f} s", "-", "-"))
-            print(shown[-2:], flush=True)
-        copy, transfer, size = compare_transfers(inputs)
-    what = f"{size >> 20} MiB of weights to another rank, beside a copy"
-    goal = f"at most {GOAL_TRANSFER:.0f}"
-    shown.append((what, f"{1e3 * copy:.0f} ms", f"{1e3 * transfer:.0f} ms", f"{transfer / copy:.1f}", goal))
+        moved = [("another rank", compare_transfers(inputs))]
+        if python := vllm_python():
+            moved.append(("a vLLM server", compare_served(inputs, python)))
+    for where, (copy, transfer, nbytes) in moved:
+        what = f"{nbytes >> 20} MiB of weights to {where}, beside a copy"
+        goal = f"at most {GOAL_TRANSFER:.0f}"
+        shown.append((what, f"{1e3 * copy:.0f} ms", f"{1e3 * transfer:.0f} ms", f"{transfer / copy:.1f}", goal))
     return grid(("", "one process", "Ray", "ratio", "goal"), shown)
 
 

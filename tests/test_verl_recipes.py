@@ -63,7 +63,7 @@ def left_out(name: str) -> list[str]:
 
 
 def values(loaded: LoadedConfig) -> dict[str, object]:
-    """What acts in a run."""
+    """The keys that act in a run."""
     found = values_of(loaded.config)
     return {key: found[key] for key in live_keys() if why_idle(key, found) is None}
 

@@ -1,5 +1,6 @@
 """Kills, hostile rewards and bad files: python -m benchmarks chaos [--kills N] [--write docs/reliability.md]
 Faults of a run on several devices:   python -m benchmarks chaos --ranks [--faults N] [--write docs/lost-ranks.md]
+Faults of a run that samples by vLLM: python -m benchmarks chaos --servers [--faults N] [--write docs/servers.md]
 
 Everything is tiny, so that what is measured is what is lost, and nothing else: survived of tried, and lost bits.
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks.chaos import files, kills, rewards
+from benchmarks.chaos import files, kills, rewards, servers
 from benchmarks.resumable import write_between
 from benchmarks.speed.machine import machine_line
 
@@ -29,12 +30,15 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--kills", type=int, default=100, help="about so many, over all kinds of runs")
     parser.add_argument("--ranks", action="store_true", help="only faults of ranks, nodes, disk, driver")
+    parser.add_argument("--servers", action="store_true", help="only faults of servers that sample, and of the trainer")
+    parser.add_argument("--stand-in", action="store_true", help="with a stand-in of vLLM, not vLLM itself")
     parser.add_argument("--faults", type=int, default=36, help="of these so many")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds after which a server hangs")
     parser.add_argument("--write", type=Path, help="also write the table between the marks of this page")
     arguments = parser.parse_args(given)
     os.environ["TQDM_DISABLE"] = "1"  # bars of the runs that are killed
-    if arguments.ranks:
-        _disturb_ranks(arguments)
+    if arguments.ranks or arguments.servers:
+        _disturb(arguments)
         return
     began, lines, complaints = time.perf_counter(), ["tried                survived  lost bits  what"], list[str]()
     with tempfile.TemporaryDirectory() as name:
@@ -55,13 +59,20 @@ def main(given: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _disturb_ranks(arguments: argparse.Namespace) -> None:
-    began, ranks = time.perf_counter(), importlib.import_module("benchmarks.chaos.ranks")  # Ray is an extra
+def _disturb(arguments: argparse.Namespace) -> None:
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        result = ranks.measure(Path(name), arguments.faults)
-    print(result.markdown(), *result.left, sep="\n")
+        if arguments.ranks:
+            command = "chaos --ranks"
+            result = importlib.import_module("benchmarks.chaos.ranks").measure(
+                Path(name), arguments.faults
+            )  # needs Ray
+        else:
+            command = f"chaos --servers{' --stand-in' if arguments.stand_in else ''}"
+            result = servers.measure(Path(name), arguments.faults, arguments.timeout, stand_in=arguments.stand_in)
+    print(result.markdown(), *(command[:200] for command in result.left), sep="\n")
     if arguments.write:
-        _write(arguments.write, "chaos --ranks", result.markdown(), began)
+        _write(arguments.write, f"{command} --faults {arguments.faults}", result.markdown(), began)
     if not result.is_fine:
         raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""What the 24 scripts of verl's examples/ppo_trainer set, at verl's commit b178a3cd5: differences from a base.
+"""Keys that the 24 scripts of verl's examples/ppo_trainer set, at verl's commit b178a3cd5: differences from a base.
 
 Data and models lie where the scripts look for them, below the home folder. An empty value takes a setting away.
 """

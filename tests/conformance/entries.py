@@ -1,4 +1,4 @@
-"""What the promises are tested over. A new engine, or a new kind of rollout, is one line here and no other test."""
+"""The engines and rollouts that the promises are tested over; a new one is one line here and no other test."""
 
 from tests.conformance.flat_autograd import FlatAutogradEngine
 from tether.training.engines.flat import FlatEngine

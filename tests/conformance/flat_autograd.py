@@ -58,7 +58,7 @@ class FlatAutogradEngine(FlatEngine):
         return max(of_each, self.policy.micro_batch or len(mini) * of_each)
 
     def _selected(self, pieces: list[Samples], rows: Samples, loss: ControlLoss, draws: Draws) -> Tensor | None:
-        """What the loss treats apart, chosen over all micro-batches."""
+        """The tokens that the loss treats apart, chosen over all micro-batches."""
         if loss.critic_only or not loss.selects:
             return None
         columns = torch.cat([decision_outputs(self.policy, piece).log_probs for piece in pieces])

@@ -175,7 +175,7 @@ def test_an_interrupted_call_leaves_the_engine_as_it_was(bench: Bench) -> None:
 
 
 def test_the_weights_of_an_update_are_those_of_the_moment(bench: Bench) -> None:
-    """What learns on, after an update, does not change what is drawn until the next one."""
+    """A policy that learns on after an update does not change what is drawn until the next one."""
     expected = rows_of(up_to_date(bench).engine.generate(PROMPTS, SAMPLING, KEY))
     bench.learn()
     rollout: RolloutBatch = bench.engine.generate(PROMPTS, SAMPLING, KEY)

@@ -1,4 +1,4 @@
-"""What test_ray_group.py has built on each rank."""
+"""The parts that test_ray_group.py has built on each rank."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What a kernel declares of its arguments is what its callers must give and what its compiled code gets."""
+"""The arguments that a kernel declares are those that its callers must give and what its compiled code gets."""
 
 from typing import Annotated
 

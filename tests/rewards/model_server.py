@@ -12,7 +12,7 @@ KEY = "sk-secret-4711"
 
 
 class ModelServer(ThreadingHTTPServer):
-    """What it was asked, and how it misbehaves."""
+    """The requests that it got, and how it misbehaves."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -51,12 +51,12 @@ def test_the_score_is_the_models(inputs: Path, tmp_path: Path) -> None:
 
 
 def _question(sample: dict[str, object]) -> str:
-    """What stands between the marks of the template."""
+    """The text between the marks of the template."""
     return str(sample["prompt"]).split("user\n")[1].split("<|im_end|>")[0].split("\nassistant")[0]
 
 
 def test_ids_as_they_are_and_token_budgets(inputs: Path, tmp_path: Path) -> None:
-    """What each setting changes, and what it must not."""
+    """Each setting changes what it should, and nothing else."""
     as_ids = "reward_model.model.input_tokenizer=null"
     templated = measured(train(overrides(inputs, tmp_path / "0")))[1]["critic/score/mean"]
     by_rows = measured(train(overrides(inputs, tmp_path / "1", as_ids)))[1]["critic/score/mean"]

@@ -1,4 +1,4 @@
-"""What each rank of a group does in test_fsdp.py; started there by ``torch.multiprocessing``."""
+"""The part of each rank of a group in test_fsdp.py; started there by ``torch.multiprocessing``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a layout do in test_megatron.py: update a tiny model as one process does."""
+"""The part of each rank of a layout in test_megatron.py: update a tiny model as one process does."""
 
 from __future__ import annotations
 

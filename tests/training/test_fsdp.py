@@ -201,7 +201,7 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
 
 
 def out_of_memory() -> str:
-    """What a rank says that has no memory for a micro-batch."""
+    """The error of a rank that has no memory for a micro-batch."""
 
     def forward(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -277,7 +277,7 @@ def saved(engine: FsdpEngine, folder: Path) -> list[Path]:
 
 
 def saved_state(engine: FsdpEngine, folder: Path) -> dict[str, Any]:
-    """What is saved beside the weights, on rank 0."""
+    """The state that is saved beside the weights, on rank 0."""
     parts = saved(engine, folder)
     if dist.get_rank() == 0:
         join_shares(parts, folder / "actor", folder / "actor.pt")
@@ -359,7 +359,7 @@ def read(folder: Path, sharding: dict[str, Any]) -> dict[str, tuple[bool, bool]]
 
 
 def broken(folder: Path) -> str:
-    """What is said of a weight that is not a number."""
+    """The error about a weight that is not a number."""
     if dist.get_rank() == 0:
         model = tiny_model("llama")
         torch.nn.init.constant_(model.model.norm.weight, math.nan)

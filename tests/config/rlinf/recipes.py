@@ -210,12 +210,12 @@ RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
     "frankasim_ppo_mlp": (
         "frankasim_pickcube_state",
         (LEGACY, ARM),
-        SIMULATOR | {"env.train.video_cfg.save_video", "env.eval.use_rel_reward"},
+        SIMULATOR,
     ),
     "genesis_cubepick_ppo_mlp": (
         "genesis_cubepick",
         (LEGACY, ARM, {"actor": {"fsdp_config": {"amp": {"enabled": False, "precision": "bf16"}}}}),
-        SIMULATOR | {"env.train.video_cfg.save_video", "env.eval.use_rel_reward"},
+        SIMULATOR,
     ),
     "embodichain_ppo_cart_pole": ("embodichain_cart_pole", (LEGACY, CART_POLE), SIMULATOR),
 }

@@ -193,7 +193,6 @@ def test_values_of_embodied_runs(imported, overrides, native):
         ),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
         (EMBODIED, "env.train.env_type=libero", "not carried over"),
-        (EMBODIED, "env.train.video_cfg.save_video=True", "recorded of tests only"),
         (EMBODIED, "actor.optim.critic_warmup_steps=10", "set trainer.critic_warmup"),
     ],
 )
@@ -221,6 +220,21 @@ def test_videos_are_those_of_tests(imported):
     native = imported(EMBODIED, folder, "env.eval.video_cfg.save_video=True").native
     assert native["env.eval.video_cfg.save_video"] is True
     assert native["env.eval.video_cfg.video_base_dir"] == "videos"
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("env.train.video_cfg.save_video=True", "recorded of tests only"),
+        ("env.eval.use_rel_reward=True", "the simulator's own rewards"),
+        ("env.eval.reward_coef=5.0", "the simulator's own rewards"),
+    ],
+)
+def test_what_changes_no_policy_is_noted_and_stops_no_file(imported, key, why):
+    result = imported(EMBODIED, key)
+    assert refusals(result) == {}
+    (said,) = [line.why for line in result.lines if line.key == key.partition("=")[0]]
+    assert why in said
 
 
 def test_only_gae_can_do_without_normalised_advantages(imported):

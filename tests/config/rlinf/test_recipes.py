@@ -103,13 +103,13 @@ PRESET_OF_OFT = [
     "+actor.model.attn_implementation=flash_attention_2", "+actor.model.force_musa_eager_sdpa=True",
     "+actor.model.low_cpu_mem_usage=True", "+actor.model.trust_remote_code=True",
 ]  # fmt: skip
-"""What the preset says besides what the recipe with an MLP has."""
+"""Keys of the preset that the recipe with an MLP has not."""
 OLDER = [
     "+env.channel.name=env", "+rollout.channel.queue_size=0", "+actor.channel.queue_name=replay",
     "+rollout.mode=colocate", "+rollout.generation_backend=huggingface", "+actor.tokenizer.padding_side=right",
     "+actor.tokenizer.use_fast=False",
 ]  # fmt: skip
-"""What files of the older versions say."""
+"""Keys of files of the older versions."""
 
 
 def test_a_vision_language_action_policy_is_refused_for_what_it_would_see_otherwise(tmp_path):

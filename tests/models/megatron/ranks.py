@@ -1,4 +1,4 @@
-"""What the ranks of a layout do in these tests: run a tiny model, forward and backward, beside transformers' own."""
+"""The part of each rank in these tests: run a tiny model, forward and backward, beside transformers' own."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def shards() -> dict[str, float]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is said of input that cannot work."""
+    """The errors about input that cannot work."""
     start(Layout())
     llama, empty = load_config(folder), folder.parent / "empty"
     empty.mkdir()
@@ -254,7 +254,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def redirected() -> dict[str, object]:
-    """What Megatron computes with and without the redirections, and what others see of them."""
+    """Results of Megatron with and without the redirections, and their effect on other code."""
     groups.initialize_model_parallel()
     config = transformer_config(TINY_CONFIGS["llama"](), Layout(), torch.float32, {})
     results = []

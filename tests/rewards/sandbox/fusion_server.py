@@ -14,7 +14,7 @@ FIELDS = {"compile_timeout", "run_timeout", "memory_limit_MB", "code", "stdin", 
 
 
 class Server(ThreadingHTTPServer):
-    """What it was asked, and how it misbehaves."""
+    """The requests that it got, and how it misbehaves."""
 
     daemon_threads = True
 

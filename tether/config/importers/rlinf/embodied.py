@@ -37,10 +37,9 @@ ITS_OWN = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
 SPEED = NoEffect("changes speed, and no result")
-VIDEO = Refuses("videos are recorded of tests only, with env.eval.video_cfg", fine=(False, None))
+UNSHAPED = NoEffect("returns of tests are sums of the simulator's own rewards, here")
 QUEUES = NoEffect("a queue between processes, of which there is one")
 RANGES = NoEffect("actions have the ranges of the episodes that the policy imitated, or of the action space")
-RELATIVE = Refuses("a test reports rewards as they are", fine=(False, None))
 START = "actor_rollout_ref.model.path"
 MANISKILL = "maniskill"
 ROBOT = "actor.model.policy_setup"
@@ -227,7 +226,7 @@ def _env(role: str) -> Table:
 
 _VIDEOS: Mapping[str, Table] = {
     "train": {
-        "env.train.video_cfg.save_video": VIDEO,
+        "env.train.video_cfg.save_video": NoEffect("videos are recorded of tests only, with env.eval.video_cfg"),
         "env.train.video_cfg.*": NoEffect("acts with save_video only"),
     },
     "eval": {
@@ -293,8 +292,8 @@ EMBODIED: Table = {
     "env.eval.auto_reset": NoEffect("a test counts whole episodes"),
     "env.eval.group_size": Refuses("a test begins each episode in a state of its own", fine=(1, None)),
     "env.eval.use_fixed_reset_state_ids": NoEffect("every test begins in the same states, those of env.eval.seed"),
-    "env.eval.use_rel_reward": RELATIVE,
-    "env.eval.reward_coef": Refuses("a test reports rewards as they are", fine=(1, None)),
+    "env.eval.use_rel_reward": UNSHAPED,
+    "env.eval.reward_coef": UNSHAPED,
     "runner.max_epochs": to("trainer.total_training_steps", by=training_steps),
     "runner.max_steps": to("trainer.total_training_steps", by=training_steps),
     "runner.only_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
