@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from tests.conformance.entries import CONTROL_ENGINES
+from tests.models.flow import test_policy as flows
+from tests.models.flow.fake import FakeBackbone
 from tests.training import test_control_network as networks
 from tests.training.flat_learner import OPTIONS
 from tests.training.test_control import CHUNKED, LEVELS, SPECS, chunked_samples, make_policy, make_samples
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS
+from tether.models.flow import backbone
 from tether.training.control.losses import ControlLoss
 
 LOSSES = sorted(POLICY_LOSSES.keys() - {"bypass_mode"})
@@ -48,6 +51,17 @@ def test_every_loss_of_networks_and_memories(engine, kind, name):
     samples = networks.random_samples(networks.make(kind))
     expected = gradients("flat", networks.make(kind), samples, loss)
     assert_same(expected, gradients(engine, networks.make(kind), samples, loss, micro_batch=8))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kind", [flows.KINDS[0], flows.KINDS[-1]])
+@pytest.mark.parametrize("engine", OTHERS)
+def test_every_loss_of_flows(engine, kind, name, monkeypatch):
+    monkeypatch.setattr(backbone, "make_backbone", FakeBackbone)
+    loss = ControlLoss(name, logprob_level="chunk_level", selection=SELECTION.get(name, {}), **COEFFICIENTS)
+    samples = flows.samples(flows.make(*kind))
+    expected = gradients("flat", flows.make(*kind), samples, loss)
+    assert_same(expected, gradients(engine, flows.make(*kind), samples, loss, micro_batch=5))
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -210,6 +210,24 @@ def test_weights_of_another_shape_or_kind_are_named(folder):
         read_pretrained(path)
 
 
+def test_files_that_keep_the_other_of_two_shared_weights_and_other_times(folder):
+    policy, path = folder
+    weights = load_file(path / "model.safetensors")
+    language = "model.paligemma_with_expert.paligemma."
+    tokens = weights.pop(f"{language}model.language_model.embed_tokens.weight")
+    save_file(weights | {f"{language}lm_head.weight": tokens.clone()}, path / "model.safetensors")
+    assert read_pretrained(path).sizes == dict(policy.spec.sizes)
+    other = make(policy.spec.model_type, seed=9)
+    load_weights(other, path)
+    obs = policy.inputs(shown(3))
+    noise = policy.head.noise((3,), torch.Generator().manual_seed(0))
+    assert torch.equal(policy.act(obs, noise), other.act(obs, noise))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"min_period": 0.1}))
+    with pytest.raises(ValueError, match=r"min_period=0\.1"):
+        read_pretrained(path)
+
+
 def test_a_normalization_that_is_not_known_is_named():
     assert scale_of("IDENTITY", {"mean": torch.zeros(2)}, "here") == ((0.0, 0.0), (1.0, 1.0))
     with pytest.raises(ValueError, match="here=LOG"):

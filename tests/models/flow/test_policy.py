@@ -123,7 +123,9 @@ def samples(policy, count=12):
     log_probs = policy.log_probs(obs, actions).detach().sum(dim=1, keepdim=True)
     noise, advantages = torch.randn(2, count, 1, dtype=torch.float64, generator=generator)
     values, returns = torch.randn(2, count, 2, dtype=torch.float64, generator=generator)
-    return Samples(obs, actions, log_probs + 0.1 * noise, advantages, values, returns)
+    mask = torch.rand(count, 2, generator=generator) > 0.3
+    mask[:, 0] = True
+    return Samples(obs, actions, log_probs + 0.1 * noise, advantages, values, returns, mask=mask)
 
 
 def learner(policy):

@@ -58,10 +58,9 @@ class Sizes:
         vlm, expert = f"{both}paligemma.model.language_model.", f"{both}gemma_expert.model."
         vision = f"{both}paligemma.model.vision_tower."
         patches = next(shape for name, shape in shapes.items() if name.endswith("embeddings.patch_embedding.weight"))
-        (vocab, width), (expert_mlp, expert_width) = (
-            shapes[f"{vlm}embed_tokens.weight"],
-            shapes[f"{expert}layers.0.mlp.gate_proj.weight"],
-        )
+        # Files keep one of two weights that are shared.
+        tokens = next(n for n in (f"{vlm}embed_tokens.weight", f"{both}paligemma.lm_head.weight") if n in shapes)
+        (vocab, width), (expert_mlp, expert_width) = shapes[tokens], shapes[f"{expert}layers.0.mlp.gate_proj.weight"]
         return cls(
             vlm_width=width,
             vlm_mlp=shapes[f"{vlm}layers.0.mlp.gate_proj.weight"][0],
@@ -138,6 +137,7 @@ class LerobotBackbone(nn.Module):
             n_action_steps=spec.num_action_chunks,
             max_state_dim=spec.state_dim,
             max_action_dim=spec.latent_dim,
+            tokenizer_max_length=spec.prompt_length,
             image_resolution=(spec.image_size, spec.image_size),
             train_expert_only=spec.train_expert_only,
             device="cpu",

@@ -18,6 +18,11 @@ from tether.models.flow.spec import Scale
 
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "policy_preprocessor.json"
 STATE, ACTION = "observation.state", "action"
+ASSUMED = {
+    "min_period": 4e-3, "max_period": 4.0, "time_sampling_beta_alpha": 1.5, "time_sampling_beta_beta": 1.0,
+    "time_sampling_scale": 0.999, "time_sampling_offset": 0.001,
+}  # fmt: skip
+"""Of the configuration: what is the same in every policy so far."""
 PUBLISHED_WIDTH = 2048
 """Of the PaliGemma of lerobot's own sizes."""
 KEY = "actor_rollout_ref.model.path"
@@ -53,7 +58,8 @@ def read_pretrained(folder: Path) -> Pretrained:
     """Describe the policy in a folder.
 
     Raises:
-        ValueError: it is another kind of policy, or its actions are relative to the state.
+        ValueError: it is another kind of policy, its actions are relative to the state, or its configuration is not
+            that of the published ones.
     """
     config = json.loads((folder / CONFIG).read_text())
     kind = config.get("type")
@@ -64,6 +70,9 @@ def read_pretrained(folder: Path) -> Pretrained:
             f"{KEY}={folder}: its actions are relative to the state (use_relative_actions), which is not supported. "
             "Give a policy of absolute actions."
         )
+    for name, assumed in ASSUMED.items():
+        if config.get(name, assumed) != assumed:
+            raise ValueError(f"{KEY}={folder}: {CONFIG} has {name}={config[name]}; only {assumed} is supported")
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         shapes = {_prefixed(name): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     try:
