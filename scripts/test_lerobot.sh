@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests of lerobot's pi0 and pi0.5 in under a minute. Makes their environment first, where there is none (5 GB;
+# Runs the tests of lerobot's pi0 and pi0.5 in about a minute. Makes their environment first, where there is none (5 GB;
 # see scripts/lerobot.sh). Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
