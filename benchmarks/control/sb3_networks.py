@@ -6,15 +6,13 @@ import torch
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import Tensor, nn
 
-CELL_SCALE = 10.0
-"""The bytes are numbers of objects, up to 10, of colours and of states."""
-
 
 class Features(BaseFeaturesExtractor):
     """Two convolutions and a hidden layer of 128 over MiniGrid's pictures, which actor and critic share."""
 
-    def __init__(self, observation_space) -> None:  # noqa: ANN001  # gymnasium's Dict
+    def __init__(self, observation_space, pixel_scale: float) -> None:  # noqa: ANN001  # gymnasium's Dict
         super().__init__(observation_space, features_dim=128)
+        self._scale = pixel_scale
         channels, height, width = observation_space["image"].shape  # VecTransposeImage puts channels first
         self.cnn = nn.Sequential(
             nn.Conv2d(channels, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten()
@@ -24,7 +22,7 @@ class Features(BaseFeaturesExtractor):
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
         """Picture [B, C, H, W] and one-hot direction [B, 4] -> features [B, 128]."""
-        seen = self.cnn(observations["image"].float() / CELL_SCALE)
+        seen = self.cnn(observations["image"].float() / self._scale)
         return self.hidden(torch.cat([seen, observations["direction"].flatten(1)], dim=1))
 
 

@@ -120,11 +120,16 @@ def sb3_wrapper(name: str, task: Task) -> Any:
         import minigrid  # noqa: F401  # registers the environments
         from gymnasium.wrappers import FilterObservation
 
-        return partial(FilterObservation, filter_keys=["image", "direction"])
+        inner = _wrapper_of(task) or (lambda env: env)
+        return lambda env: FilterObservation(inner(env), filter_keys=["image", "direction"])
     if task.action_masks:
         from sb3_contrib.common.wrappers import ActionMasker
 
         return partial(ActionMasker, action_mask_fn=lambda env: env.unwrapped.action_mask(env.unwrapped.s))
+    return _wrapper_of(task)
+
+
+def _wrapper_of(task: Task) -> Any:
     module, _, wrapper = task.wrapper.partition(":")
     return getattr(importlib.import_module(module), wrapper) if wrapper else None
 
@@ -152,6 +157,7 @@ def sb3_policy(name: str, task: Task) -> tuple[Any, dict[str, Any]]:
     from benchmarks.control.sb3_networks import Features
 
     network: dict[str, Any] = {"features_extractor_class": Features, "normalize_images": False, "net_arch": []}
+    network["features_extractor_kwargs"] = {"pixel_scale": task.pixel_scale}
     if task.lstm_dim is None:
         from stable_baselines3 import PPO
 

@@ -41,6 +41,8 @@ class Task:
     """Time limit, where the environment has none."""
     wrapper: str = ""
     """Around each environment, as module:Class."""
+    pixel_scale: float = 10.0
+    """MiniGrid's pictures are divided by it: numbers of objects, up to 10, of colours and of states."""
     action_masks: bool = False
     """The environment tells which choices are allowed."""
     test_episodes: int = TEST_EPISODES
@@ -60,10 +62,24 @@ TASKS = {
     "InvertedDoublePendulum-v5": Task(
         61_440, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True, value_coeff=1.0, schedule="constant"
     ),
-    # Partial views of 7 x 7 cells: a CNN, and a CNN with an LSTM where the task needs a memory.
+    # Partial views of 7 x 7 cells: a CNN, and a CNN with an LSTM where the task needs a memory. There one object in one
+    # cell decides, which numbers of objects hide and one-hot cells show.
     "MiniGrid-DoorKey-6x6-v0": Task(400_000, 16, 128, 256, 4, 1e-3, 0.01, normalize=False, sides=("tether", "sb3")),
     "MiniGrid-MemoryS7-v0": Task(
-        400_000, 16, 128, 256, 4, 1e-3, 0.01, normalize=False, lstm_dim=128, sides=("tether", "sb3")
+        393_216,
+        32,
+        128,
+        1024,
+        8,
+        1e-3,
+        0.01,
+        normalize=False,
+        lstm_dim=128,
+        share_critic=False,
+        wrapper="minigrid.wrappers:OneHotPartialObsWrapper",
+        pixel_scale=1.0,
+        sides=("tether", "sb3"),
+        test_episodes=200,
     ),
 }
 
@@ -94,6 +110,7 @@ LEARNING = {
     "T-maze": _short(
         40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, lstm_dim=64, share_critic=False, test_episodes=200
     ),
+    "MiniGrid-MemoryS7-v0": TASKS["MiniGrid-MemoryS7-v0"],
     "T-maze, no memory": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, test_episodes=200),
 }
 """The tasks of the table of `benchmarks.control.learning`; hyperparameters close to those of RL Baselines3 Zoo."""
@@ -124,6 +141,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         *([f"policy.lstm_dim={task.lstm_dim}", f"policy.share_critic={task.share_critic}"] if task.lstm_dim else []),
         *([f"env.train.max_episode_steps={task.max_episode_steps}"] if task.max_episode_steps else []),
         *([f"env.train.wrappers=[{task.wrapper}]"] if task.wrapper else []),
+        *([f"policy.pixel_scale={task.pixel_scale}"] if name.startswith("MiniGrid-") else []),
         *(["env.train.action_masks=true"] if task.action_masks else []),
         f"trainer.total_env_steps={task.steps}",
         f"trainer.seed={seed}",
