@@ -17,6 +17,8 @@ from tether.assembly import groups
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
+from tether.models.megatron import version as megatron_version
+from tether.models.megatron.version import TESTED
 from tether.runtime.ranks import RankFailed
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -145,3 +147,24 @@ def test_without_megatron_the_extra_is_named(inputs: Path, tmp_path: Path, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("megatron") else found(name))
     with pytest.raises(ValueError, match=r"strategy=megatron: needs the package megatron-core, .*'tether\[megatron\]'"):
         build_run(load_config(None, [*overrides(inputs, tmp_path, 2, 1), STRATEGY]))
+
+
+@needs_megatron
+@pytest.mark.parametrize(("installed", "message"), [("0.15.3", "needs 0.16.1 or later"), ("0.18.0", "triton")])
+def test_a_version_that_cannot_run_is_refused(
+    installed: str, message: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron_version, "version", lambda _: installed)
+    monkeypatch.setattr(megatron_version, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"megatron-core {installed}: .*{message}.*pip install"):
+        build_run(load_config(None, [*overrides(inputs, tmp_path, 2, 1), STRATEGY]))
+
+
+@pytest.mark.parametrize(("installed", "warned"), [(TESTED[0], False), (TESTED[-1], False), ("0.99.0", True)])
+def test_a_version_that_was_not_tested_is_named(
+    installed: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(megatron_version, "version", lambda _: installed)
+    monkeypatch.setattr(megatron_version, "find_spec", lambda _: object())
+    megatron_version.check_version()
+    assert (f"megatron-core {installed} was not tested" in caplog.text) == warned

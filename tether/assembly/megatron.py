@@ -21,6 +21,7 @@ from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.models.language.empty import empty_model
 from tether.models.language.load import is_gguf, load_causal_lm, load_config
 from tether.models.megatron import Layout, check
+from tether.models.megatron.version import check_version
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.objects import is_object
 from tether.training.text import ReferenceModel
@@ -104,6 +105,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
             "actor_rollout_ref.actor.strategy=megatron: needs the package megatron-core, which is not installed. "
             "Run: pip install 'tether[megatron]', or set actor_rollout_ref.actor.strategy=fsdp."
         )
+    check_version()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it misses apex and Transformer Engine, and goes on without
         families = importlib.import_module("tether.models.megatron.families")

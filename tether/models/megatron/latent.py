@@ -33,17 +33,13 @@ class KeyValueDown(nn.Module):
         return nn.functional.linear(hidden, self.weight), None
 
 
-def describe_norms(attention: Any) -> None:
-    """Put norms on the latents in Megatron's description of a layer."""
-    attention.q_layernorm = attention.kv_layernorm = Norm
-
-
 def finish_attention(attention: Any, hf_config: Any) -> None:
     """Replace parts of a layer that Megatron built."""
     inverse_frequencies, scale = rotary_of(hf_config)
     scaled = attention.config.rope_type == "yarn"
     attention.rotary_pos_emb = Rotary(inverse_frequencies, latent=True, scale=scale if scaled else None)
     attention.linear_kv_down_proj = KeyValueDown(attention.linear_kv_down_proj, attention.config)
-    for norm in (getattr(attention, "q_layernorm", None), attention.kv_layernorm):
-        if norm is not None:
-            norm.eps = _LATENT_EPS
+    # Megatron 0.18 and later build no norm of a latent where Transformer Engine does not fuse it with a projection.
+    if attention.config.q_lora_rank:
+        attention.q_layernorm = Norm(attention.config, attention.config.q_lora_rank, _LATENT_EPS)
+    attention.kv_layernorm = Norm(attention.config, attention.config.kv_lora_rank, _LATENT_EPS)

@@ -30,7 +30,7 @@ from tether.models.megatron.attention import (
 from tether.models.megatron.context import Filled, ZigZag
 from tether.models.megatron.families import check_family, has_value_bias, transformer_config
 from tether.models.megatron.head import ValueHead, replace_output_layer
-from tether.models.megatron.latent import describe_norms, finish_attention
+from tether.models.megatron.latent import finish_attention
 from tether.models.megatron.layout import Layout
 from tether.models.megatron.router import Router, with_experts
 from tether.models.megatron.transfer import Placed, export_weights, load_weights
@@ -296,13 +296,17 @@ def _layers(config: Any, stage: int | None) -> Any:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
         attention.core_attention = PackedAttention
-        if isinstance(getattr(parts.mlp, "submodules", None), MoESubmodules):
-            parts.mlp.submodules.router = Router
-        if config.multi_latent_attention:
-            describe_norms(attention)
-        elif config.qk_layernorm:
+        if (experts := _described(parts.mlp)) is not None:
+            experts.router = Router
+        if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
     return block
+
+
+def _described(mlp: Any) -> MoESubmodules | None:
+    """The parts of a mixture of experts: since Megatron 0.18 it is described by a partial call, before by a spec."""
+    parts = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
+    return parts if isinstance(parts, MoESubmodules) else None
 
 
 def _ends(chunk: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Two places where Megatron 0.16 takes Transformer Engine for installed when it is not."""
+"""Two places where Megatron takes Transformer Engine for installed when it is not."""
 
 from __future__ import annotations
 
