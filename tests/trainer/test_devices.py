@@ -92,14 +92,15 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(inputs: Pat
 
 
 SHARED = [f"{role}.ulysses_sequence_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
+PIECES = ["actor_rollout_ref.rollout.max_num_seqs=2"]
 ADAPTERS = ["actor_rollout_ref.model.lora_rank=2", "algorithm.use_kl_in_reward=True"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("both", "on_devices"),
-    [([], SHARED), (ADAPTERS, []), (ADAPTERS, SHARED)],
-    ids=["shared rows", "adapters", "adapters and shared rows"],
+    [([], [*SHARED, *PIECES]), (ADAPTERS, []), (ADAPTERS, SHARED)],
+    ids=["shared rows, prompts in pieces", "adapters", "adapters and shared rows"],
 )
 def test_other_ways_to_share_train_as_one_device(
     both: list[str], on_devices: list[str], inputs: Path, tmp_path: Path

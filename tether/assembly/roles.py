@@ -109,7 +109,8 @@ def build_roles(
             _served(config, engines["actor"], card, sources, sampling, logs, resources),
             sources.total_steps,
         )
-    sampler = ShardedSampler(groups.of["sampler"], "sampler", _of_first_rank(groups.of["sampler"], "sampler", "ends"))
+    ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
+    sampler = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
     if apart:
         sampler.load_weights(engines["actor"].export())
     return _roles(config, engines, sampler, sources.total_steps)

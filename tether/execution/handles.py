@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -200,15 +202,20 @@ class _Stored:
 class ShardedSampler:
     """Stands for a `RankSampler` on each rank, which draws for some of the prompts; see `RolloutEngine`.
 
+    Where a rank cannot sample all of its responses at a time, prompts are dealt in pieces, and a rank that is done
+    takes the next one. Pieces do not depend on who is faster, so that ranks that compute alike draw the same bits.
+
     Args:
         group: the ranks.
         part: what the sampler is called there.
         eos_token_ids: tokens that end a response.
+        max_num_seqs: responses that a rank samples at a time.
     """
 
-    def __init__(self, group: Group, part: str, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, group: Group, part: str, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._group, self._part = group, part
         self.eos_token_ids = eos_token_ids
+        self._max_num_seqs = max_num_seqs
 
     def generate(
         self,
@@ -221,17 +228,41 @@ class ShardedSampler:
     ) -> RolloutBatch:
         """See `RolloutEngine.generate`; responses are reported once all are complete, and have one turn."""
         assert partner is None, "the configuration refuses conversations on several devices"
-        dealt = [part.tolist() for part in torch.arange(len(prompts)).tensor_split(self._group.size)]
-        arguments = [([prompts[i] for i in part], sampling, _from(key, part[0] * sampling.n)) if part else None
-                     for part in dealt]  # fmt: skip
-        answers = self._group.call(self._part, "generate", arguments)
-        found = [(answer, part[0]) for answer, part in zip(answers, dealt, strict=True) if part]
-        rollout = join_rollouts([answer for answer, _ in found], [0] * len(found))
-        rollout.uid = torch.cat([answer.uid + first for answer, first in found])
+        dealt = pieces(len(prompts), self._group.size, max(1, self._max_num_seqs // sampling.n))
+        answers = self._answers(
+            [(prompts[part.start : part.stop], sampling, _from(key, part.start * sampling.n)) for part in dealt]
+        )
+        rollout = join_rollouts(answers, [0] * len(answers))
+        rollout.uid = torch.cat([answer.uid + part.start for answer, part in zip(answers, dealt, strict=True)])
         if on_finished is not None:
             for row, (ids, length) in enumerate(zip(rollout.response_ids, rollout.response_length, strict=True)):
                 on_finished(FinishedResponse(row, ids[: int(length)].tolist()))
         return rollout
+
+    def _answers(self, asked: Sequence[tuple[object, ...]]) -> list[RolloutBatch]:
+        """What ranks sample: each begins with one piece, and takes the next that is left when it is done."""
+        ranks, left = min(self._group.size, len(asked)), deque(range(len(asked)))
+        firsts = [left.popleft() for _ in range(ranks)]
+        answers: list[Any] = [None] * len(asked)
+
+        def serve(rank: int) -> None:
+            piece = firsts[rank]
+            while True:
+                arguments = [asked[piece] if other == rank else None for other in range(self._group.size)]
+                try:
+                    answers[piece] = self._group.call(self._part, "generate", arguments)[rank]
+                except BaseException:
+                    left.clear()
+                    raise
+                try:
+                    piece = left.popleft()
+                except IndexError:
+                    return
+
+        with ThreadPoolExecutor(ranks) as threads:
+            for served in [threads.submit(serve, rank) for rank in range(ranks)]:
+                served.result()
+        return answers
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`; each rank puts the actor's shards together, or reads what is stored."""
@@ -241,6 +272,26 @@ class ShardedSampler:
         else:
             moved = self._group.call(self._part, "refresh", [()] * self._group.size)
         self._group.transfers.add(WEIGHTS, sum(moved))
+
+
+def pieces(prompts: int, ranks: int, fitting: int) -> list[range]:
+    """Prompts in pieces that are smaller towards the end, the first of each rank about half of its share.
+
+    Args:
+        prompts: their number.
+        ranks: that draw for them.
+        fitting: prompts whose responses a rank samples at a time. No piece is smaller, as the rank would idle; where
+            that is a whole share, each rank has one piece.
+    """
+    share = -(-prompts // ranks)
+    if share <= fitting:
+        return [range(part[0], part[-1] + 1) for part in torch.arange(prompts).tensor_split(ranks) if len(part)]
+    dealt, first = [], 0
+    while first < prompts:
+        last = min(prompts, first + max(fitting, (prompts - first) // (2 * ranks)))
+        dealt.append(range(first, last))
+        first = last
+    return dealt
 
 
 def _from(key: NoiseKey, samples: int) -> NoiseKey:
