@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import write_inputs
+from tether.assembly import groups
 from tether.assembly.control import build_control_run
+from tether.assembly.megatron import uses_megatron
 from tether.assembly.run import build_run
 from tether.config import ConfigError, load_config
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
@@ -73,7 +76,12 @@ def test_the_text_example():
     assert config.trainer.default_local_dir == "runs/page"
 
 
-def test_the_text_example_trains(tmp_path):
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_text_example_trains(devices, tmp_path, monkeypatch):
+    """On two devices Megatron splits the matrices of actor and critic."""
+    if devices > 1:
+        pytest.importorskip("megatron.core")
+        monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     inputs = write_inputs(tmp_path)
     overrides = [
         f"rollout.model.model_path={inputs / 'model'}",
@@ -85,9 +93,13 @@ def test_the_text_example_trains(tmp_path):
         "trainer.device=cpu",
         "trainer.num_threads=1",
         "trainer.val_before_train=False",
+        f"trainer.n_gpus_per_node={devices}",
+        f"actor.model.tensor_model_parallel_size={devices}",
+        f"critic.model.tensor_model_parallel_size={devices}",
     ]
     run = build_run(load_config(HERE / "page_reasoning.yaml", overrides))
     try:
+        assert uses_megatron(run.loaded.config) == (devices > 1)
         run.trainer.fit()
     finally:
         run.close()

@@ -248,6 +248,7 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
     if chunk.post_process:
         replace_output_layer(chunk, role, has_value_bias(hf_config))
     for layer in chunk.decoder.layers:
+        assert isinstance(getattr(layer.mlp, "router", None), Router | None), "Megatron built a router of its own"
         layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)
     return chunk
 
