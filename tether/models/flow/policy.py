@@ -7,30 +7,25 @@ log-probabilities and entropies of its chains themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.models.control.actors import as_tensors
 from tether.models.control.heads import HALF_LOG_2PI, Evaluated
-from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
+from tether.models.control.memoryless_policy import MemorylessPolicy
 from tether.models.control.observations import NUMBERS, PICTURE, FlatRow, ObservationBatch, Pictures
-from tether.models.control.spec import ForwardPass, Memory, Observations, RolloutEvaluation, device_of
+from tether.models.control.spec import Observations, device_of
 from tether.models.flow import backbone as backbones
 from tether.models.flow.backbone import TOKEN_MASK, TOKENS, Prefix
 from tether.models.flow.chain import Record, log_density, step, times
 from tether.models.flow.prompts import Prompts, of_task, of_task_and_state
 from tether.models.flow.spec import FlowSpec
 from tether.models.vla.model import ValueHead
-from tether.observations import Observation, decode_text
+from tether.observations import decode_text
 
-ROWS = 64
-"""Decisions of a pass without gradients, at most."""
 TIME_ALPHA, TIME_SCALE, TIME_OFFSET = 1.5, 0.999, 0.001
 """Times of imitation are `TIME_SCALE` x Beta(`TIME_ALPHA`, 1) + `TIME_OFFSET`, as in openpi."""
 NOISE_SIZES = (128, 64)
@@ -89,7 +84,7 @@ class NoiseHead(nn.Module):
         return torch.exp(self._low + (self._high - self._low) * share)
 
 
-class FlowPolicy(nn.Module):
+class FlowPolicy(MemorylessPolicy):
     """Network, value head, and for ``flow_noise`` a head of noise.
 
     Args:
@@ -100,9 +95,7 @@ class FlowPolicy(nn.Module):
         ValueError: lerobot is not installed, or the tokenizer cannot be loaded.
     """
 
-    state_width = 0
-    """There is no memory."""
-    normalizer = None
+    max_rows = 64
 
     def __init__(self, spec: FlowSpec, seed: int) -> None:
         super().__init__()
@@ -117,12 +110,6 @@ class FlowPolicy(nn.Module):
             self.noise_head: NoiseHead | None = None
             if spec.noise_method == "flow_noise":
                 self.noise_head = NoiseHead(self.model.expert_width, spec.latent_dim, spec.noise_logvar_range)
-        self.micro_batch: int | None = None
-        """Decisions of a forward and backward pass; None: all at once."""
-
-    @property
-    def _rows(self) -> int:
-        return min(ROWS, self.micro_batch or ROWS)
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The trained parameters: of the policy, and of the value head."""
@@ -151,14 +138,6 @@ class FlowPolicy(nn.Module):
         assert isinstance(obs, TensorDict)
         prefix = self.model.prefix(obs)
         return self._outputs(prefix, actions), self._values(prefix)
-
-    def decide(self, obs: Observations, memory: Memory | None, actions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs and values, as `forward`; there is no memory."""
-        return self(obs, actions)
-
-    def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
-        """Log-probabilities [B, K * D] of recorded actions [B, K * W], differentiable."""
-        return self.head.evaluate(self(obs, actions)[0], actions).log_probs
 
     def imitation_losses(self, obs: Observations, actions: Tensor, generator: torch.Generator) -> Tensor:
         """The conditional flow-matching loss (Lipman et al. 2023) of recorded actions, [B, H * D].
@@ -223,55 +202,6 @@ class FlowPolicy(nn.Module):
             return Record(actions, None, torch.stack(states, dim=1), None).columns(spec)
         return Record(actions, chosen, before[:, None], after[:, taken[0], taken[1]]).columns(spec)
 
-    def acting(self) -> FlowActor:
-        """An actor with the current weights."""
-        return FlowActor(self)
-
-    @torch.no_grad()
-    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Tensor:
-        """Outputs [B, 2 * K * D]."""
-        pieces = zip(obs.split(self._rows), actions.split(self._rows), strict=True)
-        return torch.cat([self(*piece)[0] for piece in pieces])
-
-    @torch.no_grad()
-    def review(
-        self,
-        obs: Observations,
-        starts: Tensor,
-        state: Tensor,
-        final_obs: Observations,
-        final_at: tuple[Tensor, Tensor],
-        actions: Tensor,
-    ) -> RolloutEvaluation:
-        """Pass over a rollout: observations [M, C + 1, ...] and [F, ...], actions [M, C, K * W]."""
-        shape = actions.shape[:2]
-        pieces = zip(obs[:, :-1].flatten(0, 1).split(self._rows), actions.flatten(0, 1).split(self._rows), strict=True)
-        results = [self(*piece) for piece in pieces]
-        outputs = torch.cat([part for part, _ in results]).unflatten(0, shape)
-        if self.critic is None:
-            return RolloutEvaluation(outputs, None, None)
-        values = torch.cat([part for _, part in results if part is not None]).unflatten(0, shape)
-        values = torch.cat([values, self.values(obs[:, -1])[:, None]], dim=1)
-        return RolloutEvaluation(outputs, values, self.values(final_obs))
-
-    def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> ForwardPass:
-        """See `tether.models.control.network_policy.NetworkPolicy.run`."""
-        return forward_in_micro_batches(self, self._pieces(obs, actions))
-
-    def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
-        """Write the gradient of every trained parameter into its existing ``grad``.
-
-        Args:
-            passed: what `run` gave.
-            outputs_grad: of the loss by the outputs, [B, 2 * K * D]; None: there is none.
-            values_grad: by the values, [B, V].
-        """
-        for group in self.parameter_groups():
-            for parameter in group:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
-        backward_in_micro_batches(self, passed, outputs_grad, values_grad)
-
     def load_plain(self, weights: dict[str, Tensor]) -> None:
         """Take over weights as `plain_state` gives them; a head of noise that is not among them stays as it is."""
         own = self.state_dict()
@@ -282,10 +212,6 @@ class FlowPolicy(nn.Module):
     def plain_state(self) -> dict[str, Tensor]:
         """The weights."""
         return self.state_dict()
-
-    def _pieces(self, obs: Observations, actions: Tensor) -> Iterator[tuple[Observations, Tensor]]:
-        size = self.micro_batch or len(actions)
-        yield from zip(obs.split(size), actions.split(size), strict=True)
 
     def _values(self, prefix: Prefix) -> Tensor | None:
         if self.critic is None:
@@ -331,22 +257,3 @@ class FlowPolicy(nn.Module):
         else:
             ids, mask = (column[torch.from_numpy(which)] for column in self._prompts([of_task(task) for task in tasks]))
         return ids.unflatten(0, shape), mask.unflatten(0, shape)
-
-
-class FlowActor:
-    """The `tether.models.control.actors.Act` of a flow-matching policy.
-
-    Args:
-        policy: on any device.
-    """
-
-    def __init__(self, policy: FlowPolicy) -> None:
-        self._policy, self._device = policy, device_of(policy)
-
-    def __call__(
-        self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
-    ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
-        """See there."""
-        drawn = None if noise is None else torch.from_numpy(noise).to(self._device)
-        chosen = self._policy.act(self._policy.inputs(as_tensors(obs, self._device)), drawn)
-        return chosen.cpu().numpy(), state

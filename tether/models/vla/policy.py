@@ -7,29 +7,21 @@ outputs the scores of all bins of all of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from types import ModuleType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.models.control.actors import as_tensors
 from tether.models.control.heads import CategoricalHead
-from tether.models.control.micro_batches import backward_in_micro_batches, forward_in_micro_batches
+from tether.models.control.memoryless_policy import MemorylessPolicy
 from tether.models.control.observations import ObservationBatch
-from tether.models.control.spec import ForwardPass, Memory, Observations, RolloutEvaluation, device_of
+from tether.models.control.spec import Observations, device_of
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
-from tether.observations import Observation
-
-ROWS = 256
-"""Decisions of a pass without gradients, at most."""
 
 
-class VlaPolicy(nn.Module):
+class VlaPolicy(MemorylessPolicy):
     """Encoder, transformer and value head.
 
     Args:
@@ -37,9 +29,7 @@ class VlaPolicy(nn.Module):
         seed: of the first weights.
     """
 
-    state_width = 0
-    """There is no memory."""
-    normalizer = None
+    max_rows = 256
 
     def __init__(self, spec: VlaSpec, seed: int) -> None:
         super().__init__()
@@ -55,12 +45,6 @@ class VlaPolicy(nn.Module):
                 modules = "all-linear" if spec.target_modules == ("all-linear",) else spec.target_modules
                 options = lora.LoraOptions(spec.lora_rank, spec.lora_alpha, modules)
                 lora.add_lora(self.model.language, options)
-        self.micro_batch: int | None = None
-        """Decisions of a forward and backward pass; None: all at once."""
-
-    @property
-    def _rows(self) -> int:
-        return min(ROWS, self.micro_batch or ROWS)
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The trained parameters: of the policy, and of the value head."""
@@ -79,14 +63,6 @@ class VlaPolicy(nn.Module):
         scores, hidden = self.model(self.model.prompt(obs), actions)
         return scores.flatten(1), None if self.critic is None else self.critic(hidden)
 
-    def decide(self, obs: Observations, memory: Memory | None, actions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs and values, as `forward`; there is no memory."""
-        return self(obs, actions)
-
-    def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
-        """Log-probabilities [B, A] of actions [B, A], differentiable."""
-        return self.head.evaluate(self(obs, actions)[0], actions).log_probs
-
     @torch.no_grad()
     def values(self, obs: Observations) -> Tensor:
         """Values [B, V] of observations [B, ...]."""
@@ -101,57 +77,6 @@ class VlaPolicy(nn.Module):
         """Choose actions [N, A]; `noise` [N, A * bins] of the head, None takes the likeliest."""
         shaped = None if noise is None else noise.unflatten(1, (self.spec.action_tokens, -1))
         return self.model.choose(self.model.prompt(obs), shaped)
-
-    def acting(self) -> VlaActor:
-        """An actor with the current weights."""
-        return VlaActor(self)
-
-    @torch.no_grad()
-    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Tensor:
-        """Outputs [B, A * bins]."""
-        pieces = zip(obs.split(self._rows), actions.split(self._rows), strict=True)
-        return torch.cat([self(*piece)[0] for piece in pieces])
-
-    @torch.no_grad()
-    def review(
-        self,
-        obs: Observations,
-        starts: Tensor,
-        state: Tensor,
-        final_obs: Observations,
-        final_at: tuple[Tensor, Tensor],
-        actions: Tensor,
-    ) -> RolloutEvaluation:
-        """Pass over a rollout: observations [M, C + 1, ...] and [F, ...], actions [M, C, A]."""
-        shape = actions.shape[:2]
-        pieces = zip(obs[:, :-1].flatten(0, 1).split(self._rows), actions.flatten(0, 1).split(self._rows), strict=True)
-        results = [self(*piece) for piece in pieces]
-        outputs = torch.cat([scores for scores, _ in results]).unflatten(0, shape)
-        if self.critic is None:
-            return RolloutEvaluation(outputs, None, None)
-        values = torch.cat([piece for _, piece in results if piece is not None]).unflatten(0, shape)
-        values = torch.cat([values, self.values(obs[:, -1])[:, None]], dim=1)
-        return RolloutEvaluation(outputs, values, self.values(final_obs))
-
-    def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> ForwardPass:
-        """Say something of B decisions, for `backward`; see
-        `tether.models.control.network_policy.NetworkPolicy.run`.
-        """
-        return forward_in_micro_batches(self, self._pieces(obs, actions))
-
-    def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
-        """Write the gradient of every trained parameter into its existing ``grad``.
-
-        Args:
-            passed: what `run` gave.
-            outputs_grad: of the loss by the outputs, [B, A * bins]; None: there is none.
-            values_grad: by the values, [B, V].
-        """
-        for group in self.parameter_groups():
-            for parameter in group:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
-        backward_in_micro_batches(self, passed, outputs_grad, values_grad)
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
         """Take over weights as `plain_state` gives them; LoRA adapters and what is not among them stay."""
@@ -169,10 +94,6 @@ class VlaPolicy(nn.Module):
         state = {name: value for name, value in self.state_dict().items() if not name.startswith(prefix)}
         return state | {prefix + name: value for name, value in _lora().merged_state_dict(self.model.language).items()}
 
-    def _pieces(self, obs: Observations, actions: Tensor) -> Iterator[tuple[Observations, Tensor]]:
-        size = self.micro_batch or len(actions)
-        yield from zip(obs.split(size), actions.split(size), strict=True)
-
 
 def _lora() -> ModuleType:
     try:
@@ -182,22 +103,3 @@ def _lora() -> ModuleType:
             f"actor_rollout_ref.model.lora_rank: adapters need the package {error.name}. "
             "Run: pip install 'tether[lora]'"
         ) from error
-
-
-class VlaActor:
-    """The `tether.models.control.actors.Act` of a vision-language-action policy.
-
-    Args:
-        policy: on any device.
-    """
-
-    def __init__(self, policy: VlaPolicy) -> None:
-        self._policy, self._device = policy, device_of(policy)
-
-    def __call__(
-        self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
-    ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
-        """See there."""
-        drawn = None if noise is None else torch.from_numpy(noise).to(self._device)
-        chosen = self._policy.act(self._policy.inputs(as_tensors(obs, self._device)), drawn)
-        return chosen.cpu().numpy(), state
