@@ -126,7 +126,7 @@ def _scale_of_rows(rows: Array, model_type: str) -> Scale:
 
 
 def _scale_of_space(actions: ContinuousActions) -> Scale:
-    """What brings the bounds to -1 and 1; a column without bounds stays as it is."""
+    """Offset and scale that bring the bounds to -1 and 1; a column without bounds stays as it is."""
     low, high = (np.array(bound or (np.inf,) * actions.width) for bound in (actions.low, actions.high))
     bounded = np.isfinite(low) & np.isfinite(high)
     low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)

@@ -176,7 +176,7 @@ def code_of(policy: Policy) -> ActionCode | None:
 
 
 def _known_of(policy: Policy) -> Bounds | dict[str, object] | None:
-    """What `new_policy` is told of the policy that a run starts from."""
+    """Options of `new_policy` that follow from the policy that a run starts from."""
     if isinstance(policy, _WITHOUT_TRANSFORMERS):
         return None
     spec = policy.spec

@@ -240,7 +240,7 @@ class ShardedSampler:
         return rollout
 
     def _answers(self, asked: Sequence[tuple[object, ...]]) -> list[RolloutBatch]:
-        """What ranks sample: each begins with one piece, and takes the next that is left when it is done."""
+        """The answer to each piece: every rank begins with one, and takes the next that is left when it is done."""
         ranks, left = min(self._group.size, len(asked)), deque(range(len(asked)))
         firsts = [left.popleft() for _ in range(ranks)]
         answers: list[Any] = [None] * len(asked)

@@ -79,7 +79,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the network has made of B observations before it denoises."""
+    """B observations as the network encodes them, once for all denoising steps."""
 
     critic_input: Tensor
     """[B, F]: no noise reaches it: pi0's token of the state; pi0.5's mean of all tokens of pictures and prompt."""

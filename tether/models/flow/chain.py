@@ -82,7 +82,7 @@ def log_density(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of the chains of B decisions."""
+    """The parts of the chains of B decisions that are kept."""
 
     actions: Tensor
     """[B, K, D]: the end of the chain, as far as the environment takes it."""

@@ -45,7 +45,7 @@ class Pretrained:
     """Columns of an action that it was trained on; None: the file does not say."""
     sizes: dict[str, int] | None
     action_scale: Scale | None
-    """None: no statistics are beside it."""
+    """None: the folder has no statistics."""
     state_scale: Scale | None
 
 
