@@ -1,3 +1,5 @@
+import os
+import sys
 from functools import partial
 
 import pytest
@@ -25,6 +27,16 @@ def test_a_good_file(reward):
     assert reward(GOOD, scale=2)(**CALL) == 6
     assert reward("def f(**kwargs):\n    return sorted(kwargs)", "f")(**CALL) == sorted(CALL)
     assert isinstance(reward("class F:\n    def __call__(self, **kw): ...\nf = F()", "f"), partial)
+
+
+def test_a_change_within_a_second_is_read(tmp_path, monkeypatch):
+    """Also one that keeps the size, where Python would take the bytecode of before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for factor in ("1", "2"):
+        (tmp_path / "reward.py").write_text(GOOD.replace("scale *", f"{factor} *"))
+        os.utime(tmp_path / "reward.py", (1e9, 1e9))
+        assert load_reward_function(tmp_path / "reward.py", "compute_score", {})(**CALL) == 3 * int(factor)
+    assert [file.name for file in tmp_path.iterdir()] == ["reward.py"]
 
 
 def test_a_dataclass_in_the_file_works(reward):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from tether.spelling import ask, closest, did_you_mean
 
@@ -55,10 +56,12 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
         raise ValueError(f"{key}={path}: is a folder. Name a Python file in it.")
     if not file.exists():
         raise ValueError(f"{key}={missing_file(file)}")
-    name = f"{key.replace('.', '_')}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise ValueError(f"{key}={path}: is not a Python file; its name must end in .py")
+    name = f"{key.replace('.', '_')}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Source(name, str(file)))
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     try:
@@ -72,3 +75,10 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
         tail = traceback.format_exc(limit=-1).strip()
         raise ValueError(f"{key}={path}: importing the file failed:\n{tail}") from error
     return module
+
+
+class _Source(SourceFileLoader):
+    """Reads the file itself: Python takes bytecode for current after a change within a second that keeps the size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
