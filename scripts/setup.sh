@@ -4,6 +4,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${TETHER_VENV:-.venv}"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-echo "installing tether[$1] into $venv ..."
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$1]"
+made="$PWD [$1] $(cat pyproject.toml constraints.txt | cksum)"
+# pip takes seconds to find that nothing is missing; whatever else installs or removes a package touches site-packages.
+if [ "$(cat "$venv/made" 2> /dev/null)" != "$made" ] || [ -n "$(find "$venv"/lib/python*/site-packages -maxdepth 0 -newer "$venv/made")" ]; then
+  echo "installing tether[$1] into $venv ..."
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$1]"
+  echo "$made" > "$venv/made"
+fi
 export PATH="$(cd "$venv" && pwd)/bin:$PATH"

@@ -5,5 +5,7 @@
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 # Large pages: see tether/runtime/huge_pages.py.
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1
-# A file of tests stays in one process, which keeps what its fixtures made.
-exec python -m pytest -n logical --maxprocesses 4 --dist loadfile "$@"
+# Else each of hundreds of processes compiles tether anew.
+unset PYTHONDONTWRITEBYTECODE
+# A file of tests stays in one process, which keeps what its fixtures made; tests/conftest.py says in which order.
+exec python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

