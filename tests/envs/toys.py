@@ -106,13 +106,14 @@ class Allowed(gymnasium.Env):
 
     Args:
         tells: the info holds the mask: always, but for the end of an episode; "once": at a reset only; False: never.
+        cut: that end is a truncation.
     """
 
     observation_space = spaces.Box(-1, 1, (1,), np.float32)
     action_space = spaces.MultiDiscrete([4, 3])
 
-    def __init__(self, tells=True):
-        self._tells = tells
+    def __init__(self, tells=True, cut=False):
+        self._tells, self._cut = tells, cut
 
     def _now(self, of):
         self._allowed = [self.np_random.permutation(n) < self.np_random.integers(1, n + 1) for n in (4, 3)]
@@ -129,7 +130,7 @@ class Allowed(gymnasium.Env):
         reward = sum(choice == np.flatnonzero(a)[-1] for a, choice in zip(self._allowed, action, strict=True)) / 2
         self._t += 1
         if self._t == 4:
-            return np.zeros(1, np.float32), reward, True, False, {}
+            return np.zeros(1, np.float32), reward, not self._cut, self._cut, {}
         obs, info = self._now("step")
         return obs, reward, False, False, info
 

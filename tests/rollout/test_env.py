@@ -15,7 +15,7 @@ from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import ENVS, LIMIT, MAKERS  # noqa: E402
 from tether.algorithms import episodic_gae  # noqa: E402
 from tether.batch import Episode  # noqa: E402
-from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
+from tether.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
 from tether.envs.protocol import DiscreteActions, EnvStep  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
 from tether.rollout.env import evaluation  # noqa: E402
@@ -101,6 +101,74 @@ def test_what_is_not_finite_is_named_in_a_test_of_the_policy(poison, what):
     env._envs[1].unwrapped._poison_at = 4
     with pytest.raises(ValueError, match=f"tether/Countdown-v0: {what} in environment 1 at step 4"):
         evaluate(env, act, 2, seed=0)
+
+
+class OddAtFirst(toys.Countdown):
+    """What a reset, or the step `at`, shows is not finite; for actions that are numbers, which then are not, either."""
+
+    def __init__(self, space, at=0):
+        super().__init__()
+        self.action_space, self._odd = space, at
+
+    def _obs(self):
+        return super()._obs() * (np.nan if self._t == self._odd else 1)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("space", [gymnasium.spaces.Discrete(2), gymnasium.spaces.Box(-1, 1, (1,))], ids=str)
+def test_what_is_not_finite_is_not_blamed_on_the_policy(space, at):
+    def follows(obs, noise, state):  # as networks do
+        return (obs["state"] if isinstance(space, gymnasium.spaces.Box) else act(obs, noise, state)[0]), state
+
+    def env():
+        return make_vector_env(EnvOptions(name, 2, init_params={"space": space, "at": at}))
+
+    if (name := "tether/OddAtFirst-v0") not in gymnasium.registry:
+        gymnasium.register(name, entry_point=OddAtFirst)
+    said = rf"OddAtFirst-v0: .*the observation \(state\) is nan in environment 0 at step {at}\. Fix the environment"
+    collector = EnvCollector(env(), steps=4)
+    collector.restart(seed=0)
+    with pytest.raises(ValueError, match=said):
+        collector.collect(follows, torch.zeros(1, 4, 2, 1))
+    with pytest.raises(ValueError, match=said):
+        evaluate(env(), follows, 2, seed=0)
+
+
+class Stuck(toys.Allowed):
+    """After two steps no alternative of the second choice is allowed; the episode ends then, or goes on."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self._ends = ends
+
+    def step(self, action):
+        self._t += 1
+        mask = (np.ones(4, np.int8), np.full(3, self._t < 2, np.int8))
+        return np.zeros(1, np.float32), 0.0, self._ends and self._t == 2, False, {"action_mask": mask}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_mask_that_allows_nothing_is_named_unless_the_episode_ends_with_it(ends):
+    def both(obs, noise, state):
+        return np.zeros((len(state), 2), dtype=np.int64), state
+
+    def env():
+        view = View(action_masks=True)
+        return make_vector_env(EnvOptions(name, 2, init_params={"ends": ends}, max_episode_steps=4, view=view))
+
+    if (name := "tether/Stuck-v0") not in gymnasium.registry:
+        gymnasium.register(name, entry_point=Stuck)
+    collector = EnvCollector(env(), steps=5)
+    collector.restart(seed=0)
+    if ends:
+        assert len(collector.collect(both, torch.zeros(1, 5, 2, 1)).episodes) == 4
+        assert len(evaluate(env(), both, 4, seed=0)) == 4
+        return
+    said = r"Stuck-v0: action_mask allows none of the alternatives of a choice in environment 0 at step 2\. Fix"
+    with pytest.raises(ValueError, match=said):
+        collector.collect(both, torch.zeros(1, 5, 2, 1))
+    with pytest.raises(ValueError, match=said):
+        evaluate(env(), both, 2, seed=0)
 
 
 def test_a_test_whose_episodes_never_end_can_be_stopped(monkeypatch):

@@ -15,6 +15,7 @@ from tether.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
 from tether.models.control.mlp_policy import make_policy  # noqa: E402
 from tether.models.control.spec import PolicySpec  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
+from tether.rollout.env.agent import Agent  # noqa: E402
 
 MASKS = ["env.train.action_masks=True", "env.train.max_steps_per_rollout_epoch=12"]
 
@@ -24,7 +25,10 @@ def _toys():
     toys.register()
 
 
-@pytest.mark.parametrize("more", [[], ["policy.lstm_dim=8"], ["policy.share_critic=True"]], ids=str)
+CUT = ["env.train.init_params.cut=True"]  # an episode that is cut tells no more of its masks than one that ends
+
+
+@pytest.mark.parametrize("more", [[], ["policy.lstm_dim=8"], ["policy.share_critic=True"], CUT], ids=str)
 def test_choices_are_learned_among_those_that_are_allowed(more, tmp_path):
     # What is worth most depends on the mask alone, and any other choice ends the run with an error.
     assert learned(tmp_path, "Allowed", 20, *MASKS, *more) == 4
@@ -76,6 +80,18 @@ def test_probabilities_are_those_among_what_is_allowed(more, tmp_path, monkeypat
     last = policy.network.actor if "network" in more else policy.actor
     assert torch.equal(last.bias.grad.bool(), torch.tensor([True, False, True, False, False]))
     assert all(parameter.grad.isfinite().all() for parameter in policy.parameters() if parameter.grad is not None)
+
+
+def test_a_policy_that_is_asked_where_nothing_is_allowed_says_so():
+    space = gymnasium.spaces.Dict(
+        action_mask=gymnasium.spaces.MultiBinary(5), state=gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    )
+    policy = make_policy(PolicySpec(2, (3, 2), 2, layout=LAYOUT, hidden_dim=4), seed=0)
+    agent = Agent(policy, space, gymnasium.spaces.MultiDiscrete([3, 2]), "one")
+    mask = np.array([[0, 0, 1, 0, 1], [0, 0, 0, 1, 1]], dtype=np.int8)
+    assert agent.predict({"state": np.zeros(2, np.float32), "action_mask": mask[0]}).tolist() == [2, 1]
+    with pytest.raises(ValueError, match=r"observation: action_mask allows none .* of a choice in row 1; allow one"):
+        agent.predict({"state": np.zeros((2, 2), np.float32), "action_mask": mask})
 
 
 def test_the_mask_of_now_is_shown_beside_what_was_shown():

@@ -48,7 +48,7 @@ class MaskedActions(Wrapper):
             ValueError: there is no mask, or not one of the actions.
         """
         obs, reward, terminated, truncated, info = self.env.step(action)
-        if terminated and ACTION_MASK not in info:
+        if (terminated or truncated) and ACTION_MASK not in info:
             info = info | {ACTION_MASK: np.ones(self._size, dtype=np.int8)}
         return self._with_mask(obs, info, "a step"), reward, terminated, truncated, info
 

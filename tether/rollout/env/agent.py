@@ -14,7 +14,8 @@ from tether.envs.gymnasium_types import Raw, Space
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.models.control import Policy
-from tether.observations import Array
+from tether.observations import ACTION_MASK, Array
+from tether.rollout.env.episodes import NOTHING_ALLOWED, allows_nothing
 
 
 class Agent:
@@ -65,8 +66,8 @@ class Agent:
                 nothing and decide on single actions need not be told.
 
         Raises:
-            ValueError: the observation does not fit the space, holds a number that is not finite, or has another number
-                of rows than the last one while the policy remembers something.
+            ValueError: the observation does not fit the space, holds a number that is not finite or a mask that allows
+                nothing, or has another number of rows than the last one while the policy remembers something.
         """
         rows = batch_size(self._space, observation)
         count = 1 if rows is None else rows
@@ -77,6 +78,10 @@ class Agent:
                 raise ValueError(
                     f"observation: entry {entry} of {name} in row {row} is {part[row, entry]}; give finite numbers"
                 )
+        if ACTION_MASK in parts:
+            stuck = allows_nothing(parts[ACTION_MASK], self._policy.spec.choices)
+            if stuck.any():
+                raise ValueError(f"observation: {NOTHING_ALLOWED} in row {int(np.argmax(stuck))}; allow one of them")
         self._begin(count, np.broadcast_to(np.asarray(begins, dtype=np.bool_), (count,)))
         asked = self._carried_out == self._chunk
         if asked.any():

@@ -18,8 +18,8 @@ from torch import Tensor
 from tether.batch import EnvBatch, Episode
 from tether.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
 from tether.models.control import Act
-from tether.observations import Array, Observation, copied
-from tether.rollout.env.episodes import EpisodeTracker, broken, raised_at
+from tether.observations import ACTION_MASK, Array, Observation, copied
+from tether.rollout.env.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
 from tether.types import StateDict
 
 Finals = list[tuple[int, int, Observation]]
@@ -151,7 +151,7 @@ class EnvCollector:
             seeds: for each of the E times, begin new episodes with this seed; empty: go on.
 
         Raises:
-            ValueError: an observation or a reward is not finite; names environment and step.
+            ValueError: an observation or a reward is not finite, or a mask allows nothing; names environment and step.
         """
         episodes: list[Episode] = []
         finals: Finals = []
@@ -186,9 +186,13 @@ class EnvCollector:
         rows.valid.fill(True)
         rows.success.fill(False)
         self._tells_success, self._told = False, {}
-        finals = self._play(act, noise.numpy(), rows)
+        try:
+            finals = self._play(act, noise.numpy(), rows)
+        except ValueError:  # of an action that is not finite, perhaps since what it answers is not: then that is said
+            self._refuse(_not_finite(rows, []))
+            raise
         rows.starts[:, -1] = self._fresh
-        self._check(rows.obs, rows.rewards, finals)
+        self._refuse(_not_finite(rows, finals) + self._stuck(rows))
         self._done += self.steps
         success = rows.success if self._tells_success else None
         episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success, self._told)
@@ -246,24 +250,36 @@ class EnvCollector:
                 parts[name][number] = part
         return TensorDict({name: torch.from_numpy(part) for name, part in parts.items()}, batch_size=[len(finals)])
 
-    def _check(self, obs: Observation, rewards: Floats, finals: Finals) -> None:
-        bad = [
-            (t, n, f"entry {i} of the observation ({name}) is {part[n, t + 1, i]}")
-            for name, part in obs.items()
-            if part.dtype.kind == "f"
-            for n, t, i in _bad(part[:, 1:])
-        ]
-        bad += [(t, n, f"the reward is {rewards[n, t]}") for n, t in _bad(rewards)]
-        bad += [
-            (t, n, f"entry {i} of the last observation ({name}) is {part[i]}")
-            for n, t, row in finals
-            for name, part in row.items()
-            if part.dtype.kind == "f"
-            for (i,) in _bad(part)
-        ]
+    def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
+        """Where a decision was asked for and nothing was allowed."""
+        if ACTION_MASK not in rows.obs or not isinstance(self.env.actions, DiscreteActions):
+            return []
+        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], self.env.actions.choices) & rows.valid
+        return [(t, n, NOTHING_ALLOWED) for n, t in np.argwhere(nothing).tolist()]
+
+    def _refuse(self, bad: list[tuple[int, int, str]]) -> None:
         if bad:
             t, n, what = min(bad)
-            raise ValueError(broken(self.env.id, what, n, self._done + t + 1))
+            raise ValueError(broken(self.env.id, what, n, self._done + t))
+
+
+def _not_finite(rows: _Rows, finals: Finals) -> list[tuple[int, int, str]]:
+    """Step, environment and what is not finite; rows that were not reached hold an earlier rollout, or nothing."""
+    bad = [
+        (t, n, f"entry {i} of the observation ({name}) is {part[n, t, i]}")
+        for name, part in rows.obs.items()
+        if part.dtype.kind == "f"
+        for n, t, i in _bad(part)
+    ]
+    bad += [(t + 1, n, f"the reward is {rows.rewards[n, t]}") for n, t in _bad(rows.rewards)]
+    bad += [
+        (t + 1, n, f"entry {i} of the last observation ({name}) is {part[i]}")
+        for n, t, row in finals
+        for name, part in row.items()
+        if part.dtype.kind == "f"
+        for (i,) in _bad(part)
+    ]
+    return bad
 
 
 def _row(obs: Observation, n: int) -> Observation:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tether.batch import Episode
+from tether.observations import ACTION_MASK, Array
 from tether.types import StateDict
 
 
@@ -92,9 +93,19 @@ class raised_at:  # a class: a generator would cost as much as a step of a cheap
 
 
 def broken(env_id: str, what: str, number: int, step: int) -> str:
-    """The error for a number that is not finite in environment `number`."""
-    fix = "Fix the environment, or end its episodes before it diverges."
+    """The error for what nobody can learn from in environment `number`; step 0 is the first reset."""
+    fix = "Fix the environment, or end its episodes before that."
     return f"{env_id}: {what} in environment {number} at step {step}. {fix}"
+
+
+NOTHING_ALLOWED = f"{ACTION_MASK} allows none of the alternatives of a choice"
+
+
+def allows_nothing(mask: Array, choices: Sequence[int]) -> NDArray[np.bool_]:
+    """Whether of one of the choices all alternatives are forbidden: [...] of a mask [..., sum(choices)]."""
+    firsts = np.cumsum((0, *choices[:-1]))
+    forbidden: NDArray[np.bool_] = ~np.logical_or.reduceat(mask, firsts, axis=-1).all(axis=-1)
+    return forbidden
 
 
 def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float | None = None) -> dict[str, float]:

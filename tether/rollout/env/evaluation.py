@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tether.batch import Episode
-from tether.envs import EnvStep, VectorEnv
+from tether.envs import DiscreteActions, Flags, VectorEnv
 from tether.models.control import Act
-from tether.rollout.env.episodes import EpisodeTracker, broken, raised_at
+from tether.observations import ACTION_MASK, Array, Observation
+from tether.rollout.env.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
 from tether.runtime.interrupt import give_up_if_interrupted
 
 PATIENT_STEPS = 20_000
@@ -45,7 +46,7 @@ def evaluate(
         state_width: of the policy's memory, which each episode begins without.
 
     Raises:
-        ValueError: a reward or an observation is not finite; names environment and step.
+        ValueError: a reward or an observation is not finite, or a mask allows nothing; names environment and step.
         Interrupted: a signal asks the run to stop, and no episode ends.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
@@ -53,6 +54,7 @@ def evaluate(
     tracker = EpisodeTracker(env.num_envs)
     obs, episodes = env.reset(seed), list[Episode]()
     state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
+    _check(env.id, {}, obs, 0)
     if watch is not None:
         watch()
     done, last_end, last_number, warned = 0, time.monotonic(), 0, False
@@ -60,6 +62,7 @@ def evaluate(
         give_up_if_interrupted(last_end, "no episode of the test ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
+        stuck = _stuck(env, obs)
         if done - last_number > PATIENT_STEPS and not warned:
             warned = True
             warnings.warn(
@@ -72,9 +75,11 @@ def evaluate(
             done += 1
             with raised_at(env.id, done):
                 step = env.step(actions)
-            _check(env.id, step, done)
+            _check(env.id, {"the reward": step.reward}, step.obs, done)
             ended = step.terminated | step.truncated
             valid = np.ones_like(ended) if step.valid is None else step.valid
+            if (stuck & valid).any():
+                raise ValueError(broken(env.id, NOTHING_ALLOWED, int(np.argmax(stuck & valid)), done - 1))
             fresh = (fresh & ~valid) | ended
             success = None if step.success is None else step.success[:, None]
             told = {name: column[:, None] for name, column in (step.told or {}).items()}
@@ -93,9 +98,16 @@ def evaluate(
     return episodes
 
 
-def _check(env_id: str, step: EnvStep, number: int) -> None:
-    parts = [(f"the observation ({name})", part) for name, part in step.obs.items() if part.dtype.kind == "f"]
-    for name, part in (("the reward", step.reward), *parts):
+def _check(env_id: str, numbers: dict[str, Array], obs: Observation, number: int) -> None:
+    parts = {f"the observation ({name})": part for name, part in obs.items() if part.dtype.kind == "f"}
+    for name, part in (numbers | parts).items():
         if not (fine := np.isfinite(part)).all():
             at = np.argwhere(~fine)[0]
             raise ValueError(broken(env_id, f"{name} is {part[tuple(at)]}", at[0], number))
+
+
+def _stuck(env: VectorEnv, obs: Observation) -> Flags:
+    """Where nothing is allowed, which does not matter to an environment that waits."""
+    if ACTION_MASK in obs and isinstance(env.actions, DiscreteActions):
+        return allows_nothing(obs[ACTION_MASK], env.actions.choices)
+    return np.zeros(env.num_envs, dtype=np.bool_)
