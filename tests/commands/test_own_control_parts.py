@@ -10,10 +10,12 @@ import torch
 gymnasium = pytest.importorskip("gymnasium")
 
 import tether  # noqa: E402
+from tests.invariants.test_both_loops import warnings_of  # noqa: E402
 from tests.trainer.loops import Control, assert_same_run, contents  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
 from tether.assembly.named_inputs import missing_inputs  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
+from tether.runtime.user_files import definition  # noqa: E402
 
 MINE = '''
 import gymnasium
@@ -58,6 +60,11 @@ class OldStep(Corridor):
 class Outside(Corridor):
     def _seen(self):
         return np.zeros(3)
+
+
+class ClosesBadly(Corridor):
+    def close(self):
+        raise OSError("no display")
 
 
 class NoSpaces(Corridor):
@@ -116,6 +123,33 @@ NUMBER = 3
 '''
 
 
+COUNTS = """
+import dataclasses
+import os
+from pathlib import Path
+import gymnasium
+
+with (Path(__file__).parent / "imports").open("a") as file:
+    file.write(f"{os.getpid()} ")
+
+
+@dataclasses.dataclass
+class State:
+    steps: int = 0
+
+
+class Counts(gymnasium.Wrapper):
+    def __init__(self, env):
+        super().__init__(env)
+        self.state = State()
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.state.steps += 1
+        return obs, float(reward) + self.state.steps % 7, terminated, truncated, info
+"""
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
@@ -158,6 +192,28 @@ def test_a_signal_changes_nothing(file: Path, tmp_path: Path) -> None:
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
 
 
+@pytest.mark.parametrize("more", [[], ["env.train.vectorization=subprocess", "env.train.num_workers=2"]], ids=str)
+def test_the_state_of_wrappers_of_a_file_is_saved(more: list[str], tmp_path: Path) -> None:
+    """A process imports the file once, whatever names it, so that what it defines is one class, and can be pickled."""
+    (file := tmp_path / "wrapper.py").write_text(COUNTS)
+    loop, said = Control(), list[str]()
+    more = [f"env.train.wrappers=[{file}:Counts]", f"env.eval.wrappers=[{file}:Counts]", *more]
+    loop.train(loop.overrides(tmp_path / "whole", *more), before=warnings_of(said))
+    loop.train(loop.overrides(tmp_path / "parts", *more), until=3)
+    loop.train(loop.overrides(tmp_path / "parts", *more))
+    assert not said
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    processes = (tmp_path / "imports").read_text().split()
+    assert len(processes) == len(set(processes)) > 0
+
+
+def test_a_file_that_has_changed_is_imported_again(tmp_path: Path) -> None:
+    (file := tmp_path / "numbers.py").write_text("one = 1")
+    assert definition(f"{file}:one", "a.key") == 1
+    file.write_text("one = 11")
+    assert definition(f"{file}:one", "a.key") == 11
+
+
 def test_environments_of_ones_own_in_subprocesses(file: Path, tmp_path: Path) -> None:
     named = [f"env.train.id={file}:corridor", "env.train.vectorization=subprocess", "env.train.num_workers=2"]
     run = tether.train(overrides=settings(tmp_path / "run", *named, "trainer.total_training_steps=1"))
@@ -189,7 +245,11 @@ def test_objects_train_as_the_same_things_in_files(file: Path, mine: dict[str, A
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OldStep", r"reset\(seed=0\) and a step do not give what Gymnasium's do.*not enough values to unpack"),
+        ("ClosesBadly", r"reset\(seed=0\), a step and close\(\) do not give .* and None\. OSError: no display"),
+        (
+            "OldStep",
+            r"reset\(seed=0\), a step and close\(\) do not give what Gymnasium's do.*not enough values to unpack",
+        ),
         ("Outside", r"reset gives array\(\[0., 0., 0.\]\), which is not in Box"),
         ("a_number", "gives int; expected a gymnasium.Env"),
         ("raises", "a call with no arguments .* raised KeyError: 'license'"),

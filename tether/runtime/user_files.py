@@ -41,8 +41,14 @@ def definition(name: str, key: str) -> object:
     return found[attribute]
 
 
+_imported: dict[Path, tuple[bytes, ModuleType]] = {}
+"""File -> its text when it was imported, and what that gave."""
+
+
 def import_python_file(path: str | Path, key: str) -> ModuleType:
-    """Import a Python file of the user's.
+    """Import a Python file of the user's: once, as long as it does not change, however many keys name it.
+
+    Else what it defines would be several classes of one name, with data of their own, of which one can be pickled.
 
     Args:
         path: the file; ``~`` is the home directory.
@@ -58,7 +64,11 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
         raise ValueError(f"{key}={missing_file(file)}")
     if file.suffix != ".py":
         raise ValueError(f"{key}={path}: is not a Python file; its name must end in .py")
-    name = f"{key.replace('.', '_')}_{file.stem}"
+    name, resolved, text = f"{key.replace('.', '_')}_{file.stem}", file.resolve(), file.read_bytes()
+    before = _imported.get(resolved)
+    if before and before[0] == text:
+        sys.modules[name] = before[1]  # a checkpoint may know it by this name
+        return before[1]
     spec = importlib.util.spec_from_file_location(name, file, loader=_Source(name, str(file)))
     assert spec is not None
     assert spec.loader is not None
@@ -74,6 +84,7 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
     ) as error:  # whatever a user's module raises while it is imported is one and the same problem
         tail = traceback.format_exc(limit=-1).strip()
         raise ValueError(f"{key}={path}: importing the file failed:\n{tail}") from error
+    _imported[resolved] = text, module
     return module
 
 
