@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -167,6 +168,32 @@ def test_an_environment_that_hangs_in_this_process_is_an_error(where):
     with pytest.raises(RuntimeError, match=r"Hangs-v0 took more than env\.train\.timeout=0\.5 s .*=subprocess"):
         env.step(NOTHING[:2])
     env.close()
+
+
+class ClosesBadly(toys.Countdown):
+    closed = 0
+
+    def __init__(self, how):
+        super().__init__()
+        self._how = how
+
+    def close(self):
+        type(self).closed += 1
+        time.sleep(600 * (self._how == "hangs"))
+        raise OSError("no such display")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"), [("raises", "OSError: no such"), ("hangs", r"RuntimeError: .*timeout=0\.5 s .* to close")]
+)
+def test_an_environment_that_cannot_be_closed_is_a_warning(how, says, monkeypatch):
+    monkeypatch.setattr(ClosesBadly, "closed", 0)
+    if "tether/ClosesBadly-v0" not in gymnasium.registry:
+        gymnasium.register("tether/ClosesBadly-v0", entry_point=ClosesBadly)
+    env = make_vector_env(EnvOptions("tether/ClosesBadly-v0", 2, timeout=0.5, init_params={"how": how}))
+    with pytest.warns(RuntimeWarning, match=f"ClosesBadly-v0 could not be closed. {says}"):
+        env.close()
+    assert ClosesBadly.closed == 2
 
 
 def test_an_environment_that_exits_does_not_end_the_run_as_if_it_were_done(monkeypatch):

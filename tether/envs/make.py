@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 from urllib.parse import parse_qsl
@@ -226,12 +226,6 @@ def _import_simulator(options: EnvOptions) -> None:
             load_env_creator(entry)
 
 
-@cache
-def _definitions(file: str, key: str) -> dict[str, object]:
-    """An object of a file of the user's, which is imported once per process."""
-    return vars(import_python_file(file, key))
-
-
 def _own(options: EnvOptions) -> Callable[..., Any] | None:
     """The user's function that an id names; None: it names a registered environment. Its file is imported."""
     module, _, name = options.id.rpartition(":")
@@ -244,7 +238,7 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
         return None
     if name in gymnasium.registry:
         return None
-    definitions = _definitions(module, f"{options.role}.id")
+    definitions = vars(import_python_file(module, f"{options.role}.id"))
     if name in gymnasium.registry:  # by the file
         return None
     if not callable(found := definitions.get(name)):
@@ -278,20 +272,20 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(env, name, None), gymnasium.Space):
             raise ValueError(f"{where}: its {name} is {space!r:.80}; expected a gymnasium.Space")
-    with closing(env):
-        try:
+    try:
+        with closing(env):
             obs, _ = env.reset(seed=0)
             env.action_space.seed(0)
             after, reward, _, _, _ = env.step(env.action_space.sample())
             float(reward)
-        except (Exception, SystemExit) as error:
-            raise ValueError(
-                f"{where}: reset(seed=0) and a step do not give what Gymnasium's do: (observation, info) and "
-                f"(observation, reward, terminated, truncated, info). {type(error).__name__}: {error}"
-            ) from error
-        for name, seen in (("reset", obs), ("step", after)):
-            if not env.observation_space.contains(seen):
-                raise ValueError(f"{where}: {name} gives {seen!r:.80}, which is not in {env.observation_space}")
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{where}: reset(seed=0), a step and close() do not give what Gymnasium's do: (observation, info), "
+            f"(observation, reward, terminated, truncated, info) and None. {type(error).__name__}: {error}"
+        ) from error
+    for name, seen in (("reset", obs), ("step", after)):
+        if not env.observation_space.contains(seen):
+            raise ValueError(f"{where}: {name} gives {seen!r:.80}, which is not in {env.observation_space}")
 
 
 def make_one(options: EnvOptions) -> Env:
@@ -429,7 +423,10 @@ def _find(options: EnvOptions) -> EnvSpec:
         importlib.import_module(module)
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    known = [*gymnasium.registry, *(_definitions(module, f"{options.role}.id") if module.endswith(".py") else ())]
+    known = [
+        *gymnasium.registry,
+        *(vars(import_python_file(module, f"{options.role}.id")) if module.endswith(".py") else ()),
+    ]
     fix = did_you_mean(name, known, count=3) or " gymnasium.pprint_registry() lists those that there are."
     if name.endswith(".py"):
         fix = f" Of a file give {name}:FUNCTION or {name}:ID."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import gymnasium
 import numpy as np
@@ -162,8 +163,9 @@ class SyncVectorEnv:
 
     def close(self) -> None:
         """See `VectorEnv.close`."""
-        for env in self._envs:
-            env.close()
+        with ExitStack() as all_of_them:  # the others, too, where one raises
+            for env in self._envs:
+                all_of_them.callback(env.close)
 
     def _write(self, rows: Observation, i: int, obs: Raw) -> None:
         try:

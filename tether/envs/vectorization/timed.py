@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 from tether.envs.protocol import EnvStep, VectorEnv
 from tether.observations import Array, Observation
 from tether.runtime.late_calls import LateCalls
 
 
 class TimedEnv:
-    """Ends a step or a reset that takes too long in an error; everything else is the environments' own.
+    """Ends a step or a reset that takes too long in an error, and closing that does in a warning.
+
+    Everything else is the environments' own.
 
     Args:
         env: environments that step in this process.
@@ -20,7 +24,7 @@ class TimedEnv:
         self._env = env
         self._calls = LateCalls(
             timeout,
-            f"{env.id} took more than {role}.timeout={timeout:g} s for a step or a reset. Raise it, or set "
+            f"{env.id} took more than {role}.timeout={timeout:g} s for a step, a reset or to close. Raise it, or set "
             f"{role}.vectorization=subprocess, where a process that hangs is replaced.",
         )
 
@@ -56,6 +60,13 @@ class TimedEnv:
             self._calls.end()
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
-        self._calls.close()
-        self._env.close()
+        """See `VectorEnv.close`; what fails is a warning: there is nothing more that is asked of them."""
+        self._calls.begin()
+        try:
+            self._env.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the code of a user's class raises)
+            what = f"{self._env.id} could not be closed. {type(error).__name__}: {error}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+        finally:
+            self._calls.end()
+            self._calls.close()
