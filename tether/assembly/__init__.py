@@ -12,6 +12,7 @@ __all__ = [
     "control",
     "generator",
     "named_inputs",
+    "policies",
     "reward_training",
     "run",
     "standalone",

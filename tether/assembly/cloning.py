@@ -13,7 +13,7 @@ import numpy as np
 
 from tether.assembly.control import env_options, make_env, view_of
 from tether.assembly.flow_policies import scales_of_data
-from tether.assembly.policies import Bounds, code_of, new_policy, saved_policy
+from tether.assembly.policies import code_of, new_policy, saved_policy
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.data.demonstrations import Demonstration
@@ -21,6 +21,7 @@ from tether.data.lerobot import read_dataset
 from tether.envs import DiscreteActions, VectorEnv
 from tether.models.control import Policy
 from tether.models.flow import FlowSpec
+from tether.models.vla import VlaSpec
 from tether.observations import Array, Observation, played
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
@@ -120,9 +121,9 @@ def build_cloning(
         bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
         scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
         policy = new_policy(config, env, bounds or scales)
-    if bounds:
-        actions = [_bins(bounds).encode(columns) for columns in actions]
     spec = policy.spec
+    if isinstance(spec, VlaSpec):  # of a published policy they may be its own
+        actions = [_bins(spec).encode(columns) for columns in actions]
     chunk = spec.horizon if isinstance(spec, FlowSpec) else spec.num_action_chunks
     learned, apart = split_episodes(len(episodes), held_out, config.trainer.seed)
 
@@ -138,15 +139,15 @@ def build_cloning(
     return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
 
 
-def _bounds(actions: list[Array], quantiles: tuple[float, float]) -> Bounds:
+def _bounds(actions: list[Array], quantiles: tuple[float, float]) -> dict[str, object]:
     bins = importlib.import_module("tether.envs.spaces.action_bins").ActionBins.of_data(
         np.concatenate(actions), quantiles
     )
-    return bins.low, bins.high
+    return {"low": bins.low, "high": bins.high}
 
 
-def _bins(bounds: Bounds) -> Any:
-    return importlib.import_module("tether.envs.spaces.action_bins").ActionBins(*bounds)
+def _bins(spec: VlaSpec) -> Any:
+    return importlib.import_module("tether.envs.spaces.action_bins").ActionBins(spec.low, spec.high)
 
 
 def _unchanged(actions: Array) -> Array:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tether.assembly.flow_policies import SET_BY_RUN, fields_of, new_flow_policy, pretrained_folder
+from tether.assembly import flow_policies, vla_policies
 from tether.assembly.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.checkpoints import find_checkpoint
 from tether.config import RunConfig
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
     from tether.envs.spaces.coded import ActionCode
 
 START = "actor_rollout_ref.model.path"
-Bounds = tuple[tuple[float, ...], tuple[float, ...]]
-"""Lowest and highest of each column of an action."""
-SET_BY_CHECKPOINT = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules", *SET_BY_RUN)
+SET_BY_CHECKPOINT = (
+    "value_width",
+    "low",
+    "high",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    *flow_policies.SET_BY_RUN,
+)
 """Fields of a policy's shape in which the one that a run starts from may be another."""
 
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
@@ -42,7 +49,7 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
         ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
     """
     path = config.actor_rollout_ref.model.path
-    if not path or (config.policy.model_type in FLOW_TYPES and pretrained_folder(config)):
+    if not path or _brings_its_own_weights(config):
         return new_policy(config, env)
     start = saved_policy(Path(path), START)
     policy = new_policy(config, env, _known_of(start))
@@ -52,23 +59,30 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
     return policy
 
 
-def new_policy(config: RunConfig, env: VectorEnv, known: Bounds | Mapping[str, object] | None = None) -> Policy:
+def _brings_its_own_weights(config: RunConfig) -> bool:
+    """The run starts from a folder in the layout of others, which a new policy loads."""
+    kind = config.policy.model_type
+    if kind in FLOW_TYPES:
+        return flow_policies.pretrained_folder(config) is not None
+    return kind in VLA_TYPES and vla_policies.published_folder(config) is not None
+
+
+def new_policy(config: RunConfig, env: VectorEnv, known: Mapping[str, object] | None = None) -> Policy:
     """A policy for the environment, with the weights of the seed.
 
     Args:
         config: the configuration.
         env: the environment.
-        known: the bounds of the action tokens of a vision-language-action policy, or fields of the shape of a
-            flow-matching one; None: those of the environment's actions.
+        known: fields of the shape of a vision-language-action policy, or of a flow-matching one, that are known
+            already.
 
     Raises:
         ValueError: what the environment shows, or its actions, are not for this kind of policy.
     """
     if config.policy.model_type in VLA_TYPES:
-        return _new_vla(config, env, known if isinstance(known, tuple) else None)
+        return vla_policies.new_vla_policy(config, env, _value_width(config), known)
     if config.policy.model_type in FLOW_TYPES:
-        fields = known if isinstance(known, Mapping) else None
-        return new_flow_policy(config, env, _value_width(config), fields)
+        return flow_policies.new_flow_policy(config, env, _value_width(config), known)
     policy, actions = config.policy, env.actions
     refuse_texts(env, policy.model_type)
     if policy.use_sde and isinstance(actions, DiscreteActions):
@@ -152,6 +166,26 @@ def saved_policy(path: Path, key: str) -> Policy:
     return load_policy(checkpoint / POLICY)
 
 
+def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
+    """What writes a policy into a folder in the layout of the published policy that it began as.
+
+    Raises:
+        ValueError: it began as none, or the folder of that one is gone.
+    """
+    network = None if isinstance(policy, _WITHOUT_TRANSFORMERS) else getattr(policy.spec, "network", None)
+    if network is None:
+        raise ValueError(
+            f"{checkpoint}: its policy did not begin as a published OpenVLA policy, whose layout is written"
+        )
+    source = Path(network.tokenizer)
+    if not source.is_dir():
+        raise ValueError(
+            f"{checkpoint}: the folder {source} is gone, from which the files beside the weights are taken"
+        )
+    pretrained = importlib.import_module("tether.models.vla.pretrained")
+    return partial(pretrained.write_published, policy, source)
+
+
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     """The environments as the policy acts in them: where it has a code for actions, they take that."""
     code = code_of(policy)
@@ -175,48 +209,12 @@ def code_of(policy: Policy) -> ActionCode | None:
     return found
 
 
-def _known_of(policy: Policy) -> Bounds | dict[str, object] | None:
+def _known_of(policy: Policy) -> dict[str, object] | None:
     """Options of `new_policy` that follow from the policy that a run starts from."""
     if isinstance(policy, _WITHOUT_TRANSFORMERS):
         return None
     spec = policy.spec
-    return fields_of(spec) if isinstance(spec, FlowSpec) else (spec.low, spec.high)
-
-
-def _new_vla(config: RunConfig, env: VectorEnv, bounds: Bounds | None) -> Policy:
-    if not isinstance(env.actions, ContinuousActions):
-        raise ValueError(
-            f"policy.model_type={config.policy.model_type}: its action tokens stand for numbers, and the actions of "
-            f"{env.id} are choices. Use mlp_policy or cnn_policy."
-        )
-    if bounds is None:
-        checked = importlib.import_module("tether.envs.spaces.action_bins").check_bounds(
-            env.id, env.actions.low, env.actions.high
-        )
-        bounds = checked.low, checked.high
-    policy, model = config.policy, config.actor_rollout_ref.model
-    if any(part.kind == "image" for part in env.layout):
-        find_pictures(env, policy.model_type)
-    fields: Mapping[str, object] = {
-        "model_type": policy.model_type,
-        "layout": env.layout,
-        "action_width": env.actions.width,
-        "low": bounds[0],
-        "high": bounds[1],
-        "num_action_chunks": policy.num_action_chunks,
-        "value_width": _value_width(config),
-        "hidden_dim": policy.hidden_dim,
-        "num_layers": policy.num_layers,
-        "num_heads": policy.num_heads,
-        "temperature": policy.temperature,
-        "lora_rank": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "target_modules": model.target_modules,
-    }
-    # Imported where it is asked for: transformers takes seconds to load, and peft is an extra.
-    spec = importlib.import_module("tether.models.vla.spec").VlaSpec(**fields)
-    made: Policy = importlib.import_module("tether.models.vla.policy").VlaPolicy(spec, config.trainer.seed)
-    return made
+    return flow_policies.fields_of(spec) if isinstance(spec, FlowSpec) else vla_policies.fields_of(spec)
 
 
 def _if_other(size: int, actors: int) -> int | None:

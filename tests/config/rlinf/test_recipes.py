@@ -112,13 +112,24 @@ OLDER = [
 """Keys of files of the older versions."""
 
 
-def test_a_vision_language_action_policy_is_refused_for_what_it_would_see_otherwise(tmp_path):
+def test_keys_of_openvla_oft_are_taken_over_and_what_it_cannot_do_is_refused_by_name(tmp_path):
     path = write_recipe(tmp_path, "maniskill_ppo_mlp")
     imported = import_file(path, parse_overrides([*PRESET_OF_OFT, *OLDER])[0])
     assert imported.problems == ()
-    assert {problem.path for problem in imported.refusals()} == {"actor.model.center_crop"}
-    assert imported.native["policy.model_type"] == "openvla_oft"
-    others = {"center_crop": "False", "use_film": "True", "lora_path": "elsewhere", "implement_version": "official"}
+    assert imported.refusals() == []
+    taken = {
+        "model_type": "openvla_oft", "unnorm_key": "libero_10_no_noops", "center_crop": True, "max_prompt_length": 50,
+    }  # fmt: skip
+    assert {name: imported.native[f"policy.{name}"] for name in taken} == taken
+    others = {
+        "use_film": "True", "use_proprio": "True", "lora_path": "elsewhere", "implement_version": "official",
+        "attn_implementation": "sdpa",
+    }  # fmt: skip
     changed = [f"actor.model.{name}={value}" for name, value in others.items()]
     found = import_file(path, parse_overrides([*PRESET_OF_OFT, *changed])[0]).refusals()
-    assert {problem.path for problem in found} == {f"actor.model.{name}" for name in list(others)[1:]}
+    assert {problem.path for problem in found} == {f"actor.model.{name}" for name in others}
+    # OpenVLA attends alike with all of them, and other policies do not read these keys.
+    one = [*PRESET_OF_OFT, "actor.model.attn_implementation=sdpa", "actor.model.model_type=openvla"]
+    assert import_file(path, parse_overrides(one)[0]).refusals() == []
+    other = import_file(path, parse_overrides([*PRESET_OF_OFT, *changed, "actor.model.model_type=mlp_policy"])[0])
+    assert not {f"policy.{name}" for name in ("unnorm_key", "center_crop", "max_prompt_length")} & set(other.native)

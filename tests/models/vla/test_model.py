@@ -61,7 +61,7 @@ def test_cached_steps_are_the_whole_pass():
     scores, _ = model(prompt, bins)
     for count in range(bins.shape[1]):  # by hand: the whole sequence so far, each time from its beginning
         tokens = model.language.get_input_embeddings()(model.spec.vocab_size - 1 - bins[:, :count])
-        out = model.language(inputs_embeds=torch.cat([prompt, tokens], dim=1)).logits[:, -1]
+        out = model.language(inputs_embeds=torch.cat([prompt.embedded, tokens], dim=1)).logits[:, -1]
         by_id = out[:, model.spec.vocab_size - 1 - torch.arange(ACTION_BINS)] / 0.7
         torch.testing.assert_close(scores[:, count], by_id)
 
@@ -126,7 +126,7 @@ def test_every_part_of_the_prompt_is_read(change):
 def test_the_prompt_is_what_it_is_said_to_be():
     model = make("openvla")
     obs, _, _ = inputs()
-    prompt = model.prompt(obs)
+    prompt = model.prompt(obs).embedded
     embed = model.language.get_input_embeddings().weight
     pictures = 2 * 3  # 8 x 12, halved twice
     assert prompt.shape == (5, 1 + pictures + 1 + 5 + 1, 32)

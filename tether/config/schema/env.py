@@ -35,6 +35,7 @@ FLOW = ActsIf(".model_type", on=FLOW_TYPES, own_function=False)
 FIXED_NOISE = ActsIf(".noise_method", on=("flow_sde", "flow_cps"))
 LEARNED_NOISE = ActsIf(".noise_method", on=("flow_noise",))
 TRANSFORMER = ActsIf(".model_type", on=VLA_TYPES, own_function=False)
+PROMPTED = ActsIf(".model_type", on=(*VLA_TYPES, *FLOW_TYPES), own_function=False)
 OWN_TOO = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"))
 FILMED = ActsIf(".save_video", on=(True,))
 
@@ -157,6 +158,10 @@ class PolicyConfig(Section):
     """Attention heads of the transformer."""
     temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
     """Of the softmax over action tokens, in acting and in learning."""
+    unnorm_key: Annotated[Name | None, TRANSFORMER] = None
+    """Dataset whose statistics scale the actions of a published OpenVLA policy; null: its only one. (OpenVLA's key.)"""
+    center_crop: Annotated[bool, TRANSFORMER] = False
+    """Show a published OpenVLA policy the middle of pictures only, as fine-tuned ones expect. (OpenVLA's key.)"""
     num_steps: Annotated[Positive, FLOW] = 4
     """Denoising steps of a flow. (RLinf's key, as are the next ones but the two last.)"""
     noise_method: Annotated[Literal["flow_sde", "flow_noise", "flow_cps"], FLOW] = "flow_sde"
@@ -175,8 +180,8 @@ class PolicyConfig(Section):
     """Of random steps: sum, the density of the chain; or RLinf's mean over start and steps. (tether's own key.)"""
     tokenizer_path: Annotated[str | None, FLOW] = None
     """Folder of the tokenizer of a flow's prompts; null: beside the weights, or else bytes. (tether's own key.)"""
-    max_prompt_length: Annotated[Positive | None, FLOW] = None
-    """Tokens of a new flow's prompt, cut or padded to it; null: of the longest, with a tokenizer 200. (Own key.)"""
+    max_prompt_length: Annotated[Positive | None, PROMPTED] = None
+    """Tokens of the prompt of a new flow (null: the longest, or 200) or of a published OpenVLA policy (null: 50)."""
     lstm_dim: Annotated[Positive | None, NETWORK] = None
     """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
     activation: Annotated[Literal["tanh", "relu", "elu"], OWN_TOO] = "tanh"

@@ -217,7 +217,7 @@ def _empty_policy(file: Path) -> Policy:
             flowing: Policy = flow.FlowPolicy(flow.FlowSpec(**fields), seed=0)
             return flowing
         vla = importlib.import_module("tether.models.vla.policy")  # transformers takes seconds to load
-        policy: Policy = vla.VlaPolicy(vla.VlaSpec(**fields), seed=0)
+        policy: Policy = vla.VlaPolicy(vla.VlaSpec.of_fields(fields), seed=0)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: not the shape of a policy ({error}). {OTHER_VERSION}") from error
     return policy

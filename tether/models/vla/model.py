@@ -1,14 +1,8 @@
-"""The networks of a vision-language-action policy.
+"""The networks of a small vision-language-action policy, made and trained from nothing.
 
-What the transformer reads, with A action tokens::
+Its transformer reads, before the action tokens (`tether.models.vla.decoder`)::
 
-    [begin] [picture tokens] [numbers] [text bytes] [end] [action token 1] ... [action token A - 1]
-                                                      |          |
-                                        predicts token 1      token 2      ...
-
-OpenVLA (Kim et al. 2024) reads its own tokens one after the other. OpenVLA-OFT (Kim et al. 2025) reads A - 1
-placeholders in their place, so that one pass gives all tokens. The value is read off the end of the prompt, which sees
-no action.
+    [begin] [picture tokens] [numbers] [text bytes] [end]
 """
 
 from __future__ import annotations
@@ -19,11 +13,12 @@ from itertools import pairwise
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tether.models.control.observations import NUMBERS, PICTURE, TEXT, FlatRow, ObservationBatch, Pictures
 from tether.models.control.spec import Observations
-from tether.models.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
+from tether.models.vla.decoder import ActionDecoder, Prompt
+from tether.models.vla.spec import BEGIN, END, FIRST_BYTE, VlaSpec
 
 CHANNELS = (32, 64, 128)
 """Of the encoder's first layers; later ones are as wide as the last."""
@@ -85,7 +80,7 @@ class ValueHead(nn.Module):
         return self.layers(hidden)
 
 
-class VlaModel(nn.Module):
+class VlaModel(ActionDecoder):
     """Encoder, transformer and the embeddings between them; the first weights come from torch's global generator.
 
     Args:
@@ -93,8 +88,7 @@ class VlaModel(nn.Module):
     """
 
     def __init__(self, spec: VlaSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         width = spec.hidden_dim
         config = LlamaConfig(
             vocab_size=spec.vocab_size,
@@ -127,8 +121,8 @@ class VlaModel(nn.Module):
             read[TEXT] = obs[self.spec.text]
         return TensorDict(read, batch_size=numbers.shape[:-1])
 
-    def prompt(self, obs: Observations) -> Tensor:
-        """The embedded prompt before the action tokens of B observations of `inputs`, [B, P, E]."""
+    def prompt(self, obs: Observations) -> Prompt:
+        """The embedded prompts of B observations of `inputs`."""
         assert isinstance(obs, TensorDict)
         embed = self.language.get_input_embeddings()
         marks = embed(torch.tensor([[BEGIN, END]], device=obs[NUMBERS].device)).expand(len(obs), -1, -1)
@@ -139,56 +133,4 @@ class VlaModel(nn.Module):
             parts.append(self.numbers(obs[NUMBERS])[:, None])
         if self.spec.text is not None:
             parts.append(embed(obs[TEXT].long() + FIRST_BYTE))
-        return torch.cat([*parts, marks[:, 1:]], dim=1)
-
-    def forward(self, prompt: Tensor, bins: Tensor) -> tuple[Tensor, Tensor]:
-        """Score all action tokens in one pass.
-
-        Args:
-            prompt: [B, P, E].
-            bins: [B, A]: those that were chosen, which OpenVLA reads.
-
-        Returns:
-            Scores [B, A, bins] over the temperature, and the hidden state at the end of the prompt [B, E].
-        """
-        following = self._following(bins[:, :-1])
-        hidden = self._hidden(torch.cat([prompt, following], dim=1))[:, prompt.shape[1] - 1 :]
-        return self.scores(hidden), hidden[:, 0]
-
-    def end_of_prompt(self, prompt: Tensor) -> Tensor:
-        """The hidden state [B, E] that values are read off."""
-        return self._hidden(prompt)[:, -1]
-
-    def choose(self, prompt: Tensor, noise: Tensor | None) -> Tensor:
-        """Sample action bins [B, A] one after the other, or all at once.
-
-        Args:
-            prompt: [B, P, E].
-            noise: Gumbel noise [B, A, bins]; None takes the likeliest.
-        """
-        if self.placeholders is not None:
-            unread = torch.zeros(len(prompt), self.spec.action_tokens, dtype=torch.int64)
-            scores, _ = self(prompt, unread)
-            return (scores if noise is None else scores + noise).argmax(dim=-1)
-        cache, chosen, inputs = DynamicCache(), list[Tensor](), prompt
-        for number in range(self.spec.action_tokens):
-            scores = self.scores(self._hidden(inputs, cache)[:, -1])
-            chosen.append((scores if noise is None else scores + noise[:, number]).argmax(dim=-1))
-            inputs = self._following(chosen[-1][:, None])
-        return torch.stack(chosen, dim=1)
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Scores [..., bins] of the bins, which are the last ids backwards; no other token can be chosen."""
-        weight = self.language.get_output_embeddings().weight[-ACTION_BINS:].flip(0)
-        return hidden @ weight.T / self.spec.temperature
-
-    def _following(self, bins: Tensor) -> Tensor:
-        """The tokens behind the prompt: bins [B, n] as tokens, or placeholders."""
-        if self.placeholders is not None:
-            return self.placeholders.expand(len(bins), -1, -1)
-        return self.language.get_input_embeddings()(self.spec.vocab_size - 1 - bins)
-
-    def _hidden(self, inputs: Tensor, cache: object = None) -> Tensor:
-        """Last hidden states [B, S, E]; a cache holds what stands before and is added to."""
-        out = self.language.model(inputs_embeds=inputs, past_key_values=cache, use_cache=cache is not None)
-        return out.last_hidden_state
+        return Prompt(torch.cat([*parts, marks[:, 1:]], dim=1))

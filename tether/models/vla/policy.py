@@ -18,15 +18,19 @@ from tether.models.control.memoryless_policy import MemorylessPolicy
 from tether.models.control.observations import ObservationBatch
 from tether.models.control.spec import Observations, device_of
 from tether.models.vla.model import ValueHead, VlaModel
+from tether.models.vla.published import PublishedModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
 
 
 class VlaPolicy(MemorylessPolicy):
-    """Encoder, transformer and value head.
+    """Network and value head.
 
     Args:
         spec: the shape.
-        seed: of the first weights.
+        seed: of the first weights; those of a published network are none before they are loaded.
+
+    Raises:
+        ValueError: the tokenizer of a published network cannot be loaded.
     """
 
     max_rows = 256
@@ -37,7 +41,7 @@ class VlaPolicy(MemorylessPolicy):
         self.head = CategoricalHead((ACTION_BINS,) * spec.action_tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = VlaModel(spec)
+            self.model = VlaModel(spec) if spec.network is None else PublishedModel(spec, spec.network)
             self.critic = ValueHead(spec.hidden_dim, spec.value_width) if spec.value_width else None
             if spec.lora_rank:
                 lora = _lora()

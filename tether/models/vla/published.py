@@ -1,0 +1,147 @@
+"""The network of published OpenVLA and OpenVLA-OFT policies (Kim et al. 2024, 2025).
+
+Its transformer reads, before the action tokens (`tether.models.vla.decoder`)::
+
+    [begin] [patches of the picture] [tokens of the prompt]
+
+Two vision transformers read the picture, each in colours of its own; their tokens, side by side, go through a
+perceptron into the width of the transformer, which is Llama 2. Prompts are padded to one length, between the patches
+and their first token; nothing sees the padding, and positions do not count it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
+
+from tether.models.control.observations import PICTURE, ObservationBatch, Pictures
+from tether.models.control.spec import Observations
+from tether.models.vla.decoder import ActionDecoder, Prompt
+from tether.models.vla.prompts import PADDING, Prompts
+from tether.models.vla.spec import Network, Resize, VlaSpec
+from tether.models.vla.vit import Vit, VitSpec
+from tether.observations import decode_text
+
+CROPPED = 0.9
+"""Share of a picture that is left of it, of fine-tuned policies: they have learned from random crops of this size."""
+BEGIN = 1
+"""Llama's id of the beginning, where a configuration names none."""
+TOKENS = "tokens"
+FEATURIZERS = ("featurizer", "fused_featurizer")
+
+
+class PublishedModel(ActionDecoder):
+    """Vision transformers, projector and Llama; its weights are to be loaded.
+
+    Args:
+        spec: the shape.
+        network: the shape of its networks.
+
+    Raises:
+        ValueError: the tokenizer cannot be loaded.
+    """
+
+    def __init__(self, spec: VlaSpec, network: Network) -> None:
+        super().__init__(spec)
+        self._network = network
+        self._pictures = Pictures(spec.layout, spec.pictures)
+        self._prompts = Prompts(network.tokenizer, network.prompt_length)
+        self.language, self.vision_backbone, self.projector = make_networks(network)
+        self._begin = BEGIN if self.language.config.bos_token_id is None else self.language.config.bos_token_id
+        zeros = torch.zeros(spec.action_tokens - 1, spec.hidden_dim) if spec.model_type == "openvla_oft" else None
+        self.register_buffer("placeholders", zeros, persistent=False)
+
+    def inputs(self, obs: ObservationBatch) -> TensorDict:
+        """Pictures of bytes [..., channels, height, width] and ids of the prompt [..., L]."""
+        pictures = self._pictures(obs)
+        assert self.spec.text is not None
+        codes = obs[self.spec.text]
+        found, which = np.unique(codes.flatten(0, -2).cpu().numpy(), axis=0, return_inverse=True)
+        ids = self._prompts([decode_text(text) for text in found])[torch.from_numpy(which.reshape(-1))]
+        tokens = ids.unflatten(0, codes.shape[:-1]).to(pictures.device)
+        return TensorDict({PICTURE: pictures, TOKENS: tokens}, batch_size=codes.shape[:-1])
+
+    def prompt(self, obs: Observations) -> Prompt:
+        """The embedded prompts of B observations of `inputs`."""
+        assert isinstance(obs, TensorDict)
+        embed, tokens = self.language.get_input_embeddings(), obs[TOKENS]
+        begin = torch.full_like(tokens[:, :1], self._begin)
+        patches = [self._patches(picture) for picture in obs[PICTURE].split(3, dim=1)]
+        embedded = torch.cat([embed(begin), *patches, embed(tokens.clamp(min=0))], dim=1)
+        kept = nn.functional.pad(tokens != PADDING, (embedded.shape[1] - tokens.shape[1], 0), value=True)
+        return Prompt(embedded, kept)
+
+    def _patches(self, picture: Tensor) -> Tensor:
+        """Bytes [B, 3, height, width] -> [B, P, E]."""
+        picture = picture.to(self.language.dtype)
+        if self.spec.center_crop:
+            picture = center_crop(picture)
+        seen = [
+            vit(normalized(picture, shape, self._network.resize))
+            for vit, shape in zip(self.vision_backbone.values(), self._network.vits, strict=True)
+        ]
+        projected: Tensor = self.projector(torch.cat(seen, dim=2))
+        return projected
+
+
+def make_networks(network: Network) -> tuple[LlamaForCausalLM, nn.ModuleDict, nn.Sequential]:
+    """Transformer, vision transformers and projector, whose weights are none yet."""
+    with no_init_weights():  # of 7 billion, they would take minutes
+        language = LlamaForCausalLM(llama_config(network.text_config))
+        vits = {name: Vit(vit) for name, vit in zip(FEATURIZERS, network.vits, strict=False)}
+        width = sum(vit.width for vit in network.vits)
+        return language, nn.ModuleDict(vits), _projector(width, language.config.hidden_size, len(vits))
+
+
+def llama_config(text_config: Mapping[str, object]) -> LlamaConfig:
+    """The configuration of the transformer; what is not said is as in Llama 2's 7 billion."""
+    config: LlamaConfig = LlamaConfig.from_dict(dict(text_config))
+    return config
+
+
+def _projector(width: int, out: int, vits: int) -> nn.Sequential:
+    """OpenVLA's: of one vision transformer's tokens two layers, of two a wider one before them."""
+    widths = [width, out, out] if vits == 1 else [width, 4 * width, out, out]
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number in range(1, len(widths)):
+        if number > 1:
+            layers[f"act_fn{number - 1}"] = nn.GELU()
+        layers[f"fc{number}"] = nn.Linear(widths[number - 1], widths[number])
+    return nn.Sequential(layers)
+
+
+def center_crop(picture: Tensor) -> Tensor:
+    """The middle of pictures [B, 3, H, W] in their old size: a part of `CROPPED` of the area, whole bytes.
+
+    Like TensorFlow's `crop_and_resize`, by which OpenVLA is tested: the corners of the part are those of the result.
+    """
+    side = math.sqrt(CROPPED)
+    box = torch.tensor([[side, 0.0, 0.0], [0.0, side, 0.0]], dtype=picture.dtype, device=picture.device)
+    grid = nn.functional.affine_grid(box.expand(len(picture), 2, 3), list(picture.shape), align_corners=True)
+    return nn.functional.grid_sample(picture, grid, align_corners=True).clamp(0, 255).round()
+
+
+def normalized(picture: Tensor, vit: VitSpec, resize: Resize) -> Tensor:
+    """Colours [B, 3, size, size] as a vision transformer expects them, of bytes [B, 3, height, width]."""
+    mean, std = (picture.new_tensor(column)[:, None, None] for column in (vit.mean, vit.std))
+    if resize == "letterbox":
+        picture = letterbox(picture, (mean * 255).int().to(picture))
+    size = (vit.image_size, vit.image_size)
+    if picture.shape[2:] != size:
+        picture = nn.functional.interpolate(picture, size, mode="bicubic", antialias=True).clamp(0, 255).round()
+    return (picture / 255 - mean) / std
+
+
+def letterbox(picture: Tensor, colour: Tensor) -> Tensor:
+    """Pictures [B, 3, H, W] with a border of the colour [3, 1, 1] that makes them square, but for one pixel."""
+    height, width = picture.shape[2:]
+    above, beside = ((max(height, width) - side) // 2 for side in (height, width))
+    return nn.functional.pad(picture - colour, (beside, beside, above, above)) + colour
