@@ -29,6 +29,9 @@ class Part:
     def refuse(self, why: str) -> None:
         raise ValueError(why)
 
+    def divide(self, value: float) -> float:
+        return value / 0
+
     def speak(self, line: str) -> None:
         print(line, flush=True)
 

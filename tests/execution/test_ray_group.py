@@ -100,6 +100,13 @@ def test_an_error_of_a_rank_names_it(group: RayGroup) -> None:
 
 
 @pytest.mark.slow
+def test_a_bug_in_a_rank_comes_with_its_traceback(group: RayGroup) -> None:
+    says = r"(?s)^rank 1: ZeroDivisionError: .*parts\.py\", line \d+, in divide.*value / 0"
+    with pytest.raises(ValueError, match=says):
+        group.call("part", "divide", [None, (1.0,)])
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,19 @@ def test_without_a_template_ids_may_be_read(inputs: Path, tmp_path: Path) -> Non
     train(overrides(inputs, tmp_path / "run", *more, "trainer.total_training_steps=1"))
 
 
+def test_ids_of_another_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> None:
+    """It would score other texts than the policy wrote, and nothing would show it."""
+    path = save_tiny_reward_model(tmp_path / "rm")
+    saved = json.loads((path / "tokenizer.json").read_text())
+    words = saved["model"]["vocab"]
+    words["!"], words["A"] = words["A"], words["!"]
+    (path / "tokenizer.json").write_text(json.dumps(saved))
+    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
+    says = r"input_tokenizer=null: .*rm has another tokenizer .*token \d+ is 'A', .*'!'\)"
+    with pytest.raises(ValueError, match=says):
+        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+
+
 def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its random scores are faults; texts cannot be read as ids."""
     loaded = load_config(None, overrides(inputs, tmp_path, "reward_model.max_length=600"))

@@ -54,7 +54,7 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
     if is_gguf(path):
         raise ValueError(f"reward_model.model.path={path}: a GGUF file holds no reward model; name a directory")
     settings = load_config(path, trust_remote_code=model.trust_remote_code)
-    check_reward_model(path, settings)
+    check_reward_model(f"reward_model.model.path={path}", settings)
     own = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
     if model.input_tokenizer is not None and not own.chat_template:
         raise ValueError(
@@ -69,6 +69,8 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
             f"reward_model.model.path={path}: its vocabulary has {vocabulary} tokens, and {whose} {len(own)}. Take the "
             "tokenizer that it was trained with, or resize its embeddings."
         )
+    if model.input_tokenizer is None:
+        _check_same_tokens(config, path, policy_tokenizer)
 
 
 def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewards:
@@ -134,6 +136,23 @@ def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
         vocabulary=text.vocab_size,
         max_length=config.reward_model.max_length or text.max_position_embeddings,
     )
+
+
+def _check_same_tokens(config: RunConfig, path: Path | str, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse to read the policy's ids where the reward model's own tokenizer, if it has one, writes others."""
+    try:
+        own = _tokenizer(config, path)
+    except ValueError:  # it needs none
+        return
+    text_of = {id_: token for token, id_ in own.get_vocab().items()}
+    added = policy_tokenizer.get_added_vocab().keys() | own.get_added_vocab().keys()  # a padding token may differ
+    for token, id_ in sorted(policy_tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
+        if id_ in text_of and token != text_of[id_] and not {token, text_of[id_]} & added:
+            raise ValueError(
+                f"reward_model.model.input_tokenizer=null: {path} has another tokenizer than the policy (token {id_} "
+                f"is {text_of[id_]!r}, the policy's {token!r}), so it would not read what the policy wrote. Leave the "
+                "key out: responses are then decoded, and written by its own tokenizer and chat template."
+            )
 
 
 def _tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:

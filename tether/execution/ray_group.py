@@ -244,7 +244,7 @@ class RayGroup:
             lost.instead = cause.instead
             return self._ended(lost)
         if not _lost_the_others(cause):
-            return self._failed(what, None, RankFailed)
+            return self._failed(what + (_where(error) if kind else ""), None, RankFailed)
         failed = self._failed(what, None)
         self._write_stacks()  # the others may hang still
         return failed
@@ -352,6 +352,12 @@ def _error_of(ref: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
+
+
+def _where(error: RayError) -> str:
+    """The rank's traceback, for an error that its text alone does not explain."""
+    lines = [line for line in str(error).splitlines() if line.startswith("  ")]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _lost_the_others(error: Exception) -> bool:

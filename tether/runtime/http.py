@@ -109,14 +109,14 @@ def post_json(url: str, body: object, headers: Mapping[str, str], within: float)
         content = response.read(MAX_ANSWER + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = (
-            f"not done within {within:.3g} s" if late.is_set() or isinstance(error, TimeoutError) else _words(error)
+            f"no answer within {within:.3g} s" if late.is_set() or isinstance(error, TimeoutError) else _words(error)
         )
         raise NoAnswer(reason) from error
     finally:
         watch.cancel()
         connection.close()
     if late.is_set():  # a body without a length ends where the connection was cut
-        raise NoAnswer(f"not done within {within:.3g} s")
+        raise NoAnswer(f"no answer within {within:.3g} s")
     if len(content) > MAX_ANSWER:
         raise NoAnswer(f"an answer of more than {MAX_ANSWER / 2**20:.0f} MiB")
     return Answer(response.status, content, response.headers.get("Retry-After"))

@@ -139,8 +139,9 @@ def _run_apart(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> lis
     model.set_attn_implementation("eager")
     hidden: list[Tensor] = []
     hook = model.base_model.register_forward_hook(lambda module, inputs, out: hidden.append(out.last_hidden_state[0]))
+    run = model if with_logits else model.base_model  # a scalar head may compute in a wider format than the backbone
     try:
-        outputs = [model(part[None], use_cache=False) for part in ids.split(SELF_TEST_LENGTHS)]
+        outputs = [run(part[None], use_cache=False) for part in ids.split(SELF_TEST_LENGTHS)]
     finally:
         hook.remove()
     if not hidden:
