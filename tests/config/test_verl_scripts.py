@@ -155,6 +155,7 @@ def test_what_keeps_it_from_being_run_is_listed(tmp_path: Path) -> None:
             "data.seed: is $(date +%s) in the script",
         ),
         ("python -m verl.trainer.main_ppo 'a b'", "cannot be read"),
+        ("python -m verl.trainer.main_ppo a.b=1 \\ # why\nc.d=2", "run.sh: line 1: a comment follows the backslash"),
     ],
 )
 def test_what_cannot_be_translated_is_one_error(tmp_path: Path, text: str, expected: str) -> None:

@@ -58,7 +58,8 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     problems = [_unknown(word) for word in unknown if word.split("=")[0].lstrip("+") not in replaced]
     overrides, unreadable = parse_overrides([*(w for w in launch.settings if UNKNOWN not in w), *more])
     if problems or unreadable:
-        raise ConfigError([*problems, *unreadable])
+        broken = [Problem(script.name, note, "give comments lines of their own") for note in read.notes]
+        raise ConfigError([*broken, *problems, *unreadable])
     heading = [
         f"# The settings of {script.name}, line {launch.line} ({launch.trainer}).",
         *(f"# Exported there: {name}={value}" for name, value in read.exported.items() if UNKNOWN not in value),
