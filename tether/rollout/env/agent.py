@@ -78,8 +78,8 @@ class Agent:
                 raise ValueError(
                     f"observation: entry {entry} of {name} in row {row} is {part[row, entry]}; give finite numbers"
                 )
-        if ACTION_MASK in parts:
-            stuck = allows_nothing(parts[ACTION_MASK], self._policy.spec.choices)
+        if ACTION_MASK in parts and (choices := self._policy.spec.choices):
+            stuck = allows_nothing(parts[ACTION_MASK], choices)
             if stuck.any():
                 raise ValueError(f"observation: {NOTHING_ALLOWED} in row {int(np.argmax(stuck))}; allow one of them")
         self._begin(count, np.broadcast_to(np.asarray(begins, dtype=np.bool_), (count,)))

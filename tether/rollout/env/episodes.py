@@ -103,9 +103,8 @@ NOTHING_ALLOWED = f"{ACTION_MASK} allows none of the alternatives of a choice"
 
 def allows_nothing(mask: Array, choices: Sequence[int]) -> NDArray[np.bool_]:
     """Whether of one of the choices all alternatives are forbidden: [...] of a mask [..., sum(choices)]."""
-    firsts = np.cumsum((0, *choices[:-1]))
-    forbidden: NDArray[np.bool_] = ~np.logical_or.reduceat(mask, firsts, axis=-1).all(axis=-1)
-    return forbidden
+    some = np.logical_or.reduceat(mask, np.cumsum((0, *choices[:-1])), axis=-1)
+    return np.logical_not(some.all(axis=-1, keepdims=True))[..., 0]
 
 
 def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float | None = None) -> dict[str, float]:
