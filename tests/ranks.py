@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.forks import forking
+
 Work = Callable[..., Any]
 
 
 def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int = 0) -> Any:
     """The result of `work` on a rank (`answers`) of a group of new processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    # The server imports once for all ranks of all launches; it never ran a backward pass, after which none may fork.
-    mp.set_forkserver_preload([__name__, work.__module__])
+    forking()
     mp.start_processes(_rank, (ranks, folder, work, arguments, answers), nprocs=ranks, start_method="forkserver")
     return torch.load(folder / "found.pt", weights_only=False)
 

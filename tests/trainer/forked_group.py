@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from tests.forks import forking
 from tether.execution.transfers import Transfers
 from tether.execution.worker import Worker
 from tether.runtime.ranks import Pool, RankFailed
 
 JOIN_SECONDS = 600.0
-
-if importlib.util.find_spec("megatron") is not None:
-    importlib.import_module("tether.training.engines.megatron")  # once, for all forks
 
 
 class ForkedGroup:
@@ -28,8 +23,7 @@ class ForkedGroup:
 
     def __init__(self, pools: Sequence[Pool], device: str, threads: int | None, logs: Path, **_: object) -> None:
         self.size, self.transfers = sum(pool.size for pool in pools), Transfers()
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context = forking()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._logs = [logs / f"rank_{rank}.log" for rank in range(self.size)]
         self._ranks, self._processes = [], []

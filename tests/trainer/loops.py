@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.forks import forking
 from tests.trainer.tiny_run import GAE, base_overrides, measured, same
 from tether.assembly.control import build_control_run
 from tether.assembly.run import build_run
@@ -165,10 +166,8 @@ def train_apart(loop: Loop, overrides: Sequence[str], until: int | None = None) 
 
 
 def start(loop: Loop, overrides: Sequence[str], until: int | None = None) -> multiprocessing.Process:
-    """Start to train in a fresh process with everything imported, without the type checks of this one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.loops"])
-    process = context.Process(target=loop.train, args=(overrides, until))
+    """Start to train in a process of its own."""
+    process = forking().Process(target=loop.train, args=(overrides, until))
     process.start()
     return process  # type: ignore[return-value]  # a process all the same
 

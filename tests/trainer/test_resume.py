@@ -1,6 +1,5 @@
 """Promise 2: a run that was stopped and goes on is bitwise the run that was never stopped."""
 
-import multiprocessing
 import random
 import time
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import forking
 from tests.trainer.loops import wait_for_change
 from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
@@ -137,9 +137,7 @@ def test_killed_again_and_again(name: str, inputs: Path, tmp_path: Path):
     settings = [*ALGORITHMS[name], f"trainer.total_training_steps={LONG}", *saving]
     whole, directory = tmp_path / "whole", tmp_path / "killed"
     overrides = [*base_overrides(inputs, directory), *settings]
-    # Each child is a fresh process with everything imported, without the type checks of this one.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.tiny_run"])
+    context = forking()
     straight = context.Process(target=train, args=([*base_overrides(inputs, whole), *settings],))
     straight.start()
     straight.join()

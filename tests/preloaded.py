@@ -1,0 +1,16 @@
+"""All that forked processes of tests use, imported once; see `tests.forks`."""
+
+# ruff: noqa: F401
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import tests.trainer.loops
+import tests.training.test_fsdp
+import tether.assembly.control_ranks
+import tether.assembly.roles
+
+if find_spec("peft") is not None:
+    import_module("tether.models.language.lora")
+if find_spec("megatron") is not None:
+    import_module("tests.training.megatron_ranks")
