@@ -314,9 +314,11 @@ def test_false_turns_validation_off():
 
 @pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name"])
 def test_the_reward_manager_has_one_rule_under_all_names(key):
-    assert load(f"{key}=dapo").config.reward_model.reward_manager == "naive"
+    for name in ("dapo", "prime", "remote"):
+        assert load(f"{key}={name}").config.reward_model.reward_manager == "naive"
     assert "needs custom_reward_function.path" in str(problems_of(f"{key}=batch"))
-    assert "is not one of naive, batch" in str(problems_of(f"{key}=remote"))
+    assert "at most reward_model.num_workers calls" in str(problems_of(f"{key}=rate_limited"))
+    assert "is not one of naive, batch" in str(problems_of(f"{key}=no_such"))
 
 
 # What verl would act on, and tether does not

@@ -18,6 +18,7 @@ from tether.config.schema.section import (
     Options,
     Positive,
     PositiveFloat,
+    Refuses,
     Section,
     Strings,
 )
@@ -29,8 +30,16 @@ def _named_by_text(value: object) -> object:
 
 
 def _manager(value: object) -> object:
-    # dapo is naive with overlong_buffer, which acts with any of them; prime is naive with processes, as all are here.
-    return "naive" if value in ("dapo", "prime") else value
+    # dapo is naive with overlong_buffer, which acts with any of them; prime and remote are naive with processes, as all
+    # are here.
+    return "naive" if value in ("dapo", "prime", "remote") else value
+
+
+RATE_LIMITED = Refuses(
+    ("rate_limited",),
+    "at most reward_model.num_workers calls of a function run at once, and a judge in reward_model.parts has its "
+    "max_concurrent",
+)
 
 
 FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.parts", off=({},)))
@@ -158,12 +167,13 @@ class RewardModelConfig(Section):
     reward_scale: float = 1.0
     """Factor of every score in training, before punishment of length, normalisation and KL. (RLinf's key.)"""
     reward_manager: Annotated[
-        Literal["naive", "batch"],
+        Literal["naive", "batch", "rate_limited"],
         NullIsUnset(),
         BeforeValidator(_manager),
+        RATE_LIMITED,
         ActsIf("custom_reward_function.path", off=(None,)),
     ] = "naive"
-    """batch: the function is called once, with lists of all responses; naive, dapo, prime: once for each response."""
+    """batch: the function is called once, with lists of all responses; naive, dapo, prime, remote: once for each."""
     overlong_buffer: Annotated[OverlongBufferConfig, ActsIf("reward_model.overlong_buffer.enable", on=(True,))]
     sandbox: SandboxConfig
     sandbox_fusion: SandboxFusionConfig
