@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.scripts import SCRIPTS
+from tests.installed import needs_megatron
 from tests.rollout.bench import REAL, VLLM
 from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
@@ -132,6 +133,7 @@ def made_small(name: str, folder: Path) -> list[str]:
         "actor_rollout_ref.rollout.dtype": "float32",
         "critic.model.fsdp_config.dtype": "float32",
         "actor_rollout_ref.actor.strategy": "fsdp",
+        **{f"{role}.megatron.use_dist_checkpointing": False for role in ("actor_rollout_ref.actor", "critic")},
         "trainer.device": "cpu",
         "trainer.num_threads": 1,
         "trainer.n_gpus_per_node": 1,
@@ -202,9 +204,9 @@ SMALL_LAYOUTS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.slow
+@needs_megatron
 @pytest.mark.parametrize("name", SMALL_LAYOUTS)
 def test_a_recipe_runs_in_megatron(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
     monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     sizes = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in SMALL_LAYOUTS[name].items()]
     chosen = "actor_rollout_ref.actor.strategy=megatron"

@@ -464,6 +464,7 @@ CASES |= {
 }
 ON_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=4"]
 SIZES = f"{ACTOR}.megatron"
+OF_MEGATRON = [f"{SIZES}.use_dist_checkpointing=True", f"{SIZES}.dist_checkpointing_path=folder"]
 CASES |= {
     "megatron_has_all_models": (
         [*ON_MEGATRON, "critic.strategy=fsdp"],
@@ -505,6 +506,44 @@ CASES |= {
         f"{SIZES}.expert_model_parallel_size",
         "expert 4 x expert tensor 2",
         [f"{SIZES}.expert_tensor_parallel_size=1"],
+    ),
+    "megatron_is_told_where_its_weights_are": (
+        [*ON_MEGATRON, f"{SIZES}.use_dist_checkpointing=True"],
+        f"{SIZES}.use_dist_checkpointing",
+        f"True reads weights from {SIZES}.dist_checkpointing_path, which is null. set it to the directory",
+        [f"{SIZES}.dist_checkpointing_path=folder"],
+    ),
+    "megatron_is_told_where_the_critics_weights_are": (
+        [*ON_MEGATRON, "critic.megatron.use_dist_checkpointing=True"],
+        "critic.megatron.use_dist_checkpointing",
+        "True reads weights from critic.megatron.dist_checkpointing_path, which is null",
+        ["critic.megatron.dist_checkpointing_path=folder"],
+    ),
+    "megatron_is_told_where_the_references_weights_are": (
+        [
+            *ON_MEGATRON,
+            f"{ACTOR}.use_kl_loss=True",
+            "actor_rollout_ref.ref.megatron.use_dist_checkpointing=True",
+        ],
+        "actor_rollout_ref.ref.megatron.use_dist_checkpointing",
+        "which is null",
+        ["actor_rollout_ref.ref.megatron.use_dist_checkpointing=null"],
+    ),
+    "megatron_reads_its_weights_by_its_ranks": (
+        [
+            f"{SIZES}.use_dist_checkpointing=True",
+            f"{SIZES}.dist_checkpointing_path=folder",
+            "trainer.n_gpus_per_node=2",
+        ],
+        f"{SIZES}.use_dist_checkpointing",
+        f"there are none: {ACTOR}.strategy=fsdp. leave {SIZES}.use_dist_checkpointing out to read model.path",
+        ON_MEGATRON,
+    ),
+    "megatron_reads_its_weights_by_several_ranks": (
+        [BY_MEGATRON, *OF_MEGATRON],
+        f"{SIZES}.use_dist_checkpointing",
+        "there are none: one device (trainer.n_gpus_per_node x trainer.nnodes), which trains without Megatron",
+        ON_MEGATRON,
     ),
     "megatron_pieces_have_a_pipeline": (
         [*ON_MEGATRON, f"{SIZES}.virtual_pipeline_model_parallel_size=2"],

@@ -66,7 +66,7 @@ def test_two_names_in_one_file_that_disagree_are_refused(tmp_path):
     ("override", "why"),
     [
         ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
-        ("actor_rollout_ref.actor.megatron.use_dist_checkpointing=True", "Hugging Face directory"),
+        ("actor_rollout_ref.actor.load_weight=False", "Hugging Face directory"),
         ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.num_layers=3", "config.json"),
         ("actor_rollout_ref.model.lora.rank=8", "lora_rank"),
         ("reward_model.model.override_config={rope_theta: 1}", "config.json"),

@@ -1,11 +1,13 @@
 """Two command lines, of a text run and of an embodied one, on which every key that a run reads can be changed."""
 
+import importlib
 import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tiny import EOS, save_tiny, save_tiny_reward_model
+from tests.installed import HAS_MEGATRON
+from tests.tiny import EOS, save_tiny, save_tiny_reward_model, tiny_model
 from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
 from tether.config.keys import keys
 
@@ -13,6 +15,7 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 CORRECTION = "algorithm.rollout_correction"
 SHARDED = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+MEGATRONS = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 VALIDATION, BUFFER = f"{ROLLOUT}.val_kwargs", "reward_model.overlong_buffer"
 LEARNED = ["reward_model.enable"] + [
     f"reward_model.{name}"
@@ -118,6 +121,10 @@ def write_files(folder: Path) -> None:
     save_tiny(folder / "model2", seed=5)
     for name, seed in (("rm", 1), ("rm2", 2)):
         save_tiny_reward_model(folder / name, seed=seed)
+    if HAS_MEGATRON:
+        of_megatron = importlib.import_module("tests.models.megatron.stored")
+        for name in ("stored", "stored2"):
+            of_megatron.write(folder / name, of_megatron.tensors_of(tiny_model("llama")))
     for name in ("reward.py", "reward2.py"):
         (folder / name).write_text(REWARDS)
     for name in ("tools", "tools2"):
@@ -150,7 +157,14 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.agent.num_workers=1",
     ]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
+    read = "megatron.dist_checkpointing_path"
+    stored = {
+        f"{role}.{read[:-4]}{end}": [f"{role}.{read}={folder / 'stored'}"]
+        for role in MEGATRONS
+        for end in ("path", "prefix")
+    }
     return {
+        **stored,
         "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": [
             "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
         ],
@@ -198,6 +212,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
     return {
         "data.train_files": [f"{folder / 'ragged.jsonl'}"],
         f"{ROLLOUT}.name": ["vllm"],
+        **{f"{role}.megatron.dist_checkpointing_path": [f"{folder / 'stored2'}"] for role in MEGATRONS},
         **{f"{role}.strategy": ["megatron"] for role in ("actor_rollout_ref.ref", "critic")},
         f"{ROLLOUT}.server_urls": ["[http://127.0.0.1:9]"],
         f"{ROLLOUT}.load_format": ["auto"],

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.installed import HAS_MEGATRON, WITHOUT_MEGATRON
 from tests.invariants import situations
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
@@ -208,7 +209,6 @@ def untimed(metrics: Mapping[str, float]) -> dict[str, float | str]:
     }
 
 
-HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 HAS_ENVS = importlib.util.find_spec("gymnasium") is not None
 needs_envs = pytest.mark.skipif(not HAS_ENVS, reason="embodied runs need gymnasium")
 
@@ -256,8 +256,8 @@ def is_read_by_text_runs(path: str) -> bool:
 
 @pytest.mark.parametrize("path", filter(is_read_by_text_runs, live_keys()))
 def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench) -> None:
-    if ".megatron." in path:
-        pytest.importorskip("megatron.core")
+    if ".megatron." in path and not HAS_MEGATRON:
+        pytest.skip(WITHOUT_MEGATRON)
     assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
 
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from benchmarks.algorithms.cases import GRPO, LEARNED, SHARED
 from benchmarks.algorithms.tasks import EOS, PAD, SPELL, TOKENS, overrides, write_inputs
+from tests.installed import needs_megatron
 from tests.tiny import tiny_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import train
@@ -22,6 +21,7 @@ LAYOUTS = {"qwen2": f"{SIZES}.tensor_model_parallel_size=2", "qwen2_moe": f"{SIZ
 
 
 @pytest.mark.slow
+@needs_megatron
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_it_learns(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks; the first steps are those of one process."""

@@ -213,7 +213,9 @@ class SGLangLanguage:
                     "model_type": kind, "load_format": "dummy"}  # fmt: skip
         if path == "/server_info":
             version = "0.4.9" if "old" in model.faults else "0.5.23"
-            return {"version": version, "tp_size": 1, "enable_deterministic_inference": model.deterministic}
+            seeded, tells = model.deterministic, model.tells_experts
+            return {"version": version, "tp_size": 1, "enable_deterministic_inference": seeded,
+                    "enable_return_routed_experts": tells}  # fmt: skip
         raise Refused(404, "Not Found")
 
     def healthy(self) -> str:

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tether.rollout.vllm import Vllm
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm("qwen3_moe", 260), "sglang": SGLang("qwen3_moe", experts=(2, 2))}
 MODEL = tiny_model("qwen3_moe")
+REFUSED = r"does not tell the experts .* with --enable-return-routed-experts"
 
 
 @contextmanager
@@ -47,6 +49,17 @@ def test_the_trainer_finds_the_same_experts(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DIALECTS)
 def test_a_server_that_does_not_tell_is_refused(kind: str, tmp_path: Path) -> None:
-    said = r"does not tell the experts .* with --enable-return-routed-experts"
-    with engine_of(kind, tmp_path, tells_experts=False) as engine, pytest.raises(ValueError, match=said):
+    with engine_of(kind, tmp_path, tells_experts=False) as engine, pytest.raises(ValueError, match=REFUSED):
         engine.generate(PROMPTS[:1], SamplingParams(12, record_experts=True), KEY)  # no other request outlasts it
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_it_is_refused_when_it_is_first_looked_at(kind: str, tmp_path: Path) -> None:
+    """Before any row is asked for, where the run is to replay experts."""
+    for tells in (True, False):
+        with engine_of(kind, tmp_path, tells_experts=tells) as engine:
+            url = engine.servers[0].url
+            Server(DIALECTS[kind], url, 120).ready()
+            server = Server(replace(DIALECTS[kind], tells_experts=True), url, 120)  # type: ignore[type-var]
+            with nullcontext() if tells else pytest.raises(ValueError, match=REFUSED):
+                server.ready()

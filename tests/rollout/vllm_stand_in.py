@@ -180,7 +180,8 @@ class VllmLanguage:
         if method == "about":
             kind = "llama" if "another_model" in faults else config.model_type
             words = config.vocab_size + ("another_vocabulary" in faults)
-            return {"model_type": kind, "vocabulary": words, "rank": self.model.rank}
+            tells = self.model.tells_experts
+            return {"model_type": kind, "vocabulary": words, "rank": self.model.rank, "experts": tells}
         if method != "pack_head":
             raise Refused(500, f"no method {method}")
         self.model.head = None

@@ -1,6 +1,7 @@
 """Runs that Megatron trains: those of one process, checkpoints of any layout, and what is refused before."""
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import save_tiny
+from tests.installed import needs_megatron
+from tests.tiny import save_tiny, tiny_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_devices import overrides, saved_again
-from tests.trainer.tiny_run import measured, train, weights, write_inputs
+from tests.trainer.tiny_run import measured, same, train, weights, write_inputs
 from tether.assembly import groups
 from tether.assembly.run import build_run
 from tether.config import load_config
@@ -21,8 +23,6 @@ from tether.models.megatron import version as megatron_version
 from tether.models.megatron.version import TESTED
 from tether.runtime.ranks import RankFailed
 
-HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
-needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core: pip install 'tether[megatron]'")
 ACTOR = "actor_rollout_ref.actor"
 SIZES = f"{ACTOR}.megatron"
 STRATEGY = f"{ACTOR}.strategy=megatron"
@@ -95,6 +95,34 @@ def test_ray_runs_the_ranks_and_a_critic_apart_has_its_own_layout(inputs: Path, 
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
         for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy"):
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_weights_of_megatron_are_read_at_the_start_alone(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actor, reference and critic of a run whose Hugging Face directory has other weights; then it is resumed."""
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
+    stored = importlib.import_module("tests.models.megatron.stored")
+    stored.write(tmp_path / "stored", stored.tensors_of(tiny_model("llama")))
+    shutil.copytree(inputs / "model", tmp_path / "other")
+    shutil.copy(save_tiny(tmp_path / "five", seed=5) / "model.safetensors", tmp_path / "other")
+    two = [STRATEGY, f"{TP}=2", f"{ACTOR}.use_kl_loss=True"]
+    whole = train([*overrides(inputs, tmp_path / "whole", 2, 2), *two])
+    read = [
+        *(f"{role}.model.path={tmp_path / 'other'}" for role in ("actor_rollout_ref", "critic")),
+        *(f"{sizes}.use_dist_checkpointing=True" for sizes in (SIZES, "critic.megatron")),
+        *(f"{sizes}.dist_checkpointing_path={tmp_path / 'stored'}" for sizes in (SIZES, "critic.megatron")),
+    ]
+    for steps in (1, 2):
+        halves = train([*overrides(inputs, tmp_path / "halves", 2, steps), *two, *read])
+    assert measured(halves) == measured(whole)
+    for role in ("actor", "critic"):
+        assert same(*(weights(run / "global_step_2", role) for run in (halves, whole)))
+    lost = [*overrides(inputs, tmp_path / "halves", 2, 3), *two, *read, f"{SIZES}.dist_checkpointing_prefix=x."]
+    with pytest.raises(ValueError, match=r"ref\.megatron\.dist_checkpointing_path=.*it lacks embedding\.word_emb"):
+        build_run(load_config(None, lost))
 
 
 BAD: dict[str, tuple[list[str], str]] = {

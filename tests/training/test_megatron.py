@@ -1,16 +1,16 @@
 """An engine in Megatron's parts gives what one process gives, whatever the layout."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.installed import needs_megatron
 from tests.ranks import on_ranks
 from tether.models.megatron import Layout
 
-HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
-pytestmark = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core: pip install 'tether[megatron]'")
+pytestmark = needs_megatron
 TOLERANCE = 1e-10
 OF_EXPERTS_TOLERANCE = 1e-7  # transformers rounds the weights of experts to float32
 LAYOUTS: dict[str, tuple[int, Layout]] = {

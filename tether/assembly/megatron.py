@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tether.assembly.learners import actor_engine, critic_engine, reference_engine
 from tether.assembly.loading import on_device
@@ -19,11 +21,13 @@ from tether.assembly.servers import PolicyCard
 from tether.config import RunConfig, device_count, models_of, placed
 from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.models.language.empty import empty_model
-from tether.models.language.load import is_gguf, load_causal_lm, load_config
+from tether.models.language.fused_experts import Unfused
+from tether.models.language.load import is_gguf, load_config
 from tether.models.megatron import Layout, check
 from tether.models.megatron.version import check_version
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.objects import is_object
+from tether.training.engines.copies import with_weights
 from tether.training.text import ReferenceModel
 
 Role = ActorConfig | CriticConfig | RefConfig
@@ -87,16 +91,18 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
     return found
 
 
-def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
+def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, checkpoint: Path | None = None) -> None:
     """Refuse what Megatron cannot train, before anything loads.
 
     Args:
         config: of the run.
         policy: where the policy's config is.
         critic: where the critic's is.
+        checkpoint: the run's own, from which actor and critic are read where there is one.
 
     Raises:
-        ValueError: Megatron is not installed, a model without a mapping, or one that the layout cannot split.
+        ValueError: Megatron is not installed, a model without a mapping, one that the layout cannot split, or weights
+            that are not those of the model.
     """
     if not uses_megatron(config):
         return
@@ -109,7 +115,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it misses apex and Transformer Engine, and goes on without
         families = importlib.import_module("tether.models.megatron.families")
-    settings, devices = config.actor_rollout_ref, placed(config)
+    devices = placed(config)
     paths = {"actor": policy, "reference": policy, "critic": critic}
     for model, (name, role) in roles_of(config).items():
         path, layout = paths[model], layout_of(role, name)
@@ -119,7 +125,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
                 f"{what} cannot be read by Megatron's ranks, which take slices of safetensors. Save the model once as "
                 "a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
             )
-        hf_config = load_config(path, trust_remote_code=settings.model.trust_remote_code)
+        hf_config = _hf_config(config, role, path)
         prefix = f"{name}.megatron."
         families.check_family(hf_config)
         check(layout, hf_config, len(devices[model]), prefix)
@@ -128,6 +134,50 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str) ->
         except (AssertionError, TypeError, ValueError) as error:
             said = str(error) if str(error).startswith("override_transformer_config") else f"Megatron refuses: {error}"
             raise ValueError(f"{prefix}{said}") from error
+        if role.megatron.use_dist_checkpointing and (checkpoint is None or model == "reference"):
+            _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
+
+
+def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
+    """Compare a checkpoint of Megatron with the model that is to be read from it."""
+    mapping = importlib.import_module("tether.models.megatron.mapping")
+    families = importlib.import_module("tether.models.megatron.families")
+    kind = "critic" if isinstance(role, CriticConfig) else "policy"
+    tensors = mapping.held_tensors(model.config, kind, families.has_value_bias(model.config))
+    try:
+        _dist_checkpoint(role, model.config).check(tensors, Unfused(model.state_dict()))
+    except ValueError as error:
+        before = role.megatron.dist_checkpointing_prefix
+        or_prefix = f" Or change {prefix}dist_checkpointing_prefix={before}." if before else ""
+        raise ValueError(f"{prefix}dist_checkpointing_path={error}{or_prefix}") from error
+
+
+def reference_weights(config: RunConfig) -> dict[str, Path]:
+    """The key and the directory of the reference's weights, where it has a checkpoint of Megatron.
+
+    A resumed run reads them again, unlike those of actor and critic.
+    """
+    if not uses_megatron(config) or "reference" not in roles_of(config):
+        return {}
+    sizes = config.actor_rollout_ref.ref.megatron
+    key = "actor_rollout_ref.ref.megatron.dist_checkpointing_path"
+    return {key: _stored(sizes.dist_checkpointing_path)} if sizes.use_dist_checkpointing else {}
+
+
+def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
+    """Megatron's checkpoint of a role, opened."""
+    kind, sizes = importlib.import_module("tether.models.megatron.dist_checkpoint").DistCheckpoint, role.megatron
+    return kind(_stored(sizes.dist_checkpointing_path), hf_config.vocab_size, sizes.dist_checkpointing_prefix)
+
+
+def _stored(path: str | None) -> Path:
+    return Path(path or "").expanduser()
+
+
+def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:
+    """The config of a role's model, as the run changes it."""
+    model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+    return load_config(path, trust_remote_code=model.trust_remote_code, override_config=model.override_config)
 
 
 def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
@@ -136,7 +186,7 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
     settings, roles = config.actor_rollout_ref, roles_of(config)
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
 
-    def make(model: str, weights: Path, **rest: Any) -> Any:
+    def make(model: str, folder: Path, **rest: Any) -> Any:
         name, section = roles[model]
         sizes, trained = section.megatron, not isinstance(section, RefConfig)
         options = engine.MegatronOptions(
@@ -147,13 +197,14 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
             gradients_rest=trained and getattr(sizes, "grad_offload"),  # noqa: B009
             optimizer_rests_on_host=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
         )
+        weights: Any = folder
+        if sizes.use_dist_checkpointing and not (trained and sources.checkpoint):
+            weights = _dist_checkpoint(section, _hf_config(config, section, folder))
         return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **rest)
 
     start = _folder(sources.model_path)
     folder = sources.checkpoint / "actor" if sources.checkpoint else start
-    hf_config = load_config(
-        folder, trust_remote_code=settings.model.trust_remote_code, override_config=settings.model.override_config
-    )
+    hf_config = _hf_config(config, settings.actor, folder)
     parts: dict[str, Any] = {}
     if "actor" in names:
         policy = empty_model(folder, hf_config)
@@ -162,18 +213,10 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         if settings.rollout.name in SERVERS:
             parts["card"] = PolicyCard.of(policy)
         else:
-            parts["sampler"] = RankSampler(_sampler(config, folder, sources), actor)
+            parts["sampler"] = RankSampler(_sampler(config, policy, sources), actor)
     if "critic" in names:
         where = _folder(sources.critic_path)
-        critic = empty_model(
-            where,
-            load_config(
-                where,
-                trust_remote_code=config.critic.model.trust_remote_code,
-                override_config=config.critic.model.override_config,
-            ),
-            critic=True,
-        )
+        critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
         of_critic = make("critic", where, role="critic")
         parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
     if "reference" in names:
@@ -184,15 +227,12 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
     return parts
 
 
-def _sampler(config: RunConfig, folder: Path, sources: Sources) -> NativeEngine:
-    """The native engine with a whole copy of the policy, in the format that it is trained in."""
+def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> NativeEngine:
+    """The native engine with room for a whole copy of the policy, in the format that it is trained in."""
     settings = config.actor_rollout_ref
-    model = load_causal_lm(
-        folder,
-        dtype=DTYPES[settings.actor.fsdp_config.dtype],
-        trust_remote_code=settings.model.trust_remote_code,
-        override_config=settings.model.override_config,
-    )
+    dtype = DTYPES[settings.actor.fsdp_config.dtype]
+    room = (torch.zeros(p.shape, dtype=dtype, device=sources.device) for p in policy.parameters())
+    model = with_weights(policy, room)
     return NativeEngine(
         on_device(model, sources.device).requires_grad_(False),
         eos_token_ids=eos_token_ids(model),

@@ -33,7 +33,7 @@ from tether.assembly.common import (
 )
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
-from tether.assembly.megatron import check_megatron
+from tether.assembly.megatron import check_megatron, reference_weights
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -101,7 +101,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         tools = build_tool_pool(config)
         if tools:
             resources.callback(tools.close)
-        inputs = _inputs(config, tools)
+        inputs = _inputs(config, tools, checkpoint)
         look_at_servers(config, inputs.model_path)
         identity = _identity(config, inputs)
         if checkpoint:
@@ -206,10 +206,10 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
     return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
 
 
-def _inputs(config: RunConfig, tools: ToolPool | None) -> Inputs:
+def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None) -> Inputs:
     """Inputs of a run, checked for the engine that trains on them."""
     inputs = build_inputs(config, tools)
-    check_megatron(config, inputs.model_path, inputs.critic_path)
+    check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)
     check_router_replay(config, inputs.model_path)
     return inputs
 
@@ -222,6 +222,7 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
+    identity |= {key: model_fingerprint(folder) for key, folder in reference_weights(config).items()}
     if isinstance(scores := reward_model_path(config), Path):
         identity["reward_model.model.path"] = model_fingerprint(scores)
     return identity

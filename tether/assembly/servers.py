@@ -154,10 +154,12 @@ def _adapters(config: RunConfig) -> Adapters | None:
 
 def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
+    tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
-        return Vllm(model.model_type, model.vocab_size, _adapters(config))
+        return Vllm(model.model_type, model.vocab_size, _adapters(config), tells)
     each = experts_per_token(policy)
-    return SGLang(model.model_type, rollout.weight_transfer, (model.num_hidden_layers, each) if each else None)
+    experts = (model.num_hidden_layers, each) if each else None
+    return SGLang(model.model_type, rollout.weight_transfer, experts, tells)
 
 
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:

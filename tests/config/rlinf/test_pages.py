@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.installed import needs_megatron
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import write_inputs
 from tether.assembly import groups
@@ -76,11 +77,22 @@ def test_the_text_example():
     assert config.trainer.default_local_dir == "runs/page"
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_megatron_gives_the_weights():
+    two = ["trainer.n_gpus_per_node=2", "actor.model.megatron_checkpoint=weights"]
+    given = load_config(HERE / "page_reasoning.yaml", [*two, "actor.megatron.use_hf_ckpt=False"]).config
+    actor, critic = given.actor_rollout_ref.actor.megatron, given.critic.megatron
+    assert (actor.use_dist_checkpointing, actor.dist_checkpointing_path) == (True, "weights")
+    assert (critic.use_dist_checkpointing, critic.dist_checkpointing_path) == (False, None)
+    with pytest.raises(ConfigError, match=r"it contradicts actor\.megatron\.use_hf_ckpt=True"):
+        load_config(HERE / "page_reasoning.yaml", two)
+    none = load_config(HERE / "page_reasoning.yaml", [two[0], "actor.model.megatron_checkpoint=null"]).config
+    assert not none.actor_rollout_ref.actor.megatron.use_dist_checkpointing
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=[pytest.mark.slow, needs_megatron])])
 def test_the_text_example_trains(devices, tmp_path, monkeypatch):
     """On two devices Megatron splits the matrices of actor and critic."""
     if devices > 1:
-        pytest.importorskip("megatron.core")
         monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     inputs = write_inputs(tmp_path)
     overrides = [

@@ -7,7 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("megatron.core")
+from tests.installed import HAS_MEGATRON, WITHOUT_MEGATRON
+
+if not HAS_MEGATRON:
+    pytest.skip(WITHOUT_MEGATRON, allow_module_level=True)
 
 from tests.models.megatron.ranks import Case, compare, redirected, refusals, shards
 from tests.ranks import on_ranks

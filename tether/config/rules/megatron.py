@@ -106,6 +106,29 @@ def pieces_have_a_pipeline(cfg: RunConfig) -> Problem | None:
     return Problem(key, f"{what} ({SIZES}.pipeline_model_parallel_size)", fix)
 
 
+def weights_of_megatron(role: str, when: Condition) -> Rule:
+    """Ranks of Megatron read them, out of a directory that must be named."""
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        sizes, actors = _at(cfg, f"{role}.megatron"), cfg.actor_rollout_ref.actor.megatron
+        mine = sizes.use_dist_checkpointing, sizes.dist_checkpointing_path
+        theirs = actors.use_dist_checkpointing, actors.dist_checkpointing_path
+        if not mine[0] or not when(cfg) or (role == REFERENCE and mine == theirs):
+            return None
+        key, path = f"{role}.megatron.use_dist_checkpointing", f"{role}.megatron.dist_checkpointing_path"
+        if mine[1] is None:
+            return Problem(key, f"True reads weights from {path}, which is null", "set it to the directory")
+        if trains(cfg):
+            return None
+        strategy = cfg.actor_rollout_ref.actor.strategy
+        alone = "one device (trainer.n_gpus_per_node x trainer.nnodes), which trains without Megatron"
+        what = f"{ACTOR}.strategy={strategy}" if strategy != "megatron" else alone
+        fix = f"leave {key} out to read model.path, or train with strategy=megatron on several devices"
+        return Problem(key, f"True has Megatron's ranks read weights, and there are none: {what}", fix)
+
+    return rule
+
+
 def whole_models_train(cfg: RunConfig) -> Problem | None:
     """Adapters have no place in Megatron's layers."""
     key, rank = "actor_rollout_ref.model.lora_rank", cfg.actor_rollout_ref.model.lora_rank
@@ -142,9 +165,11 @@ def _has_reference(cfg: RunConfig) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.actor_rollout_ref.actor.use_kl_loss
 
 
-ROLES: tuple[tuple[str, Condition], ...] = (("actor_rollout_ref.ref", _has_reference), ("critic", _has_critic))
+REFERENCE = "actor_rollout_ref.ref"
+ROLES: tuple[tuple[str, Condition], ...] = ((REFERENCE, _has_reference), ("critic", _has_critic))
 MEGATRON_RULES: tuple[Rule, ...] = (
     *(rule(role, when) for role, when in ROLES for rule in (same_engine, same_layout)),
+    *(weights_of_megatron(role, when) for role, when in ((ACTOR, lambda cfg: True), *ROLES)),
     sizes_divide_devices,
     pieces_have_a_pipeline,
     whole_models_train,

@@ -34,6 +34,7 @@ STRATEGY = "actor_rollout_ref.actor.strategy"
 """Chooses the engine of several devices for all models of a run."""
 IN_SHARDS = ActsIf(STRATEGY, off=("megatron",))
 MEGATRON = ActsIf(STRATEGY, on=("megatron",))
+FROM_MEGATRON = ActsIf(".use_dist_checkpointing", on=(True,))
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 
 
@@ -124,6 +125,12 @@ class MegatronConfig(Section):
     use_distributed_optimizer: bool = True
     """Data-parallel devices keep a part of the optimizer's state each."""
     router_replay: MegatronReplayConfig
+    use_dist_checkpointing: bool = False
+    """Read the weights at the start from dist_checkpointing_path; config and tokenizer still come from model.path."""
+    dist_checkpointing_path: Annotated[str | None, FROM_MEGATRON] = None
+    """Directory that Megatron's dist_checkpointing wrote in the format torch_dist."""
+    dist_checkpointing_prefix: Annotated[str, FROM_MEGATRON] = ""
+    """Before the names of all tensors there."""
 
 
 def _actors(name: str) -> Inherits:
@@ -153,6 +160,12 @@ class RefMegatronConfig(Section):
     """Fields of Megatron's TransformerConfig to change."""
     param_offload: Annotated[bool, _actors("param_offload")]
     """Keep the weights in the host's memory while the model does not run."""
+    use_dist_checkpointing: Annotated[bool, _actors("use_dist_checkpointing")]
+    """Read the weights from dist_checkpointing_path."""
+    dist_checkpointing_path: Annotated[str | None, FROM_MEGATRON, _actors("dist_checkpointing_path")]
+    """Directory that Megatron's dist_checkpointing wrote in the format torch_dist."""
+    dist_checkpointing_prefix: Annotated[str, FROM_MEGATRON, _actors("dist_checkpointing_prefix")]
+    """Before the names of all tensors there."""
 
 
 class CriticMegatronConfig(RefMegatronConfig):
@@ -164,3 +177,9 @@ class CriticMegatronConfig(RefMegatronConfig):
     """Keep the optimizer's state in the host's memory between updates."""
     use_distributed_optimizer: Annotated[bool, _actors("use_distributed_optimizer")]
     """Data-parallel devices keep a part of the optimizer's state each."""
+    use_dist_checkpointing: bool = False
+    """Read the weights at the start from dist_checkpointing_path; config and tokenizer still come from model.path."""
+    dist_checkpointing_path: Annotated[str | None, FROM_MEGATRON] = None
+    """Directory that Megatron's dist_checkpointing wrote in the format torch_dist."""
+    dist_checkpointing_prefix: Annotated[str, FROM_MEGATRON] = ""
+    """Before the names of all tensors there."""

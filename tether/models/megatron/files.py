@@ -1,4 +1,4 @@
-"""Safetensors of a model's directory, of which each rank reads the slices that it keeps."""
+"""Where weights come from: safetensors of a model's directory, of which each rank reads the slices that it keeps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,36 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tether.models.megatron.mapping import Held
 from tether.models.megatron.splits import Slices
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Source(Protocol):
+    """Tensors of a model, read as Megatron holds them."""
+
+    @property
+    def folder(self) -> Path | str:
+        """Where they are, for errors."""
+        ...
+
+    def has(self, held: Held) -> bool:
+        """Whether a tensor is there."""
+        ...
+
+    def read(self, held: Held, rank: int, ranks: int) -> Tensor:
+        """The part of a rank.
+
+        Raises:
+            ValueError: it is not there, or cannot be read.
+        """
+        ...
 
 
 class GivenTensors:
@@ -25,11 +47,13 @@ class GivenTensors:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+    def has(self, held: Held) -> bool:
+        """See `Source`."""
+        return held.hf_names[0] in self._tensors
 
-    def __getitem__(self, name: str) -> Slices:
-        return _Whole(self._tensors[name])
+    def read(self, held: Held, rank: int, ranks: int) -> Tensor:
+        """See `Source`."""
+        return held.split.read([_Whole(self._tensors[name]) for name in held.hf_names], rank, ranks)
 
 
 class _Whole:
@@ -69,15 +93,15 @@ class WeightFiles:
         except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{folder}: its weights could not be read ({error}). Copy the files again.") from error
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+    def has(self, held: Held) -> bool:
+        """See `Source`."""
+        return held.hf_names[0] in self._file_of
 
-    def __getitem__(self, name: str) -> Slices:
-        """A tensor to read slices of.
+    def read(self, held: Held, rank: int, ranks: int) -> Tensor:
+        """See `Source`."""
+        return held.split.read([self._slices(name) for name in held.hf_names], rank, ranks)
 
-        Raises:
-            ValueError: no file has it.
-        """
+    def _slices(self, name: str) -> Slices:
         if name not in self._file_of:
             raise ValueError(
                 f"{self.folder}: its weights lack {name}. The checkpoint is of another model class or is incomplete."

@@ -28,6 +28,7 @@ from tether.models.megatron.attention import (
     rotary_of,
 )
 from tether.models.megatron.context import Filled, ZigZag
+from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.families import check_family, has_value_bias, transformer_config
 from tether.models.megatron.head import ValueHead, replace_output_layer
 from tether.models.megatron.latent import finish_attention
@@ -152,8 +153,9 @@ class MegatronModel:
         head: ValueHead = self.chunks[-1].output_layer
         return head.values(states)
 
-    def load(self, source: Path | str | Mapping[str, Tensor]) -> None:
-        """Read this rank's slices of the safetensors of a directory that transformers saved, or of whole tensors.
+    def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor]) -> None:
+        """Read this rank's slices of the safetensors of a directory that transformers saved, of a checkpoint of
+        Megatron, or of whole tensors.
 
         Raises:
             ValueError: no safetensors, a tensor that they lack, or one of another shape.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 from torch import Tensor
 
+from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.families import has_value_bias
-from tether.models.megatron.files import GivenTensors, WeightFiles
+from tether.models.megatron.files import GivenTensors, Source, WeightFiles
 from tether.models.megatron.layout import Layout, experts_of
 from tether.models.megatron.mapping import Held, held_tensors
 from tether.models.megatron.splits import Whole
@@ -44,15 +45,14 @@ class Placed:
         return held_tensors(self.hf_config, self.role, has_value_bias(self.hf_config))
 
 
-def load_weights(model: Placed, source: Path | Mapping[str, Tensor]) -> None:
+def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Tensor]) -> None:
     """Read this rank's slices; see `tether.models.megatron.model.MegatronModel.load`."""
     here = _tensors_here(model)
-    opened = WeightFiles(source) if isinstance(source, Path) else nullcontext(GivenTensors(source))
-    with opened as files, torch.no_grad():
+    with _opened(source) as files, torch.no_grad():
         for held in model.held():
             expert_rank, place = _place(model, held)
             is_here = place in here and expert_rank == _expert_rank(held)
-            if is_here and not (held.optional and held.hf_names[0] not in files):
+            if is_here and not (held.optional and not files.has(held)):
                 _fill(here[place], held, files)
             if model.tied and held.name.startswith("embedding") and _HEAD in here:
                 _fill(here[_HEAD], held, files)  # the last stage has a copy
@@ -121,9 +121,15 @@ def _ranks(held: Held) -> tuple[int, int, Any]:
     return dist.get_rank(group), dist.get_world_size(group), group
 
 
-def _fill(tensor: Tensor, held: Held, files: WeightFiles | GivenTensors) -> None:
+def _opened(source: Path | DistCheckpoint | Mapping[str, Tensor]) -> AbstractContextManager[Source]:
+    if isinstance(source, Path):
+        return WeightFiles(source)
+    return nullcontext(source if isinstance(source, DistCheckpoint) else GivenTensors(source))
+
+
+def _fill(tensor: Tensor, held: Held, files: Source) -> None:
     rank, ranks, _ = _ranks(held)
-    part = held.split.read([files[name] for name in held.hf_names], rank, ranks)
+    part = files.read(held, rank, ranks)
     if part.shape != tensor.shape:
         raise ValueError(
             f"{files.folder}: {' and '.join(held.hf_names)} give {tuple(part.shape)} on this rank, and config.json "

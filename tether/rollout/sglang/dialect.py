@@ -20,6 +20,7 @@ from tether.types import JsonObject
 
 KNOWN = ("0.5.23",)
 """Versions of SGLang whose source was read."""
+_TELLING = "--enable-return-routed-experts"
 _MEMORY = {"tags": ["weights", "kv_cache"]}
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class SGLang:
     """A name in `WAYS`: how weights travel."""
     experts: tuple[int, int] | None = None
     """Decoder layers of the policy, and experts of a token, where it has any."""
+    tells_experts: bool = False
+    """It is to tell the experts of each token."""
 
     name = "sglang"
     title = "SGLang"
@@ -66,6 +69,8 @@ class SGLang:
         if not server.get("enable_deterministic_inference"):
             what = "its seeds have no effect: rows that are drawn again, as after a resume, are others"
             _log.warning("%s: runs without --enable-deterministic-inference; %s", http.url, what)
+        if self.tells_experts and not server.get("enable_return_routed_experts", True):
+            raise experts_missing(http.url, _TELLING)
         http.post("/continue_generation", within=within)  # a run that was killed may have left it paused
 
     def sample(self, http: Connections, draw: Draw, within: float) -> Sampled:
@@ -99,7 +104,7 @@ class SGLang:
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ServerGone(f"{http.url}: half an answer ({error}): {str(found)[:200]}") from None
         if sampling.record_experts and sampled.whole and sampled.experts is None:
-            raise experts_missing(http.url, "--enable-return-routed-experts")
+            raise experts_missing(http.url, _TELLING)
         return sampled
 
     def _experts(self, meta: JsonObject) -> NDArray[np.int16] | None:

@@ -37,6 +37,7 @@ KNOWN = ("0.32.",)
 """Versions of vLLM that this was run with."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that a server can be started for."""
+_TELLING = "--enable-return-routed-experts"
 _CUT_OFF = -9000.0  # vLLM writes -9999 for the log-prob of a token that could not be drawn
 
 
@@ -80,6 +81,8 @@ class Vllm:
     """Tokens that the policy has; a server's tokenizer is never used."""
     adapters: Adapters | None = None
     """Of the policy, where they travel as such."""
+    tells_experts: bool = False
+    """It is to tell the experts of each token."""
 
     name = "vllm"
     title = "vLLM"
@@ -115,6 +118,8 @@ class Vllm:
                 f"{http.url}: {theirs} {self.adapters.rank}. Start it with {how}, or set "
                 "actor_rollout_ref.model.lora.merge=True, which sends whole weights"
             )
+        if self.tells_experts and not about.get("experts", True):
+            raise experts_missing(http.url, _TELLING)
         with contextlib.suppress(ServerRefuses):  # one without the route is named when it gets weights
             if http.get("/is_sleeping", within)["is_sleeping"]:  # as a run that was killed left it
                 http.post("/wake_up", within=within)
@@ -144,7 +149,7 @@ class Vllm:
         except (TypeError, KeyError, IndexError, ValueError):
             raise ServerGone(f"{http.url}: half an answer: {str(found)[:200]}") from None
         if sampling.record_experts and sampled.whole and sampled.experts is None:
-            raise experts_missing(http.url, "--enable-return-routed-experts")
+            raise experts_missing(http.url, _TELLING)
         return sampled
 
     def interrupt(self, http: Connections, within: float) -> None:

@@ -34,6 +34,7 @@ from tether.models.language.expert_choice import ExpertChoice
 from tether.models.language.fused_experts import Unfused, fused
 from tether.models.layers import Packed, SequenceRanks
 from tether.models.megatron import Layout, groups
+from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.head import StatesHead
 from tether.models.megatron.layout import experts_of
 from tether.models.megatron.model import MegatronModel, Role, build
@@ -81,7 +82,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         empty: policy, critic or reference of transformers, on the meta device: its class, config and names.
         micro: limits of a forward and backward pass of a replica.
         optimizer: None for a model that is only run.
-        weights: directory of safetensors, or tensors by the names of `empty`.
+        weights: directory of safetensors, checkpoint of Megatron, or tensors by the names of `empty`.
         device: of the rank.
         role: what stands on the backbone.
         options: how ranks share it.
@@ -95,7 +96,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         micro: MicroBatching,
         optimizer: OptimizerOptions | None = None,
         *,
-        weights: Path | Mapping[str, Tensor],
+        weights: Path | DistCheckpoint | Mapping[str, Tensor],
         device: torch.device,
         role: Role = "policy",
         options: MegatronOptions = MegatronOptions(),
@@ -412,14 +413,14 @@ class MegatronEngine(RanksEngine[Outputs]):
         self._rest()
         return self.version
 
-    def _read(self, weights: Path | Mapping[str, Tensor]) -> None:
+    def _read(self, weights: Path | DistCheckpoint | Mapping[str, Tensor]) -> None:
         """Load the weights, in the masters' format where there are masters."""
         wide = [
             torch.empty_like(shard.parameter, dtype=shard.master.dtype) if shard.is_copy else shard.parameter.data
             for shard in self.shards
         ]
         with self.shards.holding(wide):
-            self.megatron.load(weights if isinstance(weights, Path) else Unfused(weights))
+            self.megatron.load(Unfused(weights) if isinstance(weights, Mapping) else weights)
         for shard, tensor in zip(self.shards, wide, strict=True):
             if shard.is_copy:
                 shard.master.data.copy_(shard.part(tensor))

@@ -210,6 +210,17 @@ def given(value: object, values: Values) -> object:
     return UNSET if value is None else value
 
 
+def reads_megatron(section: str) -> Convert:
+    """A path is enough, but weights that are converted out of Hugging Face's, as `use_hf_ckpt` asks, have none."""
+
+    def convert(value: object, values: Values) -> object:
+        if value is not None and values.get(f"{section}.megatron.use_hf_ckpt"):
+            raise Unsupported(f"it contradicts {section}.megatron.use_hf_ckpt=True")
+        return UNSET if value is None else True
+
+    return convert
+
+
 def reward_kl(convert: Convert) -> Convert:
     """RLinf's KL penalty in the rewards of REINFORCE++; its baseline there leaves the penalty out."""
 
@@ -237,6 +248,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.strategy": SHARDS,
         f"{section}.mcore_gpt": MEGATRON,
         f"{section}.spec_name": MEGATRON,
+        f"{section}.megatron.use_hf_ckpt": Checked("weights are Hugging Face's where no megatron_checkpoint is given"),
         f"{section}.megatron.*": MEGATRON,
         f"{section}.offload_*": MEMORY,
         f"{section}.enable_dp_load_balance": SHARDS,
@@ -257,7 +269,12 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.model.add_value_head": NoEffect("critic.use_critic_model says whether there is a critic"),
         f"{section}.model.gptq_model": Refuses("quantised models are not trained", fine=(False, None)),
         f"{section}.model.load_in_8bit": Refuses("quantised models are not trained", fine=(False, None)),
-        f"{section}.model.megatron_checkpoint": Refuses("weights out of Megatron's files are not read"),
+        f"{section}.model.megatron_checkpoint": Mapped(
+            {
+                f"{native}.megatron.use_dist_checkpointing": reads_megatron(section),
+                f"{native}.megatron.dist_checkpointing_path": given,
+            }
+        ),
         f"{section}.model.seq_length": NoEffect("lengths follow from runner.seq_length"),
         f"{section}.model.encoder_seq_length": NoEffect("lengths follow from runner.seq_length"),
         f"{section}.model.activation": ITS_OWN,
