@@ -102,16 +102,17 @@ def test_ray_runs_the_ranks_and_a_critic_apart_has_its_own_layout(inputs: Path, 
 def test_weights_of_megatron_are_read_at_the_start_alone(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Actor, reference and critic of a run whose Hugging Face directory has other weights; then it is resumed."""
+    """Of a run whose Hugging Face directories have no weights (actor, reference) or others (critic); it is resumed."""
     monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     stored = importlib.import_module("tests.models.megatron.stored")
     stored.write(tmp_path / "stored", stored.tensors_of(tiny_model("llama")))
-    shutil.copytree(inputs / "model", tmp_path / "other")
+    for name in ("bare", "other"):
+        shutil.copytree(inputs / "model", tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copy(save_tiny(tmp_path / "five", seed=5) / "model.safetensors", tmp_path / "other")
     two = [STRATEGY, f"{TP}=2", f"{ACTOR}.use_kl_loss=True"]
     whole = train([*overrides(inputs, tmp_path / "whole", 2, 2), *two])
     read = [
-        *(f"{role}.model.path={tmp_path / 'other'}" for role in ("actor_rollout_ref", "critic")),
+        *(f"actor_rollout_ref.model.path={tmp_path / 'bare'}", f"critic.model.path={tmp_path / 'other'}"),
         *(f"{sizes}.use_dist_checkpointing=True" for sizes in (SIZES, "critic.megatron")),
         *(f"{sizes}.dist_checkpointing_path={tmp_path / 'stored'}" for sizes in (SIZES, "critic.megatron")),
     ]

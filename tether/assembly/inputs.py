@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import check_rewards
 from tether.assembly.turns import check_agents
-from tether.config import RunConfig, device_count, placed, values_of
+from tether.config import RunConfig, device_count, placed, reads_weights, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.sources import load_rows
@@ -44,10 +44,13 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
         ValueError: whatever is wrong with paths, files, rows, chat template or data sources.
     """
     model, data = config.actor_rollout_ref.model, config.data
-    model_path = resolve_model_path(model.path, cache_dir())
-    critic_path = resolve_model_path(config.critic.model.path, cache_dir()) if config.critic.enable else model_path
+    model_path = resolve_model_path(model.path, cache_dir(), weights=reads_weights(config, "actor", "reference"))
+    critic_path = model_path
+    if config.critic.enable:
+        of_files = reads_weights(config, "critic")
+        critic_path = resolve_model_path(config.critic.model.path, cache_dir(), weights=of_files)
     _check_heads(config, model_path, critic_path)
-    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
+    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
     train = build_dataset(
         config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
     )

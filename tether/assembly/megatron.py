@@ -152,26 +152,11 @@ def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
         raise ValueError(f"{prefix}dist_checkpointing_path={error}{or_prefix}") from error
 
 
-def reference_weights(config: RunConfig) -> dict[str, Path]:
-    """The key and the directory of the reference's weights, where it has a checkpoint of Megatron.
-
-    A resumed run reads them again, unlike those of actor and critic.
-    """
-    if not uses_megatron(config) or "reference" not in roles_of(config):
-        return {}
-    sizes = config.actor_rollout_ref.ref.megatron
-    key = "actor_rollout_ref.ref.megatron.dist_checkpointing_path"
-    return {key: _stored(sizes.dist_checkpointing_path)} if sizes.use_dist_checkpointing else {}
-
-
 def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
     """Megatron's checkpoint of a role, opened."""
     kind, sizes = importlib.import_module("tether.models.megatron.dist_checkpoint").DistCheckpoint, role.megatron
-    return kind(_stored(sizes.dist_checkpointing_path), hf_config.vocab_size, sizes.dist_checkpointing_prefix)
-
-
-def _stored(path: str | None) -> Path:
-    return Path(path or "").expanduser()
+    folder = Path(sizes.dist_checkpointing_path or "").expanduser()
+    return kind(folder, hf_config.vocab_size, sizes.dist_checkpointing_prefix)
 
 
 def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:

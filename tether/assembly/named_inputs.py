@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tether.config import FunctionPart, JudgePart, Problem, RunConfig, part_problems, read_parts
+from tether.config import (
+    FunctionPart,
+    JudgePart,
+    Problem,
+    RunConfig,
+    part_problems,
+    read_parts,
+    reads_weights,
+    stored_weights,
+)
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
@@ -45,10 +54,12 @@ Named = Iterator[tuple[str, str, Callable[[str], object]]]
 
 def _of_text(config: RunConfig) -> Named:
     model, data, custom = config.actor_rollout_ref.model, config.data, config.custom_reward_function
-    yield "actor_rollout_ref.model.path", model.path, _model
-    yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, _model
+    policy = partial(_model, weights=reads_weights(config, "actor", "reference"))
+    yield "actor_rollout_ref.model.path", model.path, policy
+    yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, partial(_model, weights=False)
     if config.critic.enable:
-        yield "critic.model.path", config.critic.model.path, _model
+        yield "critic.model.path", config.critic.model.path, partial(_model, weights=reads_weights(config, "critic"))
+    yield from ((key, str(folder), _path) for key, folder in stored_weights(config).values())
     if config.reward_model.enable and config.reward_model.model.path:
         yield "reward_model.model.path", config.reward_model.model.path, _model
     if data.custom_cls.path:
@@ -120,8 +131,8 @@ def _of_both(config: RunConfig) -> Named:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
 
 
-def _model(path: str) -> object:
-    return resolve_model_path(path, cache_dir(), fetch=False)
+def _model(path: str, *, weights: bool = True) -> object:
+    return resolve_model_path(path, cache_dir(), fetch=False, weights=weights)
 
 
 def server_address(url: str) -> str:

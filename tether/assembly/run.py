@@ -33,7 +33,7 @@ from tether.assembly.common import (
 )
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
-from tether.assembly.megatron import check_megatron, reference_weights
+from tether.assembly.megatron import check_megatron
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -49,7 +49,7 @@ from tether.assembly.roles import build_roles
 from tether.assembly.router_replay import check_router_replay
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
-from tether.config import LoadedConfig, RunConfig
+from tether.config import LoadedConfig, RunConfig, stored_weights
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -222,7 +222,8 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
-    identity |= {key: model_fingerprint(folder) for key, folder in reference_weights(config).items()}
+    if reference := stored_weights(config).get("reference"):  # which a resumed run reads, too
+        identity[reference[0]] = model_fingerprint(reference[1])
     if isinstance(scores := reward_model_path(config), Path):
         identity["reward_model.model.path"] = model_fingerprint(scores)
     return identity

@@ -18,6 +18,7 @@ from tether.config.reward_parts import FunctionPart, JudgePart, RewardPart, Rule
 from tether.config.router_replay import replay_of
 from tether.config.schema.root import RunConfig
 from tether.config.secrets import masked_command
+from tether.config.stored_weights import reads_weights, stored_weights
 from tether.config.support.live_keys import live_keys
 
 __all__ = [
@@ -45,9 +46,11 @@ __all__ = [
     "placed",
     "pools",
     "read_parts",
+    "reads_weights",
     "replay_of",
     "saved_values",
     "schema",
+    "stored_weights",
     "support",
     "values_of",
     "with_values",

@@ -43,13 +43,14 @@ _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
 
-def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True) -> Path | str:
+def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True, weights: bool = True) -> Path | str:
     """Find a model, reading no weights.
 
     Args:
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
         cache_dir: where `tether.models.language.registry_download.pull_model` puts known models; ModelScope's, too.
         fetch: download a model of ModelScope that is not in the cache; else it is only looked for.
+        weights: a directory must have some; else its config is enough.
 
     Returns:
         The directory or file; the object's name, or the hub id, as it is (a str) when nothing local has that name.
@@ -65,7 +66,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True)
         return _pulled(name, cache_dir)
     local = Path(path).expanduser()
     if local.is_dir():
-        _check_directory(local)
+        _check_directory(local, weights=weights)
         return local
     if local.is_file():
         if local.suffix != ".gguf":
@@ -98,10 +99,10 @@ def _pulled(name: str, cache_dir: Path) -> Path:
     return directory
 
 
-def _check_directory(directory: Path) -> None:
+def _check_directory(directory: Path, *, weights: bool) -> None:
     if (directory / "config.json").is_file():
         read_config(directory)
-        if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
+        if weights and not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
             raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(_WEIGHT_FILES)}).")
         return
     message = f"{directory}: is a directory without a config.json, so not a model."
