@@ -140,12 +140,9 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
 
 def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
     """Compare a checkpoint of Megatron with the model that is to be read from it."""
-    mapping = importlib.import_module("tether.models.megatron.mapping")
-    families = importlib.import_module("tether.models.megatron.families")
     kind = "critic" if isinstance(role, CriticConfig) else "policy"
-    tensors = mapping.held_tensors(model.config, kind, families.has_value_bias(model.config))
     try:
-        _dist_checkpoint(role, model.config).check(tensors, Unfused(model.state_dict()))
+        _dist_checkpoint(role, model.config).check(model.config, kind, Unfused(model.state_dict()))
     except ValueError as error:
         before = role.megatron.dist_checkpointing_prefix
         or_prefix = f" Or change {prefix}dist_checkpointing_prefix={before}." if before else ""

@@ -21,8 +21,6 @@ from tether.models.language.empty import empty_model
 from tether.models.language.fused_experts import Unfused
 from tether.models.megatron import Layout
 from tether.models.megatron.dist_checkpoint import DistCheckpoint
-from tether.models.megatron.families import has_value_bias
-from tether.models.megatron.mapping import held_tensors
 
 CASES = {
     "qwen2": ("qwen2", {}),
@@ -74,8 +72,7 @@ def stored() -> dict[str, Tensor]:
 def check(folder: Path, prefix: str = "", **overrides: object) -> None:
     """Compare a folder with a tiny Llama, of which a few sizes may be others."""
     model = empty_model("", TINY_CONFIGS["llama"](**overrides))
-    tensors = held_tensors(model.config, "policy", has_value_bias(model.config))
-    DistCheckpoint(folder, model.config.vocab_size, prefix).check(tensors, Unfused(model.state_dict()))
+    DistCheckpoint(folder, model.config.vocab_size, prefix).check(model.config, "policy", Unfused(model.state_dict()))
 
 
 def refusal(folder: Path, **overrides: object) -> str:

@@ -6,4 +6,4 @@ once, then `model.build` for each model; `MegatronModel` says what a training en
 
 from tether.models.megatron.layout import Layout, check
 
-__all__ = ["Layout", "check", "cpu", "families", "groups", "head", "layout", "model", "version"]
+__all__ = ["Layout", "check", "cpu", "dist_checkpoint", "families", "groups", "head", "layout", "model", "version"]

@@ -23,7 +23,8 @@ import torch.distributed.checkpoint.metadata as stored
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from tether.models.megatron.mapping import ROWS, Held
+from tether.models.megatron.families import has_value_bias
+from tether.models.megatron.mapping import ROWS, Held, held_tensors
 from tether.models.megatron.splits import GateUp, QueryKeyValue
 
 FORMAT = "torch_dist"
@@ -85,11 +86,12 @@ class DistCheckpoint:
         split = ROWS if isinstance(held.split, QueryKeyValue) else held.split  # stored in the order of the ranks
         return split.read([_Rows(self, place, 0, rows)], rank, ranks)
 
-    def check(self, tensors: Iterable[Held], theirs: Mapping[str, Tensor]) -> None:
+    def check(self, hf_config: Any, role: str, theirs: Mapping[str, Tensor]) -> None:
         """Compare with the model that is to hold the weights, and look for the files.
 
         Args:
-            tensors: of the model.
+            hf_config: of the model.
+            role: what stands on the backbone.
             theirs: the model's tensors by their names in the files of transformers, of which the shapes are read.
 
         Raises:
@@ -97,7 +99,7 @@ class DistCheckpoint:
                 that is missing.
         """
         missing, wanted = [], defaultdict[str, dict[tuple[int, ...], tuple[int, ...]]](dict)
-        for held in tensors:
+        for held in held_tensors(hf_config, role, has_value_bias(hf_config)):
             place = self._place(held)
             if place is None:
                 missing += [] if held.optional else [_keys(held.name, held)[0][0]]
