@@ -9,8 +9,9 @@ import tests.trainer.loops
 import tests.training.test_fsdp
 import tether.assembly.control_ranks
 import tether.assembly.roles
+from tests.installed import HAS_MEGATRON
 
 if find_spec("peft") is not None:
     import_module("tether.models.language.lora")
-if find_spec("megatron") is not None:
+if HAS_MEGATRON:
     import_module("tests.training.megatron_ranks")
