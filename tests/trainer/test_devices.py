@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_profiler import traced
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
+from tether.assembly import groups
 from tether.assembly.run import build_run
 from tether.checkpoints import load_state
 from tether.config import load_config
@@ -103,9 +105,9 @@ ADAPTERS = ["actor_rollout_ref.model.lora_rank=2", "algorithm.use_kl_in_reward=T
     ids=["shared rows, prompts in pieces", "adapters", "adapters and shared rows"],
 )
 def test_other_ways_to_share_train_as_one_device(
-    both: list[str], on_devices: list[str], inputs: Path, tmp_path: Path
+    both: list[str], on_devices: list[str], inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray")
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     if both:
         pytest.importorskip("peft")
     packed = ["critic.model.use_remove_padding=True", "actor_rollout_ref.actor.use_kl_loss=True", *both]

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model, tiny_tokenizer
+from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, train, weights, write_inputs
+from tether.assembly import groups
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
 from tether.commands.reward import check_reward
@@ -175,9 +177,9 @@ def test_a_missing_folder_is_named(inputs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["reward_model.model.fsdp_config.param_offload=True"]], ids=["", "offloaded"])
-def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str]) -> None:
+def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each scores some of the responses with shards of the model; the scores are those of one device."""
-    pytest.importorskip("ray")
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     length = "trainer.total_training_steps=1"
     one = measured(train(overrides(inputs, tmp_path / "one", length)))[1]
     two = measured(train(overrides(inputs, tmp_path / "two", length, "trainer.n_gpus_per_node=2", *more)))[1]

@@ -44,7 +44,7 @@ from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import move_state
 from tether.training.engines.shares import join_shares
-from tether.training.protocol import LossSpec, UpdatePlan
+from tether.training.protocol import LossSpec, Updated, UpdatePlan
 from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward
 from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
 from tether.training.text.micro_batches import MicroBatching
@@ -57,6 +57,7 @@ SELECTING = LossSpec(
     TokenSelection("clip_cov", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 0.2,
                                 "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}),
 )  # fmt: skip
+LOSSES = {"plain": LOSS, "selecting": SELECTING}
 FULL_KL = LossSpec(PolicyForward(with_full_kl=True), PolicyLoss(kl_coef=0.2, kl_kind="full"))
 VALUES = LossSpec(ValueForward(), CriticLoss())
 PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
@@ -74,11 +75,27 @@ def on_last(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [*[[]] * (ranks - 1), list(range(len(costs)))]
 
 
-def gradients(estimator: str, sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
+@cache
+def gradients_of_one(estimator: str, loss: str = "policy") -> tuple[TrainBatch, dict[str, Tensor]]:
+    """A batch, and what one process makes of it; the same for all layouts."""
     batch = make_batch(make_policy(), make_critic(), estimator)
-    engine = make_engine(make_policy())
-    engine.accumulate_gradients(batch, LOSS)
-    expected = local_gradients(engine.model)
+    engine = make_engine(make_policy() if loss == "policy" else make_critic())
+    engine.accumulate_gradients(batch, LOSS if loss == "policy" else VALUES)
+    return batch, local_gradients(engine.model)
+
+
+@cache
+def updates_of_one(steps: tuple[int, ...], loss: str = "plain") -> tuple[TrainBatch, dict[str, Tensor], Updated]:
+    """A batch, the weights that updates by one process leave, and the last of them."""
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(make_policy(), FOUR_ROWS)
+    for step in steps:
+        last = engine.update(batch, LOSSES[loss], PLAN, step)
+    return batch, weights(engine.model), last
+
+
+def gradients(estimator: str, sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    batch, expected = gradients_of_one(estimator)
     for micro in (ONE_ROW, FOUR_ROWS, TOKENS):
         sharded = make_fsdp(make_policy(), micro, **sharding)
         yield f"{estimator}, {micro}", distance(whole_gradients(sharded, batch, LOSS), expected)
@@ -92,16 +109,13 @@ def gradients(estimator: str, sharding: dict[str, Any]) -> Iterator[tuple[str, f
 
 def options_of_memory(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """How far an update is from one process's, with each option that moves or frees weights."""
-    batch = make_batch(make_policy(), make_critic())
-    engine = make_engine(make_policy(), FOUR_ROWS)
-    for step in range(2):
-        engine.update(batch, LOSS, PLAN, step)
+    batch, expected, _ = updates_of_one((0, 1))
     resting = {"weights_rest_on_host": True, "optimizer_rests_on_host": True}
     for options in ({"reshard": False}, {"on_host": True}, resting):
         sharded = make_fsdp(make_policy(), FOUR_ROWS, **sharding, **options)
         for step in range(2):
             learn(sharded, batch, LOSS, PLAN, step)
-        yield f"{options}", distance(whole_weights(sharded), weights(engine.model))
+        yield f"{options}", distance(whole_weights(sharded), expected)
 
 
 def kept_gathered(reshard: bool) -> bool:
@@ -127,11 +141,9 @@ def rounded_sums() -> float:
 
 
 def critic_gradients(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    batch = make_batch(make_policy(), make_critic())
-    engine = make_engine(make_critic())
-    engine.accumulate_gradients(batch, VALUES)
+    batch, expected = gradients_of_one("gae", "critic")
     sharded = make_fsdp(make_critic(), FOUR_ROWS, **sharding)
-    yield "critic", distance(whole_gradients(sharded, batch, VALUES), local_gradients(engine.model))
+    yield "critic", distance(whole_gradients(sharded, batch, VALUES), expected)
 
 
 def inferred(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -224,17 +236,15 @@ def averaged_gradients() -> float:
     return distance(found, local_gradients(engine.model))
 
 
-def updates(
-    loss: LossSpec, sharding: dict[str, Any]
-) -> tuple[float, dict[str, float], dict[str, float], Tensor, Tensor]:
-    batch = make_batch(make_policy(), make_critic())
-    engine, sharded = make_engine(make_policy(), FOUR_ROWS), make_fsdp(make_policy(), FOUR_ROWS, **sharding)
-    expected, found = engine.update(batch, loss, PLAN, 3), learn(sharded, batch, loss, PLAN, 3)
+def updates(loss: str, sharding: dict[str, Any]) -> tuple[float, dict[str, float], dict[str, float], Tensor, Tensor]:
+    batch, after, expected = updates_of_one((3,), loss)
+    sharded = make_fsdp(make_policy(), FOUR_ROWS, **sharding)
+    found = learn(sharded, batch, LOSSES[loss], PLAN, 3)
     minis = mini_batches(batch.response_mask, PLAN, 3)
     rows, parts = share(sharded, batch, minis)
     first = torch.cat([part.rows for part in parts if part.epoch == 0])  # later epochs deal rows to other ranks
     return (
-        distance(whole_weights(sharded), weights(engine.model)),
+        distance(whole_weights(sharded), after),
         found.metrics,
         expected.metrics,
         found.outputs.log_probs[first] if found.outputs is not None else torch.empty(0),
@@ -393,7 +403,7 @@ def of_layout(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
         "inferred": dict(inferred(sharding)),
         "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
         "memory": dict(options_of_memory(sharding)),
-        "updates": [updates(LOSS, sharding), updates(SELECTING, sharding)],
+        "updates": [updates(loss, sharding) for loss in LOSSES],
         "read": read(folder / "read", {key: value for key, value in sharding.items() if key != "shards"}),
         "skipped": skipped(folder / "incidents", sharding),
     }
