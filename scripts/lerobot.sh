@@ -12,7 +12,7 @@ if [ ! -e "$venv/ready" ]; then
   echo "installing lerobot into $venv ..."
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3.12}" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mujoco,vla,dev]' \
-    torchvision==0.28.0 einops draccus==0.11.6 opencv-python-headless termcolor 'av<16' 'pandas<3' jsonlines deepdiff requests
+    torchvision==0.28.0 timm==1.0.31 einops draccus==0.11.6 opencv-python-headless termcolor 'av<16' 'pandas<3' jsonlines deepdiff requests
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps lerobot==0.6.1
   "$venv/bin/python" -c 'import lerobot.policies.pi0.modeling_pi0, lerobot.policies.pi05.modeling_pi05'
   touch "$venv/ready"

@@ -15,9 +15,9 @@ from tether.models.control.mlp_policy import load_policy, save_policy
 from tether.models.vla.policy import VlaPolicy
 from tether.models.vla.pretrained import load_weights, ranges, read_published, write_published
 from tether.models.vla.prompts import PADDING, Prompts
-from tether.models.vla.published import TOKENS, center_crop, letterbox, normalized
-from tether.models.vla.spec import ACTION_BINS, VlaSpec
-from tether.models.vla.vit import VitSpec
+from tether.models.vla.published import TOKENS, center_crop, letterbox, llama_config, make_networks, normalized
+from tether.models.vla.spec import ACTION_BINS, Network, VlaSpec
+from tether.models.vla.vit import HEADS, VitSpec
 from tether.observations import ObsPart, encode_text
 
 IMAGE, WRIST = ObsPart("image", "image", (SIZE, SIZE, 3), "uint8"), ObsPart("wrist", "image", (SIZE, SIZE, 3), "uint8")
@@ -254,6 +254,7 @@ def test_checkpoints_give_a_policy_back(kind, folder, tmp_path):
     save_policy(policy, tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy")
     assert loaded.spec == policy.spec
+    assert llama_config({**TEXT, "eos_token_id": (2, 3)}).eos_token_id == [2, 3]
     obs = policy.inputs(shown())
     assert torch.equal(loaded.outputs(obs, None, bins()), policy.outputs(obs, None, bins()))
 
@@ -297,7 +298,8 @@ BAD = {
     "another language model": ({"text_config": TEXT | {"model_type": "qwen2"}}, r"text_config\.model_type=qwen2"),
     "other bins": ({"n_action_bins": 512}, r"n_action_bins=512; supported: 256"),
     "another way to scale": ({"image_resize_strategy": "resize-crop"}, r"image_resize_strategy=resize-crop"),
-    "another number of sizes": ({"image_sizes": [SIZE]}, r"are of 2, 1, 2 and 2 networks"),
+    "another number of sizes": ({"image_sizes": [SIZE]}, r"are of 2, 1, 2, 2 networks"),
+    "no list of sizes": ({"image_sizes": None}, r"are of 2, 0, 2, 2 networks"),
     "another width": ({"text_config": TEXT | {"intermediate_size": 64}}, r"mlp\.\w+\.weight has the shape .*network"),
     "another size": ({"image_sizes": [42, SIZE]}, r"pos_embed has the shape \[1, 4, 32\], the network \[1, 9, 32\]"),
 }  # fmt: skip
@@ -311,6 +313,48 @@ def test_folders_that_are_not_supported_are_refused_by_name(case, folder, tmp_pa
     (path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
         read_published(path, LONG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"interpolations": ["bicubic", "nearest"]},
+            r"preprocessor_config\.json has interpolations=nearest; .*bicubic",
+        ),
+        ({"image_resize_strategy": "letterbox"}, r"image_resize_strategy=letterbox; supported: resize-naive"),
+        ({"means": None}, r"are of 2, 2, 0, 2 networks"),
+    ],
+)
+def test_other_pictures_are_refused(changes, message, folder, tmp_path):
+    path = copy_of(folder[0], tmp_path)
+    pictures = json.loads((path / "preprocessor_config.json").read_text())
+    (path / "preprocessor_config.json").write_text(json.dumps(pictures | changes))
+    with pytest.raises(ValueError, match=message):
+        read_published(path, LONG)
+
+
+def test_the_published_sizes_have_the_published_number_of_parameters():
+    """7,541,237,184, as OpenVLA's own fine-tuning says; what follows the second-to-last blocks is not read."""
+    ids, widths, perceptrons, blocks = HEADS, (1024, 1152), (4096, 4304), (23, 26)
+    vits = tuple(
+        VitSpec(
+            name, 224, 14, width, depth, mlp, registers=4 * first, class_token=first, layer_scale=first,
+            mean=(0.5,) * 3, std=(0.5,) * 3,
+        )
+        for name, width, mlp, depth, first in zip(ids, widths, perceptrons, blocks, (True, False), strict=False)
+    )  # fmt: skip
+    text = {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}
+    with torch.device("meta"):
+        parts = make_networks(Network(vits, text, 32000, 50, "", "resize-naive"))
+    read = sum(value.numel() for part in parts for value in part.parameters())
+    unread = 0
+    for width, mlp, first in zip(widths, perceptrons, (True, False), strict=True):
+        perceptron = 2 * width * mlp + mlp + width
+        unread += 4 * width**2 + 4 * width + perceptron + 4 * width + 2 * width * first  # the last block
+        unread += 2 * width  # the norm behind it
+        unread += 0 if first else width + 4 * width**2 + 4 * width + 2 * width + perceptron  # SigLIP's pooling
+    assert read + unread == 7_541_237_184
 
 
 def copy_of(path, tmp_path):

@@ -97,8 +97,8 @@ def test_siglip_is_transformers():
 @pytest.mark.parametrize("timm_id", [DINO, SIGLIP])
 @torch.no_grad()
 def test_they_are_timms(timm_id):
-    """In an environment with timm, which needs a torchvision; PyPI's does not load beside a torch for CPUs."""
-    timm = pytest.importorskip("timm", reason="needs timm and a torchvision for the torch that is installed")
+    """In lerobot's environment, which has a torchvision: PyPI's does not load beside a torch for CPUs."""
+    timm = pytest.importorskip("timm", reason="needs timm and a torchvision: bash scripts/test_lerobot.sh")
     vit, weights = make(timm_id)
     width, mlp = SHAPES[timm_id]
     model = timm.create_model(

@@ -78,18 +78,19 @@ def read_published(folder: Path, prompt_length: int) -> Published:
     kind = config.get("model_type")
     if kind != "openvla":
         raise ValueError(f"{KEY}={folder}: {CONFIG} is of model_type {kind}; only openvla can be loaded")
-    _refuse_unsupported(folder, config)
     for name in (PICTURES, TOKENIZER):
         if not (folder / name).is_file():
             raise ValueError(f"{KEY}={folder}: {name} is missing. Put it there, as it is in the published folder.")
+    _refuse_unsupported(folder, config)
     shapes = _shapes(folder)
-    text_config = {name: value for name, value in config["text_config"].items() if name not in ("torch_dtype", "dtype")}
+    given = config.get("text_config") or {}
+    text_config = {name: value for name, value in given.items() if name not in ("torch_dtype", "dtype")}
     network = Network(
         vits=_vits(folder, config, shapes),
         text_config=text_config,
         vocab_size=llama_config(text_config).vocab_size - config.get("pad_to_multiple_of", DEFAULT_FILLING),
         prompt_length=prompt_length,
-        tokenizer=str(folder),
+        tokenizer=str(folder.resolve()),
         resize=config.get("image_resize_strategy", "letterbox"),
     )
     statistics = config.get("norm_stats") or {}
@@ -167,16 +168,20 @@ def _json(file: Path) -> JsonObject:
 
 def _refuse_unsupported(folder: Path, config: JsonObject) -> None:
     language = (config.get("text_config") or {}).get("model_type", "llama")
+    pictures = _json(folder / PICTURES)
+    resize = config.get("image_resize_strategy", "letterbox")
     unsupported = (
-        ("text_config.model_type", language, ("llama",)),
-        ("n_action_bins", config.get("n_action_bins", DEFAULT_BINS), (DEFAULT_BINS,)),
-        ("image_resize_strategy", config.get("image_resize_strategy", "letterbox"), ("resize-naive", "letterbox")),
-        *(("timm_model_ids", name, tuple(HEADS)) for name in config.get("timm_model_ids") or (None,)),
+        (CONFIG, "text_config.model_type", language, ("llama",)),
+        (CONFIG, "n_action_bins", config.get("n_action_bins", DEFAULT_BINS), (DEFAULT_BINS,)),
+        (CONFIG, "image_resize_strategy", resize, ("resize-naive", "letterbox")),
+        (PICTURES, "image_resize_strategy", pictures.get("image_resize_strategy", resize), (resize,)),
+        *((CONFIG, "timm_model_ids", name, tuple(HEADS)) for name in config.get("timm_model_ids") or (None,)),
+        *((PICTURES, "interpolations", name, ("bicubic",)) for name in pictures.get("interpolations") or ()),
     )
-    for name, value, supported in unsupported:
+    for where, name, value, supported in unsupported:
         if value not in supported:
             allowed = ", ".join(map(str, supported))
-            raise ValueError(f"{KEY}={folder}: {CONFIG} has {name}={value}; supported: {allowed}")
+            raise ValueError(f"{KEY}={folder}: {where} has {name}={value}; supported: {allowed}")
     for pattern in HEAD_FILES:
         for file in folder.glob(pattern):
             raise ValueError(
@@ -224,16 +229,16 @@ def _adapted(name: str) -> str:
 def _vits(folder: Path, config: JsonObject, shapes: Mapping[str, list[int]]) -> tuple[VitSpec, ...]:
     ids, sizes = config["timm_model_ids"], config.get("image_sizes") or []
     colours = _json(folder / PICTURES)
-    if len(ids) > len(FEATURIZERS) or not len(ids) == len(sizes) == len(colours["means"]) == len(colours["stds"]):
+    means, stds = colours.get("means") or [], colours.get("stds") or []
+    counts = (len(ids), len(sizes), len(means), len(stds))
+    if len(ids) > len(FEATURIZERS) or len(set(counts)) > 1:
         raise ValueError(
             f"{KEY}={folder}: timm_model_ids, image_sizes and {PICTURES}'s means and stds are of "
-            f"{len(ids)}, {len(sizes)}, {len(colours['means'])} and {len(colours['stds'])} networks"
+            f"{', '.join(map(str, counts))} networks"
         )
     return tuple(
         _vit(folder, shapes, f"vision_backbone.{name}", timm_id, size, (*mean,), (*std,))
-        for name, timm_id, size, mean, std in zip(
-            FEATURIZERS, ids, sizes, colours["means"], colours["stds"], strict=False
-        )
+        for name, timm_id, size, mean, std in zip(FEATURIZERS, ids, sizes, means, stds, strict=False)
     )
 
 

@@ -11,6 +11,7 @@ and their first token; nothing sees the padding, and positions do not count it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -103,7 +104,8 @@ def make_networks(network: Network) -> tuple[LlamaForCausalLM, nn.ModuleDict, nn
 
 def llama_config(text_config: Mapping[str, object]) -> LlamaConfig:
     """The configuration of the transformer; what is not said is as in Llama 2's 7 billion."""
-    config: LlamaConfig = LlamaConfig.from_dict(dict(text_config))
+    # Of a checkpoint, lists have become tuples, which the configuration refuses.
+    config: LlamaConfig = LlamaConfig.from_dict(json.loads(json.dumps(dict(text_config))))
     return config
 
 
