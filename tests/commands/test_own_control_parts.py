@@ -207,6 +207,22 @@ def test_the_state_of_wrappers_of_a_file_is_saved(more: list[str], tmp_path: Pat
     assert len(processes) == len(set(processes)) > 0
 
 
+def test_a_second_run_finds_nothing_of_the_first_in_a_file(tmp_path: Path) -> None:
+    (file := tmp_path / "wrapper.py").write_text(
+        "import gymnasium\n"
+        "total = [0]\n"
+        "class Counts(gymnasium.RewardWrapper):\n"
+        "    def reward(self, reward):\n"
+        "        total[0] += 1\n"
+        "        return reward + total[0]\n"
+    )
+    more = ["env.train.id=CartPole-v1", f"env.train.wrappers=[{file}:Counts]", "trainer.total_training_steps=1"]
+    runs = [tether.train(overrides=settings(tmp_path / name, *more)) for name in ("one", "other")]
+    first, again = ([value for value in run.column("env/return") if value is not None] for run in runs)
+    assert first == again
+    assert max(first) > 100
+
+
 def test_a_file_that_has_changed_is_imported_again(tmp_path: Path) -> None:
     (file := tmp_path / "numbers.py").write_text("one = 1")
     assert definition(f"{file}:one", "a.key") == 1

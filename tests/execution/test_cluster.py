@@ -102,6 +102,10 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest
         RankFailed, match=r"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:1 .*ray start --head"
     ):
         RayGroup([Pool(2, 1)], "cpu", 1, tmp_path)
+    with pytest.raises(
+        RankFailed, match=r"^trainer.nnodes=1: .* RAY_ADDRESS=127.0.0.1:1 names it: unset that, and the"
+    ):
+        RayGroup([Pool(1, 1)], "cpu", 1, tmp_path)
     with pytest.raises(RankFailed, match=r"^ray_kwargs.ray_init.num_cpu: .* Did you mean num_cpus"):
         RayGroup([Pool(1, 1)], "cpu", 1, tmp_path, options={"num_cpu": 2})
 

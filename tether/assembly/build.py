@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tether.assembly.common import Run
 from tether.config import LoadedConfig
+from tether.runtime.user_files import forget_imports
 
 
 def build(loaded: LoadedConfig) -> Run:
@@ -12,6 +13,7 @@ def build(loaded: LoadedConfig) -> Run:
     Raises:
         ValueError: the inputs are not usable; see the message.
     """
+    forget_imports()
     if loaded.config.env.train.id is None:
         from tether.assembly.run import build_run  # loads transformers, which takes seconds
 

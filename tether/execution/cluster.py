@@ -117,10 +117,10 @@ def _speaks_http2(there: socket.socket) -> bool:
 
 
 def _no_cluster(address: str, nodes: int, error: Exception | str) -> RankFailed:
-    return RankFailed(
-        f"trainer.nnodes={nodes}: no Ray cluster to join at {address} ({error}). Start it: ray start --head on one "
-        "machine, ray start --address=HOST:6379 on the others"
-    )
+    fix = "Start it: ray start --head on one machine, ray start --address=HOST:6379 on the others"
+    if nodes == 1 and os.environ.get("RAY_ADDRESS") == address:
+        fix = f"RAY_ADDRESS={address} names it: unset that, and the run starts Ray by itself. {fix}"
+    return RankFailed(f"trainer.nnodes={nodes}: no Ray cluster to join at {address} ({error}). {fix}")
 
 
 def room(pool: Pool, device: str, seconds: float) -> PlacementGroup:

@@ -45,6 +45,11 @@ _imported: dict[Path, tuple[bytes, ModuleType]] = {}
 """File -> its text when it was imported, and what that gave."""
 
 
+def forget_imports() -> None:
+    """Begin a run: it finds data of the user's modules as a new process would, not as an earlier run left them."""
+    _imported.clear()
+
+
 def import_python_file(path: str | Path, key: str) -> ModuleType:
     """Import a Python file of the user's: once, as long as it does not change, however many keys name it.
 
