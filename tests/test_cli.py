@@ -101,9 +101,9 @@ def test_version(cli: Cli):
     assert (said.code, said.out) == (0, f"tether {tether.__version__}\n")
 
 
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_what_asks_for_no_run_loads_no_torch(option: str):
-    code = f"import sys; sys.argv = ['tether', {option!r}]\nfrom tether.commands.cli import main\n"
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["model", "list"]])
+def test_what_asks_for_no_run_loads_no_torch(arguments: list[str]):
+    code = f"import sys; sys.argv = ['tether', *{arguments!r}]\nfrom tether.commands.cli import main\n"
     code += "try:\n    main()\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""Commands for a model alone: generate, pull, list, export."""
+"""Commands for a model alone: generate, pull, export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers.utils.logging import disable_progress_bar
 from tether.assembly.generator import build_generator
 from tether.assembly.policies import published_of, saved_policy
 from tether.commands.policy import Policy, load
-from tether.models.language.model_path import KNOWN_MODELS
 from tether.models.language.registry_download import pull_model
 from tether.runtime.cache import cache_dir
 from tether.runtime.printable import printable
@@ -54,10 +53,3 @@ def export(checkpoint: Path, out: Path) -> None:
     if out.exists():
         raise ValueError(f"--out={out}: exists already. Name a new folder.")
     write(out)
-
-
-def list_models() -> None:
-    """Print the known models, and whether they are in the cache."""
-    for name, model in KNOWN_MODELS.items():
-        here = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
-        print(f"{name:20} {here:16} {model.requirement}, {model.size_mb} MB")

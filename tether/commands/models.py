@@ -21,7 +21,7 @@ def pull(name: str) -> None:
 @model_app.command(name="list")
 def list_models() -> None:
     """List the models that `tether model pull` knows."""
-    from tether.commands.model import list_models as run
+    from tether.commands.known_models import list_models as run
 
     run()
 
