@@ -31,7 +31,7 @@ from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jso
 from tether.assembly import groups
 from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.execution import StoredWeights
+from tether.execution import Replicas, ShardedEngine, ShardedSampler, StoredWeights
 from tether.execution.ray_group import RayGroup
 from tether.rollout.servers import Server
 from tether.rollout.vllm import Vllm, launch_of
@@ -114,10 +114,10 @@ class Holder:
         """See `Worker`."""
         return [(str(number), tensor) for number, tensor in enumerate(self._weights)]
 
-    def take(self, weights: StoredWeights) -> int:
+    def load(self, version: int, weights: StoredWeights) -> int:
         """Copy stored weights into those here, as a sampler does; returns their bytes."""
-        for mine, (_, tensor) in zip(self._weights, weights.update(1).tensors, strict=True):
-            mine.copy_(tensor)
+        for name, tensor in weights.update(version).tensors:
+            self._weights[int(name)].copy_(tensor)
         return weights.nbytes
 
     def copy(self) -> float:
@@ -139,15 +139,15 @@ def compare_transfers(folder: Path) -> tuple[float, float, int]:
         one.build(make_holder)
         two.build(make_holder)
 
-        def transfer() -> int:
-            return int(two.call("holder", "take", [(one.share_weights("holder"),)])[0])
-
+        actor = ShardedEngine[Any](one, "holder", Replicas.in_a_row(1, 1))
+        sampler = ShardedSampler(two, "holder", frozenset(), 1)
         sides = {
             "copy": lambda _: float(two.call("holder", "copy", [()])[0]),
-            "transfer": lambda _: seconds(transfer),
+            "transfer": lambda _: seconds(lambda: sampler.load_weights(actor.export())),
         }
         medians = take_turns(sides, RUNS, warm_up=1)
-        return medians["copy"], medians["transfer"], transfer()
+        moved = int(group.transfers.take()["transfer/weights_bytes"]) // (RUNS + 1)
+        return medians["copy"], medians["transfer"], moved
     finally:
         group.close()
 

@@ -17,6 +17,7 @@ pytest.importorskip("ray")
 from tests.execution.parts import make
 from tests.execution.processes import marked
 from tether.commands.status import show_status
+from tether.execution import Group
 from tether.execution.ray_group import RayGroup
 from tether.runtime.ranks import Deadlines, Pool
 
@@ -72,25 +73,66 @@ def test_ranks_work_together_until_one_of_them_dies(group: RayGroup) -> None:
         group.call("part", "pid", [(), None])
 
 
-@pytest.mark.slow
-def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(tmp_path: Path) -> None:
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[tuple[Group, Group]]:
+    """Two groups, of one rank and of two."""
     group = RayGroup([Pool(1, 1), Pool(1, 2, "rollout")], "cpu", 3, tmp_path, together=[range(1), range(1, 3)])
     try:
         one, two = group.some(range(1)), group.some(range(1, 3))
         one.build(make)
         two.build(make)
-        assert [found.tolist() for found in one.call("part", "summed", [(torch.ones(1),)])] == [[1.0]]
-        assert [found.tolist() for found in two.call("part", "summed", [(torch.ones(1),)] * 2)] == [[2.0]] * 2
-        assert two.call("part", "total", [(one.share_weights("part"),)] * 2) == [7.0, 7.0]
-        waiting = threading.Thread(target=two.call, args=("part", "rest", [(3.0,), (3.0,)]))
-        waiting.start()
-        one.call("part", "pid", [()])
-        assert waiting.is_alive()
-        waiting.join()
-        with pytest.raises(ValueError, match=r"^rank 2: data"):
-            two.call("part", "refuse", [None, ("data",)])
+        yield one, two
     finally:
         group.close()
+
+
+@pytest.mark.slow
+def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(apart: tuple[Group, Group]) -> None:
+    one, two = apart
+    assert [found.tolist() for found in one.call("part", "summed", [(torch.ones(1),)])] == [[1.0]]
+    assert [found.tolist() for found in two.call("part", "summed", [(torch.ones(1),)] * 2)] == [[2.0]] * 2
+    (weights,) = one.share_weights("part")
+    assert two.call("part", "total", [(weights,)] * 2) == [7.0, 7.0]
+    waiting = threading.Thread(target=two.call, args=("part", "rest", [(3.0,), (3.0,)]))
+    waiting.start()
+    one.call("part", "pid", [()])
+    assert waiting.is_alive()
+    waiting.join()
+    with pytest.raises(ValueError, match=r"^rank 2: data"):
+        two.call("part", "refuse", [None, ("data",)])
+
+
+@pytest.mark.slow
+def test_weights_of_other_shapes_than_before_arrive_with_their_bits_and_leave_no_file(
+    apart: tuple[Group, Group],
+) -> None:
+    one, two = apart
+    for rows in ([1, 2, 3, 4, 6], [8], [2, 12, 1]):
+        one.call("part", "have", [(rows,)])
+        (expected,) = one.call("part", "described", [()])
+        parts = [two.call("part", "found", [(weights,)] * 2) for weights in one.share_weights("part")]
+        assert len(parts) == -(-len(rows) // 2)
+        for rank in range(2):
+            assert [tensor for part in parts for tensor in part[rank]] == expected
+    assert [*one.call("part", "named_memory", [()]), *two.call("part", "named_memory", [()] * 2)] == [[]] * 3
+
+
+@pytest.mark.slow
+def test_the_next_weights_are_stored_while_some_are_read_and_a_rank_that_dies_meanwhile_is_named(
+    apart: tuple[Group, Group],
+) -> None:
+    one, two = apart
+    one.call("part", "have", [([1] * 12,)])
+    (pid,) = one.call("part", "pid", [()])
+    parts = one.share_weights("part")
+    weights, until = next(parts), time.monotonic() + PATIENCE
+    while one.call("part", "given", [()]) < [5] and time.monotonic() < until:  # 2, and the first of the next part
+        time.sleep(0.01)
+    assert one.call("part", "given", [()]) == [5]
+    two.call("part", "found", [(weights,)] * 2)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"^rank 0 died"):
+        list(parts)
 
 
 @pytest.mark.slow

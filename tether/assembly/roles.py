@@ -97,8 +97,9 @@ def build_roles(
     groups.build(build_parts, config, sources)
     assign = balanced if config.trainer.balance_batch else in_order
     apart = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
+    ahead = apart and config.trainer.async_mode != "off"  # it samples while the actor learns
     engines = {
-        name: ShardedEngine[Any](groups.of[name], name, replicas, assign, stores=apart and name == "actor")
+        name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
         for name, replicas in _replicas(config, groups).items()
     }
     if config.actor_rollout_ref.rollout.name in SERVERS:

@@ -60,26 +60,17 @@ class EngineHandle(ABC):
     Args:
         group: the ranks.
         part: what the engine is called there.
-        stores: export the weights by the object store, to ranks of other groups.
+        copies: export a copy of the weights, in the object store, which stays as it is while the engine learns.
     """
 
-    def __init__(self, group: Group, part: str, *, stores: bool = False) -> None:
-        self._group, self._part, self._stores = group, part, stores
+    def __init__(self, group: Group, part: str, *, copies: bool = False) -> None:
+        self._group, self._part, self._copies = group, part, copies
         self.version = 0
 
     def export(self) -> WeightUpdate:
-        """The weights stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them; or they are
-        stored, where other ranks sample.
-        """
-        if self._stores:
-            stored = _Stored(self._group, self._group.share_weights(self._part))
-            return WeightUpdate(self.version, stored, is_copy=True)
-        return WeightUpdate(self.version, _Brought(self))
-
-    def whole_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """All weights, put together on rank 0."""
-        found: list[tuple[str, torch.Tensor]] = self._call("whole_weights", [()] * self._group.size)[0]
-        return found
+        """The weights; they stay on the ranks, where `ShardedSampler` takes them over, until somebody reads them."""
+        copy = list(self._group.share_weights(self._part)) if self._copies else None
+        return WeightUpdate(self.version, _OnRanks(self._group, self._part, copy), is_copy=self._copies)
 
     def save(self, folder: Path) -> None:
         """See `tether.training.protocol.Engine.save`."""
@@ -121,13 +112,13 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
         part: what the engine is called there.
         replicas: ranks that share their rows.
         assign: which replica gets which rows.
-        stores: see `EngineHandle`.
+        copies: see `EngineHandle`.
     """
 
     def __init__(
-        self, group: Group, part: str, replicas: Replicas, assign: Assign = balanced, *, stores: bool = False
+        self, group: Group, part: str, replicas: Replicas, assign: Assign = balanced, *, copies: bool = False
     ) -> None:
-        super().__init__(group, part, stores=stores)
+        super().__init__(group, part, copies=copies)
         self._replicas, self._assign = replicas, assign
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
@@ -178,25 +169,22 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
 
 
 @dataclass(frozen=True)
-class _Brought:
-    """The weights of ranks, which travel only when they are read."""
-
-    engine: EngineHandle
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.engine.whole_weights())
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Weights in the object store."""
+class _OnRanks:
+    """The weights of ranks, which travel only when they are read, some at a time."""
 
     group: Group
-    shared: object
+    part: str
+    copy: Sequence[object] | None
+    """Of all weights, in the object store."""
+
+    def shared(self) -> Iterator[object]:
+        """See `Group.share_weights`."""
+        return self.group.share_weights(self.part) if self.copy is None else iter(self.copy)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        stored: StoredWeights = self.group.read(self.shared)
-        return iter(stored.update(0).tensors)
+        for shared in self.shared():
+            stored: StoredWeights = self.group.read(shared)
+            yield from stored.update(0).tensors
 
 
 class ShardedSampler:
@@ -265,12 +253,15 @@ class ShardedSampler:
         return answers
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """See `RolloutEngine.load_weights`; each rank puts the actor's shards together, or reads what is stored."""
-        if isinstance(weights.tensors, _Stored):
-            given = (weights.version, weights.tensors.shared)
-            moved = self._group.call(self._part, "load", [given] * self._group.size)
+        """See `RolloutEngine.load_weights`; each rank puts the actor's shards together, or reads those of others."""
+        if isinstance(weights.tensors, _OnRanks) and weights.tensors.group is not self._group:
+            for shared in weights.tensors.shared():
+                self._load("load", (weights.version, shared))
         else:
-            moved = self._group.call(self._part, "refresh", [()] * self._group.size)
+            self._load("refresh", ())
+
+    def _load(self, method: str, arguments: tuple[object, ...]) -> None:
+        moved = self._group.call(self._part, method, [arguments] * self._group.size)
         self._group.transfers.add(WEIGHTS, sum(moved))
 
 

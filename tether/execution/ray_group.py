@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_local, room
 from tether.execution.transfers import FROM, TO, Transfers, size_of
-from tether.execution.weights import StoredWeights
 from tether.execution.worker import Group, Process, Worker, this_process
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.machine import usable_cores
@@ -134,7 +134,7 @@ class RayGroup:
         """See `tether.execution.Group`."""
         return ray.put(value)
 
-    def share_weights(self, part: str) -> object:
+    def share_weights(self, part: str) -> Iterator[object]:
         """See `tether.execution.Group`."""
         return self.some(range(self.size)).share_weights(part)
 
@@ -297,10 +297,10 @@ class RayGroup:
 class RayWorker(Worker):
     """One rank, as an actor of Ray."""
 
-    def weights(self, part: str) -> list[Any] | None:
-        """The stored weights of an engine, on the first rank; a list, or the reference in it would be resolved."""
-        found = StoredWeights.of(self.call(part, "whole_weights"))
-        return [ray.put(found)] if found.names else None
+    def store_weights(self, part: str, begin: bool) -> tuple[list[Any], bool]:
+        """Store what `next_weights` gives; in a list, or the reference in it would be resolved."""
+        weights, more = self.next_weights(part, begin=begin)
+        return [] if weights is None else [ray.put(weights)], more
 
 
 @dataclass(frozen=True)
@@ -332,9 +332,20 @@ class SomeRanks:
         """See `tether.execution.Group`."""
         return self.whole.share(value)
 
-    def share_weights(self, part: str) -> object:
+    def share_weights(self, part: str) -> Iterator[object]:
         """See `tether.execution.Group`."""
-        return self._ask("weights", [(part,)] * self.size)[0][0]
+
+        def store(*, begin: bool) -> tuple[list[object], bool]:
+            answer: tuple[list[object], bool] = self._ask("store_weights", [(part, begin)] * self.size)[0]
+            return answer
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as thread:
+            asked, more = thread.submit(store, begin=True), True
+            while more:
+                (stored,), more = asked.result()
+                if more:
+                    asked = thread.submit(store, begin=False)
+                yield stored
 
     def read(self, shared: object) -> Any:
         """See `tether.execution.Group`."""

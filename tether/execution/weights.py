@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from tether.batch import WeightUpdate
+
+PART = 32 << 20
+"""Bytes of weights that travel at a time: one part is stored while another is read, in memory that was used before."""
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,24 @@ class StoredWeights:
                 for array, (dtype, shape) in zip(self.arrays, self.formats, strict=True)
             ]
         return WeightUpdate(version, [(name, tensors[place]) for name, place in self.names])
+
+
+def in_parts(
+    tensors: Iterable[tuple[str, Tensor]], limit: int = PART
+) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Tensors, some at a time, and whether there are more.
+
+    Args:
+        tensors: name and value; other names of a tensor follow its first, and are in the same part.
+        limit: bytes of a part; its last tensor may exceed it.
+    """
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in tensors:
+        again = bool(part) and value is part[-1][1]
+        if size >= limit and not again:
+            yield part, True
+            part, size = [], 0
+        part.append((name, value))
+        size += 0 if again else value.nbytes
+    yield part, False

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,10 +23,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from tether import __version__
 from tether.execution.transfers import Transfers
+from tether.execution.weights import StoredWeights, in_parts
 from tether.runtime.machine import set_threads
 
 BEAT_SECONDS = 0.5
@@ -71,9 +73,11 @@ class Group(Protocol):
         """Store a large argument once for all ranks; stands in its place in `call`."""
         ...
 
-    def share_weights(self, part: str) -> object:
-        """Have the first rank store all weights of an engine, as `StoredWeights`, once for ranks of any group; stands
-        in their place in `call`.
+    def share_weights(self, part: str) -> Iterator[object]:
+        """Have the first rank store the weights of an engine, some at a time, for ranks of any group.
+
+        Each item stands in the place of a `StoredWeights` in `call`. The next one is stored while it is used, and it is
+        freed once nobody has it; the engine must stay as it is until the last.
         """
         ...
 
@@ -118,6 +122,7 @@ class Worker:
     def __init__(self, rank: int, threads: int, log: Path, folder: Path, store: tuple[str, int]) -> None:
         self._rank, self._address = rank, store
         self._parts: Mapping[str, Any] = {}
+        self._left: Iterator[tuple[list[tuple[str, Tensor]], bool]] = iter(())
         self._doing, self._since = "starts", time.time()
         with suppress(OSError):  # a folder of another machine
             os.chdir(folder)
@@ -156,9 +161,22 @@ class Worker:
 
     def call(self, part: str, method: str, *arguments: object) -> Any:
         """Call a method of a part."""
-        self._doing, self._since = f"{part}.{method}", time.time()
-        with record_function(f"{part}.{method}"):
-            answer = getattr(self._parts[part], method)(*arguments)
+        return self._do(f"{part}.{method}", lambda: getattr(self._parts[part], method)(*arguments))
+
+    def next_weights(self, part: str, *, begin: bool) -> tuple[StoredWeights | None, bool]:
+        """Some of the weights of an engine, from its first ones on or those that come next; and whether there are more.
+
+        All ranks of the engine take part; the first has the weights.
+        """
+        if begin:
+            self._left = in_parts(self._parts[part].whole_weights())
+        weights, more = self._do(f"{part}.whole_weights", lambda: next(self._left))
+        return StoredWeights.of(weights) if dist.get_rank() == 0 else None, more
+
+    def _do(self, name: str, work: Callable[[], Any]) -> Any:
+        self._doing, self._since = name, time.time()
+        with record_function(name):
+            answer = work()
         self._doing, self._since = "waits", time.time()
         return answer
 

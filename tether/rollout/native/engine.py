@@ -95,8 +95,6 @@ class NativeEngine:
     def _take_over(self, weights: WeightUpdate) -> None:
         weights.copy_to(self._model)
         self._version = weights.version
-        if isinstance(self._forward, Decoder):
-            self._forward.refresh()
 
     def generate(
         self,
@@ -141,6 +139,7 @@ class NativeEngine:
                     if on_progress is not None:
                         on_progress(call.progress())
                     if self._change_weights():
+                        self._prepare_forward()
                         call.renew(self._of_one_call(recorder), self._version)
             finally:
                 self._call = None

@@ -7,7 +7,7 @@ its metrics are those of one process. Only gradients of weights are sums over ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,11 +60,9 @@ class FlatRankEngine(FlatEngine):
         self._seen = seen.to(self._device)
         return self.update(rows, loss, plan, step)
 
-    def whole_weights(self) -> list[tuple[str, Tensor]]:
-        """All weights, on the host of rank 0."""
-        if dist.get_rank() > 0:
-            return []
-        return [(name, value.detach().cpu()) for name, value in self.export().tensors]
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, on the host; every rank has them."""
+        return ((name, value.detach().cpu()) for name, value in self.export().tensors)
 
     def begin_saving(self, folder: Path, state: Path) -> None:
         """Write the policy, and its optimizer's state beside it, in a thread; all ranks have the same."""

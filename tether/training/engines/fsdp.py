@@ -10,7 +10,7 @@ otherwise.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,24 +157,22 @@ class FsdpEngine(RanksEngine[Outputs]):
         """The current weights in the dtype of the forward pass, each put together when its turn comes."""
         return WeightUpdate(self.version, self._gathered())
 
-    def whole_weights(self) -> list[tuple[str, Tensor]]:
-        """The exported weights, on rank 0 and in the memory of the host; the other ranks give none."""
-        first = dist.get_rank() == 0
-        return [(name, value) for name, value in self._gathered(on_host=first) if first]
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `export`, on all ranks in step, on rank 0 in the memory of the host."""
+        return self._gathered(on_host=dist.get_rank() == 0)
 
     def _gathered(self, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value of each weight; tied ones are put together once."""
-        parameters = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        ties, whole = Counter(parameters.values()), dict[int, Tensor]()
+        """Name and whole value of each weight; tied ones are put together once, and follow each other."""
+        ties = defaultdict[int, list[str]](list)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            ties[id(parameter)].append(name)
+        names = {first: [first, *others] for first, *others in ties.values()}
+        second = {other for _, *others in ties.values() for other in others}
         for name, value in self.model.state_dict().items():
-            own = parameters.get(name, 0)
-            found = whole.get(own)
-            if found is None:
+            if name not in second:
                 found = _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
                 found = found.cpu() if on_host else found
-            if ties[own] > 1:
-                whole[own] = found
-            yield name, found
+                yield from ((each, found) for each in names.get(name, [name]))
 
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy what this rank writes, and begin to write it; `writing` says when that is done.

@@ -327,11 +327,10 @@ class MegatronEngine(RanksEngine[Outputs]):
         with self._here():
             yield from self._gathered()
 
-    def whole_weights(self) -> list[tuple[str, Tensor]]:
-        """The tensors of `export`, on rank 0 and in the memory of the host; the other ranks give none."""
-        with self._here():
-            first = dist.get_rank() == 0
-            return [(name, value.cpu()) for name, value in self._gathered() if first]
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `export`, on all ranks in step, on rank 0 in the memory of the host."""
+        first = dist.get_rank() == 0
+        return ((name, value.cpu() if first else value) for name, value in self._exported())
 
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy what this rank writes, and begin to write it; see `FsdpEngine.begin_saving`."""
