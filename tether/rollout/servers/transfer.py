@@ -53,7 +53,7 @@ def _write(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for _, value in aligned:
-        file.write(value.view(-1).view(torch.uint8).numpy())
+        file.write(value.view(-1).view(torch.uint8).numpy().data)
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int) -> Iterator[dict[str, Tensor]]:
