@@ -15,6 +15,7 @@ Worked example, one prompt [5, 6, 7] sampled twice, answers [8, 2] and [9] (2 = 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -89,13 +90,13 @@ class WeightUpdate:
         """The same, which stay as they are while the engine learns."""
         if self.is_copy:
             return self
-        seen: dict[int, Tensor] = {}  # tied weights stay tied
+        seen: dict[tuple[int, torch.Size], tuple[weakref.ref[Tensor], Tensor]] = {}  # tied weights stay tied
         tensors = []
         for name, value in self.tensors:
-            key = value.data_ptr()
-            if key not in seen or seen[key].shape != value.shape:
-                seen[key] = value.detach().clone()
-            tensors.append((name, seen[key]))
+            key = (value.data_ptr(), value.shape)
+            if key not in seen or seen[key][0]() is None:  # it is gone, and its memory is used again
+                seen[key] = (weakref.ref(value), value.detach().clone())
+            tensors.append((name, seen[key][1]))
         return WeightUpdate(self.version, tensors, is_copy=True)
 
     @torch.no_grad()

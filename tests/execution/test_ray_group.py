@@ -31,6 +31,9 @@ from tether.runtime.ranks import Pool
 if __name__ == "__main__":
     group = RayGroup([Pool(1, 1)], "cpu", 1, Path(sys.argv[1]))
     group.build(make)
+    group.call("part", "have", [([1] * 6,)])
+    weights = group.share_weights("part")
+    found = group.call("part", "found", [(next(weights),)])
     print(*group.call("part", "pid", [()]), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """

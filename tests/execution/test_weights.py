@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.tiny import tiny_model
+from tether.batch import WeightUpdate
 from tether.execution import ShardedSampler, StoredWeights, Transfers
 from tether.execution.handles import EngineHandle
 from tether.execution.weights import in_parts
@@ -106,6 +107,13 @@ def test_a_copy_stays_as_it_is_while_the_engine_learns() -> None:
         value.zero_()
     assert [(name, value.tolist()) for name, value in kept.tensors] == [(n, v.tolist()) for n, v in WEIGHTS]
     assert not any(value.any() for _, value in now.tensors)
+
+
+def test_a_copy_is_right_where_memory_is_freed_and_used_again_meanwhile() -> None:
+    memory = torch.zeros(2)
+    come = ((str(number), memory.fill_(number).view(2)) for number in (1, 2, 3))
+    found = WeightUpdate(1, come).copied().tensors
+    assert [(name, value.tolist()) for name, value in found] == [("1", [1, 1]), ("2", [2, 2]), ("3", [3, 3])]
 
 
 def test_an_error_in_the_middle_ends_the_transfer() -> None:

@@ -211,6 +211,7 @@ def narrow(layout: Layout) -> tuple[float, float]:
         engine.update(batch, LOSS, PLAN, step)
         learn(megatron, batch, LOSS, PLAN, step)
     exported, whole = whole_weights(megatron), megatron.whole_model()
+    assert same_bits(dict(megatron.whole_weights()), exported)
     assert engine.masters
     assert all(value.dtype == torch.bfloat16 for value in exported.values())
     with engine.masters.installed():

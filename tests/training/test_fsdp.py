@@ -29,7 +29,7 @@ from tests.training.batches import (
     weights,
 )
 from tests.training.batches import gradients as local_gradients
-from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, share, whole_gradients, whole_weights
+from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, share, stored_weights, whole_gradients, whole_weights
 from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
 from tether.models.language.critic import load_critic
@@ -364,7 +364,9 @@ def read(folder: Path, sharding: dict[str, Any]) -> dict[str, tuple[bool, bool]]
         ends = name.startswith("critic") or eos_token_ids(unread) == eos_token_ids(whole)
         compute = {"compute_dtype": torch.bfloat16} if name == narrow else {}
         sharded = make_fsdp(unread, FOUR_ROWS, **sharding, **compute)
-        same = same_bits(whole_weights(sharded), {key: value.detach() for key, value in whole.state_dict().items()})
+        expected = {key: value.detach() for key, value in whole.state_dict().items()}
+        same = same_bits(whole_weights(sharded), expected)
+        same = same and same_bits(stored_weights(sharded), expected if dist.get_rank() == 0 else {})
         most = size / (1 if dist.get_world_size() == 1 else 1.7)
         found[name] = (same and buffers and ends, 0 < sharded.bytes_read <= most)
     return found
