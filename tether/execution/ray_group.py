@@ -299,7 +299,7 @@ class RayWorker(Worker):
 
     def store_weights(self, part: str, begin: bool) -> tuple[list[Any], bool]:
         """Store what `next_weights` gives; in a list, or the reference in it would be resolved."""
-        weights, more = self.next_weights(part, begin=begin)
+        weights, more = self.next_weights(part, begin)
         return [] if weights is None else [ray.put(weights)], more
 
 

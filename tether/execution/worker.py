@@ -163,7 +163,7 @@ class Worker:
         """Call a method of a part."""
         return self._do(f"{part}.{method}", lambda: getattr(self._parts[part], method)(*arguments))
 
-    def next_weights(self, part: str, *, begin: bool) -> tuple[StoredWeights | None, bool]:
+    def next_weights(self, part: str, begin: bool) -> tuple[StoredWeights | None, bool]:
         """Some of the weights of an engine, from its first ones on or those that come next; and whether there are more.
 
         All ranks of the engine take part; the first has the weights.
