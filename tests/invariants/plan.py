@@ -111,6 +111,9 @@ class OnRanks:
     def share_weights(self, part: str) -> Iterator[StoredWeights]:
         yield StoredWeights.of([])
 
+    def read(self, shared: object) -> object:
+        return shared
+
     def close(self) -> None:
         pass
 
