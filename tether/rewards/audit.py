@@ -154,7 +154,8 @@ def verdicts(audited: Audit) -> list[Verdict]:
         found.append(
             Verdict(
                 f"the ground truth scores {truth.mean:.3g}, and no wrong reply less. Either the reward pays for "
-                "anything, or it expects an answer that is written in another way than those tried",
+                "anything, or it expects an answer that is written in another way than those tried, such as a program: "
+                "an answer as it should be, in extra_info.solution of each row, is tried, too",
                 is_fault=True,
             )
         )
