@@ -55,3 +55,8 @@ def test_an_unknown_option_is_refused() -> None:
 def test_a_dataset_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"^nobody/nothing: neither a file here nor a dataset that the hub gave: "):
         load_rows("nobody/nothing")
+
+
+def test_a_dataset_of_modelscope_becomes_a_file_first() -> None:
+    with pytest.raises(ValueError, match=r"tether data pull NAME --repository modelscope:owner/name, with a NAME"):
+        load_rows("modelscope:owner/name?split=train")

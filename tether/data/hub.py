@@ -19,8 +19,13 @@ def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
         options: `split` (may be left out where there is only one), `name` (the configuration), `revision`.
 
     Raises:
-        ValueError: an unknown split, or a dataset that the hub does not have or cannot be reached for.
+        ValueError: an unknown split, or a dataset of ModelScope or one that the hub does not give.
     """
+    if repository.startswith("modelscope:"):
+        raise ValueError(
+            f"{spec}: rows of ModelScope become files first: tether data pull NAME --repository {repository}, with a "
+            "NAME of tether data list; then name the file that it writes."
+        )
     try:
         splits = datasets.load_dataset(repository, options.get("name"), revision=options.get("revision"))
     except (OSError, ValueError) as error:
