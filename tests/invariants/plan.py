@@ -130,6 +130,9 @@ class GivenEngine:
     def place(self) -> tuple[int, bool]:
         return 0, True
 
+    def described(self) -> str:
+        return "an engine"
+
 
 class Loader:
     """Stands in the place of a function that loads or makes something, and notes what it is asked for.

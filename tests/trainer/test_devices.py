@@ -12,6 +12,7 @@ from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_profiler import traced
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
 from tether.assembly import groups
+from tether.assembly.common import Run
 from tether.assembly.run import build_run
 from tether.checkpoints import load_state
 from tether.config import load_config
@@ -49,17 +50,23 @@ def saved_again(inputs: Path, folder: Path, devices: int, checkpoint: Path, more
     """Whether a run that resumes on so many devices holds the bits of the checkpoint."""
     run = build_run(load_config(None, [*overrides(inputs, folder, devices, 10), *more]))
     try:
-        for role, learner in (("actor", run.trainer.actor), ("critic", run.trainer.critic)):
-            again = folder / f"again_{devices}"
-            again.mkdir(exist_ok=True)
-            learner.engine.saving(again / role, again / f"{role}.pt", copy=False)()
-            assert len(list((again / role).glob("*.safetensors"))) == devices
-            if not same(weights(again, role), weights(checkpoint, role)):
-                return False
-            if not same(load_state(again / f"{role}.pt"), load_state(checkpoint / "training" / f"{role}.pt")):
-                return False
+        return holds(run, folder / f"again_{devices}", checkpoint)
     finally:
         run.close()
+
+
+def holds(run: Run, again: Path, checkpoint: Path) -> bool:
+    """Whether a run has the bits of the checkpoint that it resumes from: it saves them again."""
+    again.mkdir()
+    for role, learner in (("actor", run.trainer.actor), ("critic", run.trainer.critic)):
+        if learner is None:
+            continue
+        learner.engine.saving(again / role, again / f"{role}.pt", copy=False)()
+        assert len(list((again / role).glob("*.safetensors"))) == run.loaded.config.trainer.n_gpus_per_node
+        if not same(weights(again, role), weights(checkpoint, role)):
+            return False
+        if not same(load_state(again / f"{role}.pt"), load_state(checkpoint / "training" / f"{role}.pt")):
+            return False
     return True
 
 

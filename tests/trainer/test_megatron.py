@@ -1,6 +1,7 @@
 """Runs that Megatron trains: those of one process, checkpoints of any layout, and what is refused before."""
 
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from tests.installed import needs_megatron
 from tests.tiny import save_tiny, tiny_model
 from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.test_devices import overrides, saved_again
+from tests.trainer.test_devices import holds, overrides, saved_again
 from tests.trainer.tiny_run import measured, same, train, weights, write_inputs
 from tether.assembly import groups
 from tether.assembly.run import build_run
@@ -27,6 +28,7 @@ ACTOR = "actor_rollout_ref.actor"
 SIZES = f"{ACTOR}.megatron"
 STRATEGY = f"{ACTOR}.strategy=megatron"
 TP, PP = f"{SIZES}.tensor_model_parallel_size", f"{SIZES}.pipeline_model_parallel_size"
+EP = f"{SIZES}.expert_model_parallel_size"
 STEPS = 10
 
 
@@ -47,11 +49,11 @@ def close(found: dict[int, Any], expected: dict[int, Any]) -> None:
 class Dying(ForkedGroup):
     """Whose last rank is killed with SIGKILL in the middle of a step."""
 
-    updates = 0
+    updates, last = 0, STEPS // 2
 
     def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         self.updates += (part, method) == ("actor", "learn")
-        if self.updates > STEPS // 2:
+        if self.updates > self.last:
             self._processes[-1].kill()
             self._processes[-1].join()
         return super().call(part, method, arguments)
@@ -80,6 +82,34 @@ def test_layouts_train_as_one_process_and_resume_each_others_checkpoints(
     left, right = weights(one / f"global_step_{STEPS}"), weights(resumed / f"global_step_{STEPS}")
     for name in left:
         torch.testing.assert_close(right[name], left[name], rtol=1e-2, atol=1e-4)
+
+
+class DyingSoon(Dying):
+    last = 1
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_experts_that_were_dealt_out_resume_undealt(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture of experts on EP 2, killed in its second step: the bits go on on two replicas, and in one process."""
+    save_tiny(tmp_path / "mixture", "qwen2_moe")
+    mixture = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={tmp_path / 'mixture'}"]
+    monkeypatch.setattr(groups, "_start_group", DyingSoon)
+    with pytest.raises(RankFailed, match="rank 1 ended"):
+        train([*overrides(inputs, tmp_path / "split", 2, 2), *mixture, STRATEGY, f"{EP}=2"])
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
+    checkpoint = tmp_path / "split/global_step_1"
+    assert saved_again(inputs, tmp_path / "split", 1, checkpoint, mixture)
+    run = build_run(load_config(None, [*overrides(inputs, tmp_path / "split", 2, 2), *mixture, STRATEGY]))
+    try:
+        assert holds(run, tmp_path / "split/again_2", checkpoint)
+        assert any(re.match(r"Megatron-core .*: its own layers on ", line) for line in run.about)
+        run.trainer.fit()
+    finally:
+        run.close()
+    assert max(measured(run.directory)) == 2
 
 
 @pytest.mark.slow

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.installed import needs_megatron
 from tests.rollout.bench import REAL, STAND_INS, needs_vllm, processes_of
 from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
+from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, set_eos, train, weights, write_inputs
+from tether.assembly import groups
 from tether.assembly.build import build
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
@@ -76,6 +79,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path, kind: str) -> None
     check_steps(halves, 1, 2)
     assert same(weights(whole / "global_step_2"), weights(halves / "global_step_2"))
     assert without_transfers(whole) == without_transfers(halves)  # the other server gets the weights at its beginning
+
+
+@needs_megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_a_server_gets_the_weights_of_megatrons_ranks(inputs: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put together from two ranks that share the matrices: samples of steps 1 and 2 are the policy's."""
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
+    actor = "actor_rollout_ref.actor"
+    sizes = [f"{actor}.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    two = [f"{actor}.strategy=megatron", "trainer.total_training_steps=2", f"{ROLLOUT}.name={kind}", *sizes]
+    with another_server(inputs / "model", kind) as url:
+        run = train([*base_overrides(inputs, inputs / "run"), *SETTINGS, *two, url])
+    check_steps(run, 1, 2)
+    moved = measured(run)
+    assert moved[2]["transfer/weights_bytes"] > 0
+    assert moved[1]["rollout_corr/k3_kl"] != moved[2]["rollout_corr/k3_kl"]
 
 
 AHEAD = {

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tether.assembly.groups import Groups
 from tether.assembly.learners import actor_engine, critic_engine, reference_engine
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
@@ -89,6 +90,14 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
     if found.get("recompute_granularity") != "selective":
         found.pop("recompute_modules", None)  # verl's default names some, and switches the granularity off
     return found
+
+
+def megatron_line(config: RunConfig, groups: Groups | None) -> list[str]:
+    """A line for the user about what Megatron runs, as the first rank of the actor says; none without it."""
+    if groups is None or not uses_megatron(config):
+        return []
+    group = groups.of["actor"]
+    return [group.call("actor", "described", [(), *[None] * (group.size - 1)])[0]]
 
 
 def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, checkpoint: Path | None = None) -> None:

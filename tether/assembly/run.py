@@ -33,7 +33,7 @@ from tether.assembly.common import (
 )
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
-from tether.assembly.megatron import check_megatron
+from tether.assembly.megatron import check_megatron, megatron_line
 from tether.assembly.number_formats import DTYPES, decided_formats
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -174,6 +174,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
         about += [ranks_line(config)] if groups else []
+        about += megatron_line(config, groups)
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
         about += [f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto"] if formats else []

@@ -15,9 +15,10 @@ if not HAS_MEGATRON:
 from tests.models.megatron.ranks import Case, compare, redirected, refusals, shards
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny, save_tiny_reward_model
-from tether.models.megatron import Layout
+from tether.models.megatron import Layout, attention
+from tether.models.megatron.model import describe
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SINGLE = 2e-6  # in float64, where transformers computes the router or the scaled angles of YaRN in float32
 LAYERS = {"num_hidden_layers": 4}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -117,6 +118,22 @@ def test_refusals(tmp_path: Path) -> None:
     assert "has no model.safetensors" in messages["empty"]
     assert "gate_proj.weight and model.layers.0.mlp.up_proj.weight give (96, 32)" in messages["shape"]
     assert "a process has one Megatron layout" in messages["layout"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "cuda", "context", "said"),
+    [
+        (False, False, 1, "on the CPU, with tether's packed attention"),
+        (True, False, 1, "on the CPU, with tether's packed attention"),
+        (False, True, 1, "on CUDA, with tether's packed attention"),
+        (True, True, 2, "on CUDA, with tether's packed attention"),
+        (True, True, 1, "on CUDA, with Transformer Engine's fused attention"),
+    ],
+)
+def test_what_runs_is_said(engine: bool, cuda: bool, context: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "HAS_TRANSFORMER_ENGINE", engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert describe(Layout(context=context)).endswith(f": its own layers {said} and tether's norms")
 
 
 def test_redirections_change_no_number(tmp_path: Path) -> None:

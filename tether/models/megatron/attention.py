@@ -130,6 +130,11 @@ class Norm(nn.Module):
         return kernels_for(x, self.weight).rms_norm(x, self.weight, self.eps, 0.0)
 
 
+def has_fused_attention(context: int) -> bool:
+    """Whether Transformer Engine's attention runs: where it is installed beside a GPU and no sequence is shared."""
+    return HAS_TRANSFORMER_ENGINE and torch.cuda.is_available() and context == 1
+
+
 def rotary_of(hf_config: Any) -> tuple[Tensor, float]:
     """Inverse frequencies [D / 2] and what cosine and sine are multiplied by, as transformers computes them."""
     parameters = hf_config.rope_parameters
@@ -157,8 +162,8 @@ def _device() -> torch.device:
 def _fused(
     config: Any, layer: int, mask: Any, kind: str, scale: float, k_channels: int | None, v_channels: int | None
 ) -> nn.Module | None:
-    """Transformer Engine's attention, where it is installed beside a GPU."""
-    if not (HAS_TRANSFORMER_ENGINE and torch.cuda.is_available()) or config.context_parallel_size > 1:
+    """Transformer Engine's attention, where it runs."""
+    if not has_fused_attention(config.context_parallel_size):
         return None
     # Imported here: the module exists in every Megatron and loads in an environment with Transformer Engine only.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from tether.models.megatron.attention import (
     PackedAttention,
     PackedTokens,
     Rotary,
+    has_fused_attention,
     rotary_of,
 )
 from tether.models.megatron.context import Filled, ZigZag
@@ -37,7 +38,6 @@ from tether.models.megatron.router import Router, with_experts
 from tether.models.megatron.transfer import Placed, export_weights, load_weights
 from tether.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
 
-_log = logging.getLogger(__name__)
 Role = Literal["policy", "critic"]
 
 
@@ -216,16 +216,15 @@ def build(
     for chunk in chunks:
         chunk.requires_grad_(trainable)
         chunk.train(trainable)
-    _log.info("Megatron-core runs %s", describe())
     return MegatronModel(hf_config, layout, role, config, chunks)
 
 
-def describe() -> str:
-    """Which attention and layers run, for the log."""
-    if not torch.cuda.is_available():
-        return "its own layers on the CPU, with tether's packed attention and norms"
-    attention = "Transformer Engine's" if without_te.HAS_TRANSFORMER_ENGINE else "tether's packed"
-    return f"its own layers on CUDA, with {attention} attention and tether's norms"
+def describe(layout: Layout) -> str:
+    """Which layers and which attention run on this rank, for the user."""
+    where = "CUDA" if torch.cuda.is_available() else "the CPU"
+    fused = has_fused_attention(layout.context)
+    attention = "Transformer Engine's fused attention" if fused else "tether's packed attention"
+    return f"Megatron-core {version('megatron-core')}: its own layers on {where}, with {attention} and tether's norms"
 
 
 def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTModel:

@@ -37,7 +37,7 @@ from tether.models.megatron import Layout, groups
 from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.head import StatesHead
 from tether.models.megatron.layout import experts_of
-from tether.models.megatron.model import MegatronModel, Role, build
+from tether.models.megatron.model import MegatronModel, Role, build, describe
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import scattered, tensors_of
 from tether.training.engines.copies import kept, kept_tree, with_weights
@@ -139,6 +139,10 @@ class MegatronEngine(RanksEngine[Outputs]):
         within = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank())
         ends = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         return parallel_state.get_data_parallel_rank(), bool(ends and within == (0, 0))
+
+    def described(self) -> str:
+        """Which layers and which attention run here, for the user."""
+        return describe(self._options.layout)
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         """See `tether.training.protocol.Engine.infer`; nothing where this rank does not speak."""
