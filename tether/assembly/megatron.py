@@ -92,9 +92,9 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
     return found
 
 
-def megatron_line(config: RunConfig, groups: Groups | None) -> list[str]:
+def megatron_line(config: RunConfig, groups: Groups) -> list[str]:
     """A line for the user about what Megatron runs, as the first rank of the actor says; none without it."""
-    if groups is None or not uses_megatron(config):
+    if not uses_megatron(config):
         return []
     group = groups.of["actor"]
     return [group.call("actor", "described", [(), *[None] * (group.size - 1)])[0]]

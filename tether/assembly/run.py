@@ -173,8 +173,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             trainer.resume(checkpoint)
         about = [f"training prompts: {inputs.train.report}"]
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        about += [ranks_line(config)] if groups else []
-        about += megatron_line(config, groups)
+        about += [ranks_line(config), *megatron_line(config, groups)] if groups else []
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
         about += [f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto"] if formats else []
