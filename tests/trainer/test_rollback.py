@@ -102,6 +102,24 @@ def test_where_a_run_goes_back_to(tmp_path: Path) -> None:
     assert to(14, Rollback(12, 6), most=1) is None
 
 
+def test_the_checkpoint_to_go_back_to_outlives_that_of_the_collapse(tmp_path: Path) -> None:
+    """The collapsed run is saved before it goes back, which may leave one checkpoint too many."""
+    saved = CheckpointStore(tmp_path, keep=2)
+    for step in (2, 4):
+        saved.save(step, lambda folder: (folder / "x").write_text("x") and None)
+    target = Rollbacks(saved, 1, (), 0.5).target(4)
+    saved.save(5, lambda folder: (folder / "x").write_text("x") and None)
+    assert target == tmp_path / "global_step_2"
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_4",
+        "global_step_5",
+    ]
+    assert saved.newest_before(4) == target  # also for the run that was killed before it went back
+    roll_back(saved, target, 5)
+    assert saved.latest() == target
+
+
 def test_the_note_is_of_one_course(tmp_path: Path) -> None:
     saved = store(tmp_path, 2, 4, 6, 8)
     aside = roll_back(saved, tmp_path / "global_step_4", 9)

@@ -65,6 +65,8 @@ class CheckpointStore:
             raise ValueError(f"trainer.max_actor_ckpt_to_keep={keep}: keep at least 1, or null to keep all")
         self.root = root
         self.keep = keep
+        self.spared: Path | None = None
+        """A checkpoint that stays beside those, because the run is about to go back to it."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Save what `write` puts into the folder that it is given, as the newest checkpoint.
@@ -214,7 +216,7 @@ class CheckpointStore:
     def _prune(self, newest: Path) -> None:
         if self.keep is None:
             return
-        older = [path for path in _checkpoints(self.root) if step_of(path) < step_of(newest)]
+        older = [path for path in _checkpoints(self.root) if step_of(path) < step_of(newest) and path != self.spared]
         for path in sorted(older, key=step_of, reverse=True)[self.keep - 1 :]:
             doomed = self.root / f"{DOOMED}{path.name}"
             _remove(doomed)

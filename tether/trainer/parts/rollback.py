@@ -20,7 +20,7 @@ class Rollbacks:
     """Of the policy's learning rate, for each of them."""
 
     def target(self, since: int) -> Path | None:
-        """The newest checkpoint whose policy showed no sign; None: there is none, or no rollback is left.
+        """The newest checkpoint whose policy showed no sign, which is kept; None: there is none, or no rollback left.
 
         Args:
             since: first step with signs, in which the policy of the checkpoint before it acted. One that comes no later
@@ -29,7 +29,9 @@ class Rollbacks:
         if len(self.done) >= self.most:
             return None
         again = bool(self.done) and since <= self.done[-1].collapsed
-        return self.store.newest_before(min(since - 1, self.done[-1].to) if again else since - 1)
+        found = self.store.newest_before(min(since - 1, self.done[-1].to) if again else since - 1)
+        self.store.spared = found
+        return found
 
     def words(self, back: Path | None, since: int) -> str:
         """A message for the user: what is done."""
