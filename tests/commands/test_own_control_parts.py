@@ -15,6 +15,7 @@ from tests.trainer.loops import Control, assert_same_run, contents  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
 from tether.assembly.named_inputs import missing_inputs  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
+from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.runtime.user_files import definition  # noqa: E402
 
 MINE = '''
@@ -282,6 +283,12 @@ def test_arguments_that_a_function_does_not_take(file: Path, tmp_path: Path) -> 
     given = [f"env.train.id={file}:corridor", "env.train.init_params.size=3"]
     with pytest.raises(ValueError, match=r"a call with \{'size': 3\} \(env\.train\.init_params\) raised TypeError"):
         tether.train(overrides=settings(tmp_path / "run", *given))
+
+
+def test_a_function_that_draws_nothing_says_what_a_video_needs(file: Path) -> None:
+    asked = EnvOptions(f"{file}:raises", 1, init_params={"render_mode": "rgb_array"})
+    with pytest.raises(ValueError, match=r"render_mode.* raised TypeError: .*\. A video needs render_mode as an arg"):
+        make_vector_env(asked)
 
 
 def test_an_object_does_not_reach_subprocesses(mine: dict[str, Any], tmp_path: Path) -> None:

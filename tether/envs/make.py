@@ -266,7 +266,9 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
         env = function(**given)
     except (Exception, SystemExit) as error:  # whatever a user's function raises is one and the same problem
         call = f"a call with {given or 'no arguments'} ({options.role}.init_params)"
-        raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}") from error
+        drawn = isinstance(error, TypeError) and "render_mode" in given
+        fix = ". A video needs render_mode as an argument, and render()" if drawn else ""
+        raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}{fix}") from error
     if not isinstance(env, gymnasium.Env):
         raise ValueError(f"{where}: gives {type(env).__name__}; expected a gymnasium.Env")
     for name in ("observation_space", "action_space"):
