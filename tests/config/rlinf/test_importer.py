@@ -69,6 +69,16 @@ def test_unknown_keys(imported, text, key, says):
     assert says in str(problem)
 
 
+@pytest.mark.parametrize("nothing", ["{}", "null"])
+@pytest.mark.parametrize("section", ["rollout", "actor.optim", "runner"])
+def test_an_empty_section_says_nothing(imported, section, nothing):
+    tree = OmegaConf.create(EMBODIED)
+    OmegaConf.update(tree, section, OmegaConf.create(f"a: {nothing}").a, merge=False, force_add=True)
+    assert imported(OmegaConf.to_yaml(tree)).problems == ()
+    OmegaConf.update(tree, "nonsense", {}, force_add=True)
+    assert [problem.path for problem in imported(OmegaConf.to_yaml(tree)).problems] == ["nonsense"]
+
+
 def test_two_keys_for_one_quantity(imported):
     assert imported(TEXT, "algorithm.value_clip=0.2", "algorithm.value_cliprange=0.2").problems == ()
     (problem,) = imported(TEXT, "algorithm.value_clip=0.2", "algorithm.value_cliprange=0.5").problems

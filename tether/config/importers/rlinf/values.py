@@ -64,8 +64,10 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
             continue
         try:
             value = section[name]
-            if isinstance(value, DictConfig) and value and path not in table:
+            if isinstance(value, DictConfig) and path not in table and (value or _is_section(path, table)):
                 yield from _walk(value, f"{path}.", table)
+            elif value is None and path not in table and _is_section(path, table):
+                continue  # a section of which all lines are gone
             else:
                 yield path, OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         except MissingMandatoryValue:
@@ -73,6 +75,11 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
         except OmegaConfBaseException as error:
             what = f"does not resolve ({str(error).splitlines()[0]})"
             yield Problem(path, what, "name an existing key, or set the environment variable")
+
+
+def _is_section(path: str, table: Table) -> bool:
+    """Whether the table has keys below."""
+    return any(key.startswith(f"{path}.") for key in table)
 
 
 def _is_one(path: str, table: Table) -> bool:
