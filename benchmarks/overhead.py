@@ -52,6 +52,8 @@ SERVED: dict[str, Any] = {
 }
 TENSORS, WIDTH = 32, 1 << 10
 """Of the weights that are moved: 128 MiB in 32 matrices."""
+USED = 8
+"""Transfers until all of Ray's store was used once, 1 GiB, as it is after some updates of a run."""
 GOAL_STEP, GOAL_TRANSFER = 1.10, 2.0
 
 
@@ -145,8 +147,8 @@ def compare_transfers(folder: Path) -> tuple[float, float, int]:
             "copy": lambda _: float(two.call("holder", "copy", [()])[0]),
             "transfer": lambda _: seconds(lambda: sampler.load_weights(actor.export())),
         }
-        medians = take_turns(sides, RUNS, warm_up=1)
-        moved = int(group.transfers.take()["transfer/weights_bytes"]) // (RUNS + 1)
+        medians = take_turns(sides, RUNS, warm_up=USED)
+        moved = int(group.transfers.take()["transfer/weights_bytes"]) // (USED + RUNS)
         return medians["copy"], medians["transfer"], moved
     finally:
         group.close()

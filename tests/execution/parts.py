@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tether.execution import StoredWeights
 
-LARGE = 6 << 20
+LARGE = 12 << 20
 """Numbers in a tensor: a part of the weights has two of them."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tether.batch import WeightUpdate
 
-PART = 32 << 20
+PART = 64 << 20
 """Bytes of weights that travel at a time: one part is stored while another is read, in memory that was used before."""
 
 
