@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny import tiny_model
+from tether.assembly import roles
 from tether.assembly.number_formats import DTYPE_KEYS
 from tether.assembly.run import build_run
 from tether.commands.train import train
@@ -52,3 +54,17 @@ def test_a_run_that_resumes_keeps_its_own(base: list[str], device_has_bfloat16, 
     train(loaded)
     assert "dtype" not in capsys.readouterr().out.replace("as dtype is auto", "")
     assert formats_in(first.folder / "global_step_2" / "run.yaml") == {"float32"}
+
+
+def test_a_copy_that_samples_keeps_its_rotary_frequencies(base: list[str]) -> None:
+    """Rounded to bfloat16 they would turn a token at position 1000 by other angles than the trainer's."""
+    config = load_config(None, [*base, "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"]).config
+    policy = tiny_model("llama")
+    copied = roles._copy_to_sample(config, policy)
+    assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+    frequencies, ours = copied.get_buffer("model.rotary_emb.inv_freq"), policy.get_buffer("model.rotary_emb.inv_freq")
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, ours)
+    for name, weight in policy.named_parameters():
+        assert torch.equal(copied.get_parameter(name), weight.bfloat16())
+        assert copied.get_parameter(name).data_ptr() != weight.data_ptr()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -247,15 +246,17 @@ def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
 
 
 def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the policy in the format that it is trained in; of weights that are not read yet, only the room."""
-    dtype = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype]
-    if is_unread(policy):
-        room = (torch.empty(p.shape, dtype=dtype, device=p.device) for p in policy.parameters())
-        model = with_weights(policy, room)
-    else:
-        model = copy.deepcopy(policy)
-    torch.nn.Module.to(model, dtype)
-    return model.requires_grad_(False)
+    """A copy of the policy in the format that it is trained in; of weights that are not read yet, only the room.
+
+    Buffers keep their own format: rotary frequencies in bfloat16 would turn far tokens by other angles.
+    """
+    dtype, unread = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype], is_unread(policy)
+
+    def copied(weight: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        return room if unread else room.copy_(weight.detach())
+
+    return with_weights(policy, map(copied, policy.parameters())).requires_grad_(False)
 
 
 def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int) -> Roles:
