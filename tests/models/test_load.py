@@ -12,6 +12,7 @@ from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tether.models.language.critic import critic_from
 from tether.models.language.load import load_causal_lm, load_tokenizer
 from tether.models.language.packing_check import hidden_states
+from tether.runtime.objects import holding
 
 
 @pytest.fixture
@@ -131,3 +132,14 @@ def test_a_directory_without_tokenizer_is_refused(tiny_dir):
     shutil.rmtree(tiny_dir / "x", ignore_errors=True)
     with pytest.raises(ValueError, match=f"{tiny_dir}: no tokenizer could be loaded"):
         load_tokenizer(tiny_dir)
+
+
+def test_an_object_is_copied_and_keeps_its_rotary_frequencies():
+    mine = tiny_model("llama")
+    with holding({"model": mine}):
+        copied = load_causal_lm("object:model", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in mine.parameters()} == {torch.float32}
+    name = "model.rotary_emb.inv_freq"
+    assert torch.equal(copied.get_buffer(name), mine.get_buffer(name))
+    assert copied.lm_head.weight.data_ptr() != mine.lm_head.weight.data_ptr()

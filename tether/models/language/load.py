@@ -219,9 +219,10 @@ def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, 
     """A copy of a model that is an object of this process, which stays as it is."""
     if override_config:
         raise ValueError("override_config: the model is an object, whose config is its own. Leave it out.")
-    copied = copy.deepcopy(_own_model(name))
-    nn.Module.to(copied, dtype=dtype)
-    return copied
+    model = _own_model(name)
+    # Weights alone: rotary frequencies in bfloat16 would turn far tokens by other angles.
+    weights = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, weights)
 
 
 def is_gguf(path: Path | str) -> bool:
