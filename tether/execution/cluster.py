@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0
 """Seconds between two looks of a wait, and until it says what it waits for."""
-REACH_SECONDS = 10.0
+REACH_SECONDS, ANSWER_SECONDS = 10.0, 60.0
+"""Seconds in which a cluster takes a connection, and in which its nodes start a process that has imported tether."""
 SETTINGS = 4
 """The type of a frame of HTTP/2."""
 STARTS = 3
@@ -156,7 +157,7 @@ def _missing(pool: Pool, kind: str) -> str:
     return f"{asked}: {why}; {kind}s of the {len(have)} nodes of the cluster: {shown}"
 
 
-def nodes_of(address: str, seconds: float = REACH_SECONDS) -> list[str]:
+def nodes_of(address: str, seconds: float = ANSWER_SECONDS) -> list[str]:
     """A line for each node of a cluster: its devices, and the versions there that differ from those here.
 
     Raises:
