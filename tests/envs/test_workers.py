@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.envs import toys
+from tests.processes import runs
 from tether.envs.make import EnvOptions, Pacing, make_vector_env
 from tether.rollout.env.episodes import EpisodeTracker
 
@@ -110,7 +111,7 @@ def test_a_guard_that_is_killed_takes_its_environments_along(countdown):
     worker = worker_of(env, 0)
     psutil.Process(env._workers[0].process._guard).kill()
     end = time.monotonic() + 5
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+    while runs(worker):
         assert time.monotonic() < end
     with pytest.warns(RuntimeWarning, match=r"environments 0 to 0 and its guard were killed"):
         assert env.step(NOTHING).valid.tolist() == [False, True, True]
@@ -154,7 +155,7 @@ def test_nothing_is_left_of_a_trainer_that_ends_while_environments_hang(number):
     assert (trainer.returncode == 0) == (number != signal.SIGKILL), err
     assert (f"{number.name}: a process gave no answer" in err) == (number != signal.SIGKILL)
     end = time.monotonic() + 5
-    while left := [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    while left := list(filter(runs, below)):
         assert time.monotonic() < end, left
         time.sleep(0.02)
 

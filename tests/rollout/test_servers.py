@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from tests.processes import runs
 from tests.rollout.bench import (
     DIALECTS,
     KEY,
@@ -204,7 +205,7 @@ def test_nothing_is_left_of_a_server_whose_owner_is_killed(started: Callable[...
     servers = wait_for(lambda: [p for p in child.children(recursive=True) if "stand_in" in " ".join(p.cmdline())])
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
-    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in servers))
+    wait_for(lambda: not any(map(runs, servers)))
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
