@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_named_in_a_test_of_the_policy(poison, what):
 
 
 class OddAtFirst(toys.Countdown):
-    """What a reset, or the step `at`, shows is not finite; for actions that are numbers, which then are not, either."""
+    """A reset, or the step `at`, gives an observation that is not finite; continuous actions then are not, either."""
 
     def __init__(self, space, at=0):
         super().__init__()

@@ -167,7 +167,7 @@ def saved_policy(path: Path, key: str) -> Policy:
 
 
 def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
-    """What writes a policy into a folder in the layout of the published policy that it began as.
+    """A function that writes a policy into a folder in the layout of the published policy that it began as.
 
     Raises:
         ValueError: it began as none, or the folder of that one is gone.

@@ -21,9 +21,12 @@ def pull(name: str) -> None:
 @model_app.command(name="list")
 def list_models() -> None:
     """List the models that `tether model pull` knows."""
-    from tether.commands.known_models import list_models as run
+    from tether.models.language.model_path import KNOWN_MODELS
+    from tether.runtime.cache import cache_dir
 
-    run()
+    for name, model in KNOWN_MODELS.items():
+        here = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
+        typer.echo(f"{name:20} {here:16} {model.requirement}, {model.size_mb} MB")
 
 
 @model_app.command()

@@ -46,7 +46,7 @@ _NAMED = 3  # tensors in an error
 Place = tuple[str, tuple[int, ...]]
 """Name of a stored tensor, and the indices of its first dimensions, which count layers and experts."""
 Span = tuple[int, int]
-"""First and last but one."""
+"""Start, and the end that is not part of it."""
 
 
 class DistCheckpoint:

@@ -1,4 +1,4 @@
-"""How action tokens are scored and chosen behind an embedded prompt, whatever embeds it.
+"""Scoring and sampling of action tokens behind an embedded prompt, for any network that embeds it.
 
 With A action tokens::
 
@@ -57,7 +57,7 @@ class ActionDecoder(nn.Module):
 
     @abstractmethod
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """What `prompt` reads, from observations [..., *shape]."""
+        """The inputs of `prompt`, from observations [..., *shape]."""
 
     @abstractmethod
     def prompt(self, obs: Observations) -> Prompt:

@@ -86,9 +86,8 @@ class VlaPolicy(MemorylessPolicy):
         """Take over weights as `plain_state` gives them; LoRA adapters and what is not among them stay."""
         own = self.state_dict()
         for name, value in weights.items():
-            stem, _, kind = name.rpartition(".")
-            adapted = f"{stem}.base_layer.{kind}"
-            own[adapted if adapted in own else name].copy_(value)
+            under = under_adapter(name)
+            own[under if under in own else name].copy_(value)
 
     def plain_state(self) -> dict[str, Tensor]:
         """The weights of a policy without LoRA that computes the same."""
@@ -97,6 +96,12 @@ class VlaPolicy(MemorylessPolicy):
         prefix = "model.language."
         state = {name: value for name, value in self.state_dict().items() if not name.startswith(prefix)}
         return state | {prefix + name: value for name, value in _lora().merged_state_dict(self.model.language).items()}
+
+
+def under_adapter(name: str) -> str:
+    """The name of a plain weight where a LoRA adapter stands over its layer."""
+    stem, _, kind = name.rpartition(".")
+    return f"{stem}.base_layer.{kind}"
 
 
 def _lora() -> ModuleType:

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tether.models.vla.policy import VlaPolicy
+from tether.models.vla.policy import VlaPolicy, under_adapter
 from tether.models.vla.prompts import FILE as TOKENIZER
 from tether.models.vla.published import FEATURIZERS, llama_config, make_networks
 from tether.models.vla.spec import ACTION_BINS, Network
@@ -134,7 +134,7 @@ def load_weights(policy: VlaPolicy, folder: Path) -> None:
     own = policy.model.state_dict().keys()
     for shard in _shards(folder):
         weights = {_own(name): value for name, value in load_file(folder / shard).items()}
-        known = {name for name in weights if name in own or _adapted(name) in own}
+        known = {name for name in weights if name in own or under_adapter(name) in own}
         policy.load_plain({f"model.{name}": weights[name] for name in known})
 
 
@@ -219,11 +219,6 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 def _own(name: str) -> str:
     return name.replace("language_model.", LANGUAGE, 1)
-
-
-def _adapted(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    return f"{stem}.base_layer.{kind}"
 
 
 def _vits(folder: Path, config: JsonObject, shapes: Mapping[str, list[int]]) -> tuple[VitSpec, ...]:

@@ -27,7 +27,7 @@ class Network:
     """A published network: OpenVLA's."""
 
     vits: tuple[VitSpec, ...]
-    """What reads the picture: the tokens of the second are laid beside those of the first."""
+    """The networks that read the picture; the tokens of the second stand beside those of the first."""
     text_config: Mapping[str, object]
     """Of transformers' `LlamaConfig`."""
     vocab_size: int
