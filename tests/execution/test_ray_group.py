@@ -16,6 +16,7 @@ pytest.importorskip("ray")
 
 from tests.execution.parts import make
 from tests.execution.processes import marked
+from tests.processes import runs
 from tether.commands.status import show_status
 from tether.execution import Group
 from tether.execution.ray_group import RayGroup
@@ -50,13 +51,6 @@ def group(tmp_path: Path) -> Iterator[RayGroup]:
     group.close()
     assert signal.getsignal(signal.SIGTERM) is before
     assert os.environ.get("PYTHONBREAKPOINT") == debugger
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ranks_work_together_until_one_of_them_dies(group: RayGroup) -> None:
@@ -99,7 +93,7 @@ def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(apart: t
     waiting = threading.Thread(target=two.call, args=("part", "rest", [(3.0,), (3.0,)]))
     waiting.start()
     one.call("part", "pid", [()])
-    assert waiting.is_alive()
+    assert waiting.runs()
     waiting.join()
     with pytest.raises(ValueError, match=r"^rank 2: data"):
         two.call("part", "refuse", [None, ("data",)])
@@ -172,7 +166,7 @@ def test_a_rank_that_is_stopped_is_found_and_ended(
         assert "last error: rank 1 is stopped" in shown
     finally:
         group.close()
-    assert not is_alive(stopped)
+    assert not runs(stopped)
 
 
 @pytest.mark.slow
@@ -192,4 +186,4 @@ def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
     while (left := list(marked(MARK))) and time.monotonic() < until:
         time.sleep(0.2)
     assert left == []
-    assert not is_alive(pid)
+    assert not runs(pid)

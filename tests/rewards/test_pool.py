@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import runs
 from tether.rewards.custom import CustomReward
 from tether.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
 from tether.rewards.service.pool import RewardPool
@@ -27,10 +28,6 @@ def ask(what, ground_truth="0.5", **extra_info):
 def pool():
     with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=DEADLINE) as pool:
         yield pool
-
-
-def running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def until(condition, seconds=5.0):
@@ -163,8 +160,8 @@ def test_nothing_is_left_of_a_killed_or_finished_call(tmp_path):
         mine = set(psutil.Process().children(recursive=True)) - others
     assert len(mine) >= 4
     assert len(pids.read_text().split()) == 3
-    assert not [pid for pid in map(int, pids.read_text().split()) if running(pid)]
-    assert not [process for process in mine if running(process.pid)]
+    assert not [pid for pid in map(int, pids.read_text().split()) if runs(pid)]
+    assert not list(filter(runs, mine))
 
 
 def test_children_that_a_call_leaves_behind_end_with_it(pool, tmp_path):
@@ -172,7 +169,7 @@ def test_children_that_a_call_leaves_behind_end_with_it(pool, tmp_path):
     calls = [ask("leaves_children", pids=str(pids)), ask("counts_children"), ask("leaves_children", pids=str(pids))]
     assert [outcome.value for outcome in pool.score(calls)] == [1.0, 0.0, 1.0]
     assert len(pids.read_text().split()) == 4
-    assert not [pid for pid in map(int, pids.read_text().split()) if running(pid)]
+    assert not [pid for pid in map(int, pids.read_text().split()) if runs(pid)]
 
 
 def test_a_process_that_serves_all_calls_is_left_alone(tmp_path):
@@ -199,7 +196,7 @@ def test_an_idle_process_that_ends_costs_no_row(number, which):
             (worker,) = guard.children()
             os.kill((worker if which == "worker" else guard).pid, number)
             if number == signal.SIGKILL:
-                until(lambda worker=worker: not running(worker.pid))
+                until(lambda worker=worker: not runs(worker))
             assert pool.score(requests) == [Score(float(i)) for i in range(5)]
 
 
@@ -250,7 +247,7 @@ time.sleep(60)
     finally:
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
-    until(lambda: not [process for process in below if running(process.pid)], 20)
+    until(lambda: not list(filter(runs, below)), 20)
 
 
 def test_two_workers_halve_the_time():
@@ -369,7 +366,7 @@ print("resumes from here")
     assert out == "resumes from here\n"
     assert f"{number.name}: a process gave no answer" in err
     assert len(below) == 2
-    until(lambda: not [process for process in below if running(process.pid)], 20)
+    until(lambda: not list(filter(runs, below)), 20)
 
 
 def test_workers_load_no_torch():

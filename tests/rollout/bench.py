@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from tests.processes import command_of
 from tests.rollout import sglang_stand_in, vllm_stand_in
 from tether.batch import RolloutBatch, WeightUpdate
 from tether.models.language.lora import LoraOptions, add_lora
@@ -186,7 +187,7 @@ def processes_of(server: Server) -> list[psutil.Process]:
     """The server and all below it, but not the guard above it."""
     below = psutil.Process().children(recursive=True)
     port = f"--port={server.url.rpartition(':')[2]}"
-    first = [one for one in below if port in " ".join(one.cmdline())][:1]
+    first = [one for one in below if port in command_of(one)][:1]
     return [process for one in first for process in (one, *one.children(recursive=True))]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from tests.processes import runs
 from tests.rewards.sandbox.attacks import GREED, HEAD, OUTSIDE, POWERS, WRITES
 from tests.rewards.sandbox.machine import confined, needs_prlimit
 from tether.rewards.sandbox import seccomp
@@ -64,8 +65,8 @@ def below(spared):
 
 def assert_nothing_left(host):
     end = time.monotonic() + 10
-    while [child for child in below(host["spared"]) if child.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < end, f"processes are left: {below(host['spared'])}"
+    while left := list(filter(runs, below(host["spared"]))):
+        assert time.monotonic() < end, f"processes are left: {left}"
         time.sleep(0.02)
 
 

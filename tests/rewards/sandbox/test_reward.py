@@ -8,6 +8,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from tests.processes import command_of, runs
 from tests.rewards.sandbox.machine import confined, needs_prlimit
 from tether.rewards.outcome import RewardError, RewardRequest, Score
 from tether.rewards.router import check_sources
@@ -187,7 +188,7 @@ def test_nothing_of_a_plain_run_is_left():
     program = Program(("sh", "-c", "setsid sleep 60 & setsid sleep 60"), {"x": b""})
     ended = run.run(program, b"", Limits(0.5, 256, 32, startup=0.5), confined=False)
     assert ended.reason == "time"
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert not list(filter(runs, psutil.Process().children(recursive=True)))
 
 
 # --- in the pool --------------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_a_pool_that_is_closed_leaves_no_program():
     mine = psutil.Process()
 
     def running():
-        return [p for p in mine.children(recursive=True) if "bwrap" in p.name()]
+        return [p for p in mine.children(recursive=True) if "bwrap" in command_of(p)]
 
     end = time.monotonic() + 20
     while not running():
