@@ -2,7 +2,7 @@
 
     python -m benchmarks.servers                                    # minutes; vLLM: scripts/vllm.sh
     python -m benchmarks.servers --write docs/servers.md --plot docs/assets/servers.png
-    python -m benchmarks.servers --task quickstart --steps 8 --seeds 1 --algorithms PPO
+    python -m benchmarks.servers --task quickstart                  # 90 minutes of one core
 
 The task is `spell` of `benchmarks.algorithms`: a random model of two layers learns to spell by four optimizer steps a
 rollout, its heads wide enough for vLLM. Or the quickstart recipe, with SmolLM2-135M-Instruct. One server samples for
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.algorithms.cases import ALGORITHM, GRPO, ROLLOUT, SHARED
+from benchmarks.algorithms.cases import ACTOR, ALGORITHM, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
 from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, fields, save_figure, write_between
 from tether.assembly.run import build_run
@@ -36,10 +36,9 @@ from tether.models.language.registry_download import pull_model
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import computes_in_bfloat16, set_threads
 
-BEGIN, END = "<!-- curves:begin -->", "<!-- curves:end -->"
 ENGINES = ("native", "vllm")
 ALGORITHMS = {"GRPO": (GRPO,), "PPO": (f"{ALGORITHM}.adv_estimator=gae",)}
-STEPS = {"spell": 40, "quickstart": 24}
+STEPS = {"spell": {"GRPO": 40, "PPO": 40}, "quickstart": {"GRPO": 24, "PPO": 12}}
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,10 @@ def spell(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def quickstart(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
-    """The recipe."""
+    """The recipe; with its learning rate, which is for PPO, GRPO unlearns the task."""
+    rate = [f"{ACTOR}.optim.lr=2e-5"] if asked.algorithm == "GRPO" else []
     fixed = [
+        *rate,
         f"trainer.seed={asked.seed}",
         f"trainer.total_training_steps={asked.steps}",
         f"trainer.test_freq={asked.steps}",
@@ -158,14 +159,14 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(runs: Mapping[Asked, Curve]) -> str:
-    """A line an algorithm and engine: scores at a quarter, half and the whole of the run, their mean, the mismatch."""
+    """A line per algorithm and engine: scores at a quarter, half and the end of the run, their mean, the mismatch."""
     sides = by_side(runs)
-    steps = len(next(iter(runs.values())).scores)
-    at = [max(steps // 4, 1), max(steps // 2, 1), steps]
-    heads = ["", "seeds", *(f"step {step}" for step in at), "mean over all steps", "held out", "largest KL of a step"]
+    heads = ["", "seeds", "steps", "a quarter", "half", "end", "mean of all steps", "held out", "largest KL of a step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for (algorithm, engine), curves in sides.items():
-        cells = [f"{algorithm}, {engine}", str(len(curves))]
+        steps = len(curves[0].scores)
+        at = [max(steps // 4, 1), max(steps // 2, 1), steps]
+        cells = [f"{algorithm}, {engine}", str(len(curves)), str(steps)]
         cells += [spread([curve.scores[step - 1] for curve in curves]) for step in at]
         cells += [spread([fmean(curve.scores) for curve in curves]), spread([curve.held_out[-1] for curve in curves])]
         cells += [f"{max(curve.mismatch for curve in curves):.0e}"]
@@ -202,9 +203,9 @@ def main() -> None:
     parser.add_argument("--server", help="address of one that runs already and has the task's model (scripts/vllm.sh)")
     given = parser.parse_args()
     set_threads(1)
-    steps = given.steps or STEPS[given.task]
+    steps = STEPS[given.task]
     asked = [
-        Asked(given.task, algorithm, engine, seed, steps)
+        Asked(given.task, algorithm, engine, seed, given.steps or steps[algorithm])
         for seed in given.seeds
         for algorithm in given.algorithms
         for engine in given.engines
@@ -227,7 +228,7 @@ def main() -> None:
     runs = dict(sorted(runs.items(), key=lambda pair: order.index((pair[0].algorithm, pair[0].engine))))
     print(shown := table(runs))
     if given.write:
-        write_between(given.write, BEGIN, END, shown)
+        write_between(given.write, f"<!-- {given.task}:begin -->", f"<!-- {given.task}:end -->", shown)
     if given.plot:
         plot(runs, given.plot)
 

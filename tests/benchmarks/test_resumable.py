@@ -42,9 +42,9 @@ def test_curves_of_an_engine_are_a_line() -> None:
     curves = (Curve([0.0, 0.2, 0.4, 0.6], [0.0, 0.7], 1e-14), Curve([0.2, 0.4, 0.6, 0.8], [0.1, 0.9], 3e-14))
     runs = {Asked("spell", "GRPO", "vllm", seed, 4): curve for seed, curve in zip((1, 2), curves, strict=True)}
     cells = table(runs).splitlines()[-1].strip("| ").split(" | ")
-    assert cells[:2] == ["GRPO, vllm", "2"]
-    assert cells[2:5] == ["0.10 (0.00 to 0.20)", "0.30 (0.20 to 0.40)", "0.70 (0.60 to 0.80)"]
-    assert cells[5:] == ["0.40 (0.30 to 0.50)", "0.80 (0.70 to 0.90)", "3e-14"]
+    assert cells[:3] == ["GRPO, vllm", "2", "4"]
+    assert cells[3:6] == ["0.10 (0.00 to 0.20)", "0.30 (0.20 to 0.40)", "0.70 (0.60 to 0.80)"]
+    assert cells[6:] == ["0.40 (0.30 to 0.50)", "0.80 (0.70 to 0.90)", "3e-14"]
 
 
 def test_every_word_of_a_question_is_a_token() -> None:
