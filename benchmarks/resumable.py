@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,6 +83,26 @@ def save_figure(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def plot_scores(curves: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], path: Path) -> None:
+    """Draw scores of training batches over the steps: the mean of the seeds and their range.
+
+    Args:
+        curves: title of a field -> label of a line -> the scores of each seed.
+        path: the PNG.
+    """
+    figure, axes = fields(len(curves), 4.4 * len(curves), 3.2, squeeze=False, sharey=True)
+    for axis, (title, lines) in zip(axes[0], curves.items(), strict=True):
+        for label, seeds in lines.items():
+            at, points = range(1, len(seeds[0]) + 1), list(zip(*seeds, strict=True))
+            (line,) = axis.plot(at, [fmean(point) for point in points], label=f"{label} ({len(seeds)} seeds)")
+            low, high = ([pick(point) for point in points] for pick in (min, max))
+            axis.fill_between(at, low, high, color=line.get_color(), alpha=0.2)
+        axis.set(title=title, xlabel="step")
+        axis.legend(loc="best", fontsize="small")
+    axes[0][0].set_ylabel("score of the training batch")
+    save_figure(figure, path)
 
 
 def write_between(page: Path, begin: str, end: str, table: str) -> None:

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.algorithms.cases import ACTOR, ALGORITHM, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
-from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, fields, save_figure, write_between
+from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, plot_scores, write_between
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
@@ -175,22 +175,12 @@ def table(runs: Mapping[Asked, Curve]) -> str:
 
 
 def plot(runs: Mapping[Asked, Curve], path: Path) -> None:
-    """Draw the scores of the training batches, a field per algorithm: the mean of the seeds and their range."""
+    """Draw the scores of the training batches, a field per algorithm."""
     sides = by_side(runs)
-    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in sides))
-    figure, axes = fields(len(algorithms), 4.4 * len(algorithms), 3.2, squeeze=False, sharey=True)
-    for axis, algorithm in zip(axes[0], algorithms, strict=True):
-        for engine in ENGINES:
-            curves = [curve.scores for curve in sides.get((algorithm, engine), [])]
-            if curves:
-                at, points = range(1, len(curves[0]) + 1), list(zip(*curves, strict=True))
-                (line,) = axis.plot(at, [fmean(point) for point in points], label=f"{engine} ({len(curves)} seeds)")
-                low, high = ([pick(point) for point in points] for pick in (min, max))
-                axis.fill_between(at, low, high, color=line.get_color(), alpha=0.2)
-        axis.set(title=algorithm, xlabel="step")
-        axis.legend(loc="lower right")
-    axes[0][0].set_ylabel("score of the training batch")
-    save_figure(figure, path)
+    curves: dict[str, dict[str, list[list[float]]]] = {}
+    for (algorithm, engine), seeds in sides.items():
+        curves.setdefault(algorithm, {})[engine] = [one.scores for one in seeds]
+    plot_scores(curves, path)
 
 
 def main() -> None:

@@ -1,34 +1,31 @@
 """Does asynchronous training learn as well? The same task at several stalenesses, three seeds each, as a table.
 
-    python -m benchmarks.staleness                         # about five minutes of one core
-    python -m benchmarks.staleness --write docs/async.md   # fills the page
+    python -m benchmarks.staleness                           # about ten minutes of one core
+    python -m benchmarks.staleness --write docs/async.md
+    python -m benchmarks.staleness --task quickstart         # hours of one core; what is done is kept in --results
 
 The task is `spell` of `benchmarks.algorithms`: letters to spell, a random model of two layers, GRPO with four optimizer
-steps a rollout, whose learning rate is the one of that table. Scores are means over the seeds of sampled answers.
+steps a rollout, whose learning rate is the one of that table. Or the quickstart recipe, PPO with SmolLM2-135M-Instruct.
+Scores are means over the seeds.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-import torch
-from transformers.utils.logging import disable_progress_bar
-
+import tether
 from benchmarks.algorithms.cases import CORRECTION, GRPO, ROLLOUT, SHARED
-from benchmarks.algorithms.tasks import SPELL, train
-from benchmarks.resumable import write_between
+from benchmarks.algorithms.tasks import SPELL, overrides, write_inputs
+from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, plot_scores, write_between
+from tether.metrics.loggers.headline import score_of_test
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.runtime.machine import usable_cores
+from tether.runtime.machine import set_threads
 
-BEGIN, END = "<!-- staleness:begin -->", "<!-- staleness:end -->"
-STEPS, SEEDS = 40, (1, 2, 3)
 CORRECTED = (f"{CORRECTION}.rollout_is=token",)
 
 
@@ -61,42 +58,84 @@ class Run:
     """Mean updates between sampling and learning."""
 
 
-def run(mode: str, seed: int) -> Run:
-    """Train once, in a process of its own."""
-    torch.set_num_threads(1)
-    disable_progress_bar()
+def spell(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[str]]:
+    """The task of `benchmarks.algorithms`: its recipe, of which there is none, and settings."""
+    write_inputs(SPELL, seed, folder)
+    return None, [*overrides(SPELL, steps, seed, folder), *SHARED, GRPO]
+
+
+def quickstart(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[str]]:
+    """The recipe, and settings."""
+    settings = [
+        f"trainer.seed={seed}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={steps}",
+        "trainer.save_freq=-1",
+        "trainer.num_threads=1",
+        f"trainer.default_local_dir={folder / 'run'}",
+    ]
+    return ROOT / "recipes/quickstart/run.yaml", settings
+
+
+Task = Callable[[int, int, Path], tuple[Path | None, list[str]]]
+TASKS: dict[str, tuple[Task, int]] = {"spell": (spell, 40), "quickstart": (quickstart, 20)}
+"""A task and its steps."""
+
+
+def train(task: str, mode: str, seed: int, steps: int) -> Run:
+    """Train once."""
     with tempfile.TemporaryDirectory() as folder:
-        learned = train(SPELL, (*SHARED, GRPO, *MODES[mode]), steps=STEPS, seed=seed, folder=Path(folder))
-        metrics = read_metrics(Path(folder) / "run")
-    ages = [metrics[step].get("training/staleness", 0.0) for step in range(1, STEPS + 1)]
-    return Run(learned.end, list(learned.curve), fmean(ages))
+        recipe, settings = TASKS[task][0](steps, seed, Path(folder))
+        metrics = read_metrics(tether.train(recipe, [*settings, *MODES[mode]]).folder)
+    curve = [metrics[step]["critic/score/mean"] for step in range(1, steps + 1)]
+    ages = [metrics[step].get("training/staleness", 0.0) for step in range(1, steps + 1)]
+    return Run(score_of_test(metrics[steps]), curve, fmean(ages))
 
 
-def row(mode: str, runs: list[Run]) -> str:
-    """A line of the table."""
-    curve = [fmean(run.curve[step - 1] for run in runs) for step in (10, 20, 40)]
-    ends = [run.end for run in runs]
-    cells = [f"{fmean(run.staleness for run in runs):.2f}", *(f"{score:.2f}" for score in curve)]
-    return f"| {mode} | {' | '.join(cells)} | {fmean(ends):.2f} ({min(ends):.2f}) |"
+def table(runs: Mapping[str, Sequence[Run]], steps: int) -> str:
+    """A line per mode: scores at a quarter, half and the end of the run, and held out."""
+    at = (steps // 4, steps // 2, steps)
+    heads = ["", "seeds", "staleness", *(f"step {step}" for step in at), "held out (worst seed)"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for mode, seeds in runs.items():
+        curve = [fmean(run.curve[step - 1] for run in seeds) for step in at]
+        cells = [f"{fmean(run.staleness for run in seeds):.2f}", *(f"{score:.2f}" for score in curve)]
+        ends = [run.end for run in seeds]
+        lines.append(f"| {mode} | {len(seeds)} | {' | '.join(cells)} | {fmean(ends):.2f} ({min(ends):.2f}) |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=usable_cores())
-    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
-    arguments = parser.parse_args()
-    with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {mode: [pool.submit(run, mode, seed) for seed in SEEDS] for mode in MODES}
-        lines = []
-        for mode, runs in waiting.items():
-            lines.append(row(mode, [one.result() for one in runs]))
-            print(lines[-1], file=sys.stderr, flush=True)
-    head = "|  | staleness | step 10 | step 20 | step 40 | held out (worst seed) |"
-    table = "\n".join([head, "|---|---|---|---|---|---|", *lines])
-    print(table)
-    if arguments.write:
-        write_between(arguments.write, BEGIN, END, table)
+    parser = arguments_of_runs(__doc__, ROOT / "runs/staleness.jsonl")
+    parser.add_argument("--task", choices=TASKS, default="spell")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--steps", type=int, help="instead of the task's own number")
+    given = parser.parse_args()
+    set_threads(1)
+    steps = given.steps or TASKS[given.task][1]
+    asked = [
+        {"task": given.task, "mode": mode, "seed": seed, "steps": steps} for seed in given.seeds for mode in given.modes
+    ]
+
+    def make(**one: Any) -> dict[str, Any]:
+        return asdict(train(**one))
+
+    found = all_runs(make, asked, given.results, made_only=given.made_only)
+    runs: dict[str, list[Run]] = {mode: [] for mode in given.modes}
+    for one, result in zip(asked, found, strict=True):
+        if result is not None:
+            runs[one["mode"]].append(Run(**result))
+    runs = {mode: seeds for mode, seeds in runs.items() if seeds}
+    if not runs:
+        parser.error(f"{given.results}: holds none of these runs")
+    print(shown := table(runs, steps))
+    if given.write:
+        write_between(
+            given.write, f"<!-- staleness-{given.task}:begin -->", f"<!-- staleness-{given.task}:end -->", shown
+        )
+    if given.plot:
+        plot_scores({given.task: {mode: [run.curve for run in seeds] for mode, seeds in runs.items()}}, given.plot)
 
 
 if __name__ == "__main__":
