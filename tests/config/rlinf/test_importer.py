@@ -393,6 +393,18 @@ def test_keys_of_a_refused_simulator_or_policy_do_not_hide_the_refusal(imported)
     assert lines["actor.model.gr00t.noise_level"].why.startswith("belongs to actor.model.model_type=gr00t")
 
 
+def test_another_simulator_leaves_out_what_only_the_old_one_reads(imported):
+    mlp = LIBERO.replace("model_type: gr00t, gr00t: {noise_level: 0.5}", "model_type: mlp_policy")
+    extra = mlp.replace("num_group: 3", "num_group: 3, omni_config: {env: {fast: true}}, seed: 7")
+    other = ("env.train.env_type=gymnasium", "env.eval.env_type=gymnasium", "env.train.id=Pendulum-v1")
+    result = imported(extra, *other)
+    assert (result.problems, result.refusals()) == ((), [])
+    assert set(result.left_out) == {
+        "env.train.task_suite_name", "env.train.omni_config", "env.eval.task_suite_name"
+    }  # fmt: skip
+    assert (result.native["env.train.total_num_envs"], result.native["env.train.seed"]) == (8, 7)
+
+
 def test_a_file_whose_simulator_is_refused_is_still_an_embodied_run(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(LIBERO)

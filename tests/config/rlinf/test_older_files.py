@@ -6,7 +6,7 @@ OLDER = """
 runner: {task_type: embodied}
 algorithm: {auto_reset: false, ignore_terminations: true, use_fixed_reset_state_ids: true, specific_reset_id: null,
   max_episode_steps: 240, use_ordered_reset_state_ids: false, n_chunk_steps: 48, n_eval_chunk_steps: 48,
-  num_group_envs: 4, group_size: 2, adv_type: gae, loss_type: actor_critic}
+  obs_mode: rgb, require_values: true, num_group_envs: 4, group_size: 2, adv_type: gae, loss_type: actor_critic}
 env:
   train: {simulator_type: gymnasium, id: Pendulum-v1, num_group: 4, num_task: 4, only_eval: false,
     num_envs: "${multiply:${algorithm.group_size}, ${algorithm.num_group_envs}}"}
@@ -108,6 +108,42 @@ def test_adapters_and_the_penalty_in_rewards_of_text_runs(imported):
     with_baseline = refused(imported(TEXT, *penalty, "algorithm.use_reinpp_baseline=True"))
     assert set(with_baseline) == {"algorithm.reinpp_kl_beta"}
     assert "algorithm.use_kl_in_reward" not in imported(TEXT, "algorithm.reinpp_kl_beta=0").native
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+actor.fsdp.forward_prefetch=False",
+        "+actor.model.do_sample=False",
+        "+actor.model.micro_batch_size=1",
+        "+actor.model.val_micro_batch_size=8",
+        "+actor.model.ckpt_path=null",
+        "+actor.model.add_bias_linear=False",
+        "+actor.model.add_qkv_bias=True",
+        "+actor.model.vh_mode=a0",
+        "+cluster.num_gpus_per_node=8",
+    ],
+)
+def test_what_older_files_say_of_memory_and_nothing_read_has_no_effect(imported, override):
+    result = imported(OLDER, "env.train.total_num_envs=8", override)
+    assert result.problems == ()
+    assert refused(result) == {}
+
+
+def test_the_older_name_of_shuffling_acts(imported):
+    older = OLDER.replace("obs_mode: rgb", "shuffle_samples: false")
+    assert imported(older).native["actor_rollout_ref.actor.shuffle"] is False
+
+
+def test_another_place_of_the_value_head_is_refused(imported):
+    found = refused(imported(OLDER, "env.train.total_num_envs=8", "+actor.model.vh_mode=a6"))
+    assert set(found) == {"actor.model.vh_mode"}
+
+
+def test_weights_beside_the_folder_are_refused_under_the_older_name_too(imported):
+    found = refused(imported(OLDER, "env.train.total_num_envs=8", "+actor.model.ckpt_path=/models/last.pt"))
+    assert set(found) == {"actor.model.ckpt_path"}
+    assert ".pt file" in found["actor.model.ckpt_path"]
 
 
 @pytest.mark.parametrize("text", [OLDER, TEXT])

@@ -65,6 +65,32 @@ def test_pi05_is_told_by_the_name_of_its_configuration_and_has_rlinfs_number_of_
     assert result.refusals() == []
 
 
+def test_pi05_of_older_files_is_told_by_a_key_of_its_own(imported):
+    tree = OmegaConf.create(PRESET)
+    del tree.actor.model.openpi["config_name"]
+    tree.actor.model.openpi.pi05, tree.actor.model.openpi.value_after_vlm = True, True
+    older = OmegaConf.to_yaml(tree)
+    result = imported(older)
+    assert result.native["policy.model_type"] == "pi05"
+    assert (result.problems, result.refusals()) == ((), [])
+    assert imported(older, f"{OPENPI}.pi05=False", f"{OPENPI}.value_after_vlm=False").refusals() == []
+    (problem,) = imported(PRESET, f"+{OPENPI}.pi05=True").refusals()
+    assert problem.path == f"{OPENPI}.pi05"
+    assert "config_name says pi0" in str(problem)
+
+
+def test_sizes_of_the_network_are_those_of_its_folder(imported):
+    sizes = ("action_horizon=8", "action_dim=32", "max_token_len=200", "paligemma_variant=gemma_2b")
+    result = imported(PRESET, *(f"+{OPENPI}.{size}" for size in sizes))
+    assert (result.problems, result.refusals()) == ((), [])
+
+
+def test_columns_of_openpis_own_data_are_refused(imported):
+    (problem,) = imported(PRESET, "+actor.model.openpi_data.repo_id=owner/set").refusals()
+    assert problem.path == "actor.model.openpi_data.*"
+    assert "policy_preprocessor.json" in str(problem)
+
+
 def test_a_joint_density_is_the_mean_that_rlinf_takes(imported):
     native = imported(PRESET, f"{OPENPI}.joint_logprob=True", f"{OPENPI}.noise_method=flow_noise").native
     assert (native["policy.joint_logprob"], native["policy.step_logprobs"]) == (True, "mean")

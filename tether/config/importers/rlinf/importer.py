@@ -117,7 +117,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
         return Imported({}, {}, (), (*problems, task))
     shared = [override for override in overrides if _section(override) not in MARKS]
     own = [override for override in shared if look_up(TABLES[task], override.path) is not None or names_task(override)]
-    left_out = without_old_simulator(tree, own) if task == "embodied" else []
+    left_out = without_old_simulator(tree, own, _means_something) if task == "embodied" else []
     values, unresolved = values_of(_override(tree, own), TABLES[task])
     values, older = with_todays_names(values)
     imported = _by_their_names(apply(TABLES[task], values, FIXED if task == "embodied" else {}, _other(task)), older)
@@ -237,6 +237,11 @@ def _override(tree: dict[str, object], overrides: Sequence[Override]) -> dict[st
     plain = OmegaConf.to_container(changed, resolve=False)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
+
+
+def _means_something(key: str) -> bool:
+    """Whether a key of an embodied run, or of a section of one, has a row."""
+    return look_up(EMBODIED, key) is not None or any(row.startswith(f"{key}.") for row in EMBODIED)
 
 
 def _task(tree: Mapping[str, Any]) -> Task | Problem:

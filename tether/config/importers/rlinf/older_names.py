@@ -22,6 +22,7 @@ RENAMED: Mapping[str, str] = {
     "rollout.model_arch": "rollout.model.model_type",
     "rollout.precision": "rollout.model.precision",
     "actor.model.model_name": "actor.model.model_type",
+    "algorithm.shuffle_samples": "algorithm.shuffle_rollout",
     "algorithm.auto_reset": "env.train.auto_reset",
     "algorithm.ignore_terminations": "env.train.ignore_terminations",
     "algorithm.use_fixed_reset_state_ids": "env.train.use_fixed_reset_state_ids",
@@ -30,6 +31,8 @@ RENAMED: Mapping[str, str] = {
     "env.eval.simulator_type": "env.eval.env_type",
 }
 """Older name -> the key of today, which wins where a file has both."""
+NETWORKS_OWN = NoEffect("the network's own configuration says so")
+UNREAD = NoEffect("read by nothing in RLinf")
 STEPS = "env.train.max_steps_per_rollout_epoch"
 
 
@@ -81,11 +84,24 @@ OLDER_EMBODIED: Table = {
     **_older_env("eval"),
     "algorithm.n_chunk_steps": to(STEPS, by=rollout_steps),
     "algorithm.n_eval_chunk_steps": NoEffect("a test counts whole episodes"),
+    "algorithm.obs_mode": NoEffect("acts through the presets that name it, as env.train.init_params.obs_mode"),
     "algorithm.num_group_envs": NoEffect("acts through the presets that name it, as env.train.num_envs"),
     "algorithm.use_ordered_reset_state_ids": NoEffect("acts through the presets that name it"),
     "algorithm.specific_reset_id": Refuses("episodes begin in states that the seed draws"),
     "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run, which runner.logger names"),
     "actor.model.sharding_strategy": NoEffect("on one device there are no shards to place"),
+    "actor.model.ckpt_path": Refuses(
+        "weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"
+    ),
+    "actor.model.vh_mode": Refuses("values are read before the first token of an action", fine=("a0", None)),
+    "actor.model.add_bias_linear": NETWORKS_OWN,
+    "actor.model.add_qkv_bias": NETWORKS_OWN,
+    "algorithm.require_values": NoEffect("algorithm.adv_type decides whether there is a critic"),
+    "cluster.num_gpus_per_node": NoEffect("devices are counted by trainer.n_gpus_per_node, beside the file"),
+    **dict.fromkeys(
+        ("actor.model.do_sample", "actor.model.micro_batch_size", "actor.model.val_micro_batch_size"), UNREAD
+    ),
+    "actor.fsdp.*": NoEffect("on one device there are no shards to place"),
 }
 OLDER_TEXT: Table = {
     **{old: row for old, row in SUPERSEDED.items() if old.startswith("rollout.")},

@@ -11,11 +11,15 @@ PI05 = "pi05"
 STEPS = 10
 """RLinf's default of `num_steps`."""
 OFF = (False, None)
+FOLDERS = NoEffect("sizes of the network are those of its folder")
+SIZES = ("action_horizon", "action_dim", "max_token_len", "paligemma_variant", "action_expert_variant")
+"""Of openpi's own model, which the section goes over."""
 
 
 def flow_type(values: Values) -> str:
-    """pi0 or pi0.5, as the name of the configuration says."""
-    name = str(values.get(f"{SECTION}.config_name", "pi0_libero"))
+    """pi0 or pi0.5, as the name of the configuration says; in older files without one, a key of its own."""
+    older = "pi05_libero" if values.get(f"{SECTION}.pi05") else "pi0_libero"
+    name = str(values.get(f"{SECTION}.config_name", older))
     if name.startswith("pi05_"):
         return PI05
     if name.startswith("pi0_"):
@@ -36,6 +40,13 @@ def flow_only(value: object, values: Values) -> object:
 def checked_name(value: object, values: Values) -> object:
     """The type of the policy, once more."""
     return flow_type(values) if values.get(MODEL) == OPENPI else UNSET
+
+
+def older_type(value: object, values: Values) -> object:
+    """The type of the policy in older files, which no name may contradict."""
+    if values.get(MODEL) == OPENPI and bool(value) != (flow_type(values) == PI05):
+        raise Unsupported(f"config_name says {flow_type(values)}")
+    return checked_name(value, values)
 
 
 def method(value: object, values: Values) -> object:
@@ -84,6 +95,12 @@ OPENPI_ROWS: Table = {
     f"{SECTION}.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
     f"{SECTION}.num_images_in_input": NoEffect("the environment's spaces say so"),
     f"{SECTION}.action_env_dim": NoEffect("the environment's spaces say so"),
+    f"{SECTION}.pi05": to("policy.model_type", by=older_type),
+    **{f"{SECTION}.{name}": FOLDERS for name in SIZES},
+    "actor.model.openpi_data.*": Refuses(
+        "rows are not changed as openpi changes them: the environment's spaces and the folder's "
+        "policy_preprocessor.json say what the policy reads"
+    ),
     "actor.model.num_steps": NoEffect("read where actor.model.openpi.num_steps names it"),
 }
 """Keys of RLinf's presets and files of pi0 and pi0.5."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tether.config.loading.overrides import Override
@@ -16,15 +16,19 @@ SHARED_ARGUMENTS = ("maniskill",)
 """Simulators whose constructors take the same arguments for all tasks."""
 
 
-def without_old_simulator(tree: JsonObject, overrides: Sequence[Override]) -> list[str]:
+def without_old_simulator(
+    tree: JsonObject, overrides: Sequence[Override], is_known: Callable[[str], bool]
+) -> list[str]:
     """Take out of a file what describes another simulator, or another task, than the overrides name.
 
-    A new ``env.train.env_type`` takes along all that the file's simulator was set up with; a new ``env.train.id`` the
-    old task, that of tests among them, and its arguments where they are not the same for all tasks of a simulator.
+    A new ``env.train.env_type`` takes along all that the file's simulator was set up with, and what it alone reads; a
+    new ``env.train.id`` the old task, that of tests among them, and its arguments where they are not the same for all
+    tasks of a simulator.
 
     Args:
         tree: the file, which is changed.
         overrides: in RLinf's keys; what they set stays.
+        is_known: whether a key, or a section of keys, means something whatever the simulator is.
 
     Returns:
         The keys that were taken out.
@@ -43,7 +47,8 @@ def without_old_simulator(tree: JsonObject, overrides: Sequence[Override]) -> li
     own_tests = new_type == old_type and any(key in given for key in _names_of("eval"))
     left_out = []
     for role in ("train",) if own_tests else ("train", "eval"):
-        for name in dropped:
+        its_own = [name for name in _section(tree, f"env.{role}") if not is_known(f"env.{role}.{name}")]
+        for name in (*dropped, *(its_own if new_type != old_type else ())):
             section, _, last = f"env.{role}.{name}".rpartition(".")
             holder = _section(tree, section)
             if last in holder:
