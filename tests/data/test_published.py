@@ -19,8 +19,9 @@ from tests.data.hub_server import COMMIT, HubServer, serving
 from tests.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.commands.data import pull
 from tether.data.pairs import load_pairs
-from tether.data.published.catalogue import boxed, gsm8k
+from tether.data.published.catalogue import boxed, gsm8k, searched
 from tether.data.sources import load_rows
+from tether.rewards.rules.search import exact_match
 
 Record = dict[str, object]
 
@@ -162,6 +163,44 @@ def test_pairs_for_a_reward_model_and_prompts_for_the_run_with_it(ask: Callable[
     assert [message["content"] for message in row.messages] == [dialogues[0]["prompt"]]
     assert pairs[0].chosen == [*row.messages, {"role": "assistant", "content": " yes"}]
     assert pairs[0].rejected[-1]["content"] == " no"
+
+
+def test_questions_of_search_r1_keep_all_their_answers(ask: Callable[[str], None], tmp_path: Path) -> None:
+    """The layout of verl's preparation: source, system message, and what the tool `search` is told of the row."""
+    questions = [
+        {
+            "id": f"train_{n}",
+            "question": f"who has {n}?",
+            "golden_answers": ["Ada", "Ada L."],
+            "data_source": source,
+            "prompt": [{"role": "user", "content": "another instruction"}],
+            "ability": "fact-reasoning",
+            "reward_model": {"ground_truth": {"target": ["Ada", "Ada L."]}, "style": "rule"},
+            "extra_info": {"index": n, "split": "train"},
+        }
+        for n, source in enumerate(("nq", "hotpotqa"))
+    ]
+    files = {f"{split}.parquet": parquet(questions) for split in ("train", "test")}
+    with serving("PeterJinGo/nq_hotpotqa_train", files) as server:
+        ask(server.url)
+        pull("search_r1", tmp_path / "rows")
+    rows = load_rows(str(tmp_path / "rows" / "test.parquet"))
+    assert [row.data_source for row in rows] == ["searchR1_nq", "searchR1_hotpotqa"]
+    system, user = rows[1].messages
+    assert system == {"role": "system", "content": "You are a helpful and harmless assistant."}
+    assert user["content"].startswith("Answer the given question. ")
+    assert user["content"].endswith("<answer> Beijing </answer>. Question: who has 1?")
+    told = {"ground_truth": {"target": ["Ada", "Ada L."]}, "question": "who has 1?", "data_source": "searchR1_hotpotqa"}
+    assert rows[1].extra_info["tools_kwargs"] == {"search": {"create_kwargs": told}}
+    assert (rows[1].extra_info["split"], rows[1].extra_info["index"]) == ("test", 1)
+    assert exact_match("searchR1_nq", "<answer>ada l</answer>", rows[0].ground_truth, {}) == 1.0
+
+
+@pytest.mark.parametrize("answers", [[], None, ["Ada", " "], "Ada"])
+def test_a_question_without_an_answer_is_named(answers: object) -> None:
+    record = {"question": "who?", "data_source": "nq", "golden_answers": answers}
+    with pytest.raises(ValueError, match=r"^no list of answers in `golden_answers`, but"):
+        searched(record, "train", 0)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

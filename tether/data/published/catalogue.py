@@ -17,6 +17,16 @@ Convert = Callable[[JsonObject, str, int], JsonObject]
 _GSM8K, _MATH = LAYOUTS
 STEPS = "Let's think step by step and output the final answer "
 
+SEARCHES = "You are a helpful and harmless assistant."
+SEARCH = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <tool_call> "
+    "query </tool_call> and it will return the top searched results between <tool_response> and </tool_response>. You "
+    "can search as many times as your want. If you find no further external knowledge needed, you can directly provide "
+    "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
+)
+"""verl's words to a policy that may search."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -99,6 +109,32 @@ def compared(record: JsonObject, split: str, number: int) -> JsonObject:
     return {side: _text(record, side) for side in ("prompt", "chosen", "rejected")}
 
 
+def searched(record: JsonObject, split: str, number: int) -> JsonObject:
+    """A question of Search-R1, for a policy with a tool `search`; each of its `golden_answers` is right."""
+    question, source = _text(record, "question"), f"searchR1_{_text(record, 'data_source')}"
+    answers = record.get("golden_answers")
+    if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
+        raise ValueError(f"no list of answers in `golden_answers`, but {answers!r:.60}")
+    truth = {"target": answers}
+    told = {"ground_truth": truth, "question": question, "data_source": source}
+    return {
+        "data_source": source,
+        "prompt": [
+            {"role": "system", "content": SEARCHES},
+            {"role": "user", "content": f"{SEARCH} Question: {question}"},
+        ],
+        "ability": record.get("ability") or "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {
+            "split": split,
+            "index": number,
+            "question": question,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"search": {"create_kwargs": told}},
+        },
+    }
+
+
 def as_it_is(record: JsonObject, split: str, number: int) -> JsonObject:
     """A row that is published in verl's layout."""
     return {key: value for key, value in record.items() if value is not None}
@@ -141,4 +177,5 @@ DATASETS: Mapping[str, Dataset] = {
         {f"{split}.parquet": Part(split, (f"{split}*.parquet", f"data/{split}*.parquet"), as_it_is)
          for split in ("train", "validation")},
     ),
+    "search_r1": Dataset("PeterJinGo/nq_hotpotqa_train", _splits(searched, "train", "test")),
 }  # fmt: skip
