@@ -97,6 +97,28 @@ def test_the_probe_looks_first_and_every_so_often(made: Callable[..., Bench]) ->
     assert looked == [4, 4, 4]  # at 1, 3 and 6; no more than four rows
 
 
+def test_the_probe_looks_at_more_rows_before_it_believes_in_a_fault(made: Callable[..., Bench]) -> None:
+    """A difference of d in every token of a row is d^2 / 2 there: 8 tolerances, 2 over four rows, 0.2 over forty."""
+    looked: list[int] = []
+    prompts = [[4 + i] for i in range(20)]
+
+    def off(rows: int) -> ParityProbe:
+        def log_probs(rollout: RolloutBatch) -> torch.Tensor:
+            looked.append(len(rollout))
+            found = rollout.rollout_log_probs.clone()
+            found[:rows] += 4 * TOLERANCE**0.5
+            return found
+
+        return ParityProbe(bench.engine, log_probs, every=1, tolerance=TOLERANCE, sampling=replace(SAMPLING, n=1))
+
+    bench = made()
+    off(1).prove(prompts, KEY)
+    assert looked == [4, 20]
+    off(1).generate(prompts, replace(SAMPLING, n=1), KEY)
+    with pytest.raises(ValueError, match="sampler and trainer disagree"):
+        off(20).prove(prompts, KEY)
+
+
 # --- servers die --------------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,7 @@ from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
 from tether.rollout import NoiseKey, RolloutEngine, SamplingParams
-from tether.rollout.parity import ROWS, ParityProbe
+from tether.rollout.parity import MORE_ROWS, ParityProbe
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
@@ -202,7 +202,7 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
     """The comparison of sampler and trainer that comes before the first step; None where a step makes it."""
     if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None
-    few = [prompts[row].token_ids for row in range(min(ROWS, len(prompts)))]
+    few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
     return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
 
 
