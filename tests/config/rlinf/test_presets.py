@@ -81,6 +81,12 @@ def test_what_is_missing_is_named(composed, tmp_path):
     assert "under env.train" in problems[0].fix
 
 
+def test_a_folder_that_is_looked_into_twice_is_named_once(composed, tmp_path):
+    search = "hydra: {searchpath: ['file://HERE/other', 'file://HERE/', 'file://HERE/other']}\n"
+    _, problems = composed({"run.yaml": f"defaults: [env/a@env.train]\n{search}"})
+    assert [problem.what for problem in problems] == [f"env/a.yaml is not in {tmp_path}, {tmp_path}/other"]
+
+
 def test_a_circle_of_presets(composed):
     files = {"run.yaml": "defaults: [m/a]\n", "m/a.yaml": "defaults: [/m/b]\n", "m/b.yaml": "defaults: [/m/a]\n"}
     _, problems = composed(files)

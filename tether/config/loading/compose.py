@@ -132,5 +132,5 @@ def _search_path(tree: Mapping[object, object]) -> list[Path]:
 
 def _missing(entry: Entry, folders: Sequence[Path]) -> Problem:
     where = f"under {entry.where} " if entry.where else ""
-    what = f"{entry.name}.yaml is not in {', '.join(map(str, folders))}"
+    what = f"{entry.name}.yaml is not in {', '.join(dict.fromkeys(map(str, folders)))}"
     return Problem("defaults", what, f"put it there, or write its keys {where}in the file itself")
