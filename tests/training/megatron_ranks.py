@@ -239,7 +239,7 @@ def resumed(folder: Path, layout: Layout, make: Make | None = None) -> bool:
     batch = make_batch(make(), critic_of(layout))
     engine = make_engine(make(), FOUR_ROWS)
     engine.update(batch, LOSS, PLAN, 0)
-    state, before = copy.deepcopy(engine.state_dict()), weights(engine.model)
+    state, before = copy.deepcopy(engine.state_dict()), tensors_of(engine.model)
     megatron = make_megatron(engine.model, FOUR_ROWS, layout, save=write_model)
     folder.mkdir(exist_ok=True)
     if dist.get_rank() == 0:
@@ -250,7 +250,26 @@ def resumed(folder: Path, layout: Layout, make: Make | None = None) -> bool:
     if dist.get_rank() > 0:
         return True
     read = AutoModelForCausalLM.from_pretrained(folder / "ranks/actor", dtype=torch.float64)
-    return same_state(back, state) and same_bits(weights(read), before)
+    return same_state(back, state) and same_bits(tensors_of(read), before)
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All that files have of a model: weights, and buffers that are no weights."""
+    return {name: tensor.double().clone() for name, tensor in model.state_dict().items()}
+
+
+def resumed_with_corrected_routers(folder: Path, layout: Layout) -> bool:
+    """The same of DeepSeek-V3, whose routers have a buffer beside their weights."""
+    return resumed(folder, layout, make_corrected)
+
+
+def make_corrected() -> PreTrainedModel:
+    """DeepSeek-V3 with corrections of its routers, which pretraining leaves there and no gradient moves."""
+    model = make_mixture("deepseek_v3")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.arange(len(buffer)) / 8)  # which float32 has, too: that is what Megatron keeps them in
+    return model
 
 
 def of_speaker(engine_value: Any) -> Any:

@@ -122,6 +122,14 @@ def test_mixtures_of_experts_are_those_of_one_process(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    "layout", [Layout(expert=2), pytest.param(Layout(pipeline=2), marks=pytest.mark.slow)], ids=["EP 2", "PP 2"]
+)
+def test_corrections_of_routers_are_saved_and_state_has_none(layout: Layout, tmp_path: Path) -> None:
+    work = importlib.import_module("tests.training.megatron_ranks").resumed_with_corrected_routers
+    assert on_ranks(tmp_path, 2, work, tmp_path / "saved.pt", layout)
+
+
+@pytest.mark.parametrize(
     "name", [name if name == "EP 2" else pytest.param(name, marks=pytest.mark.slow) for name in REPLAYED]
 )
 def test_experts_that_are_given_are_chosen(name: str, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def empty_model(path: Path | str, config: PreTrainedConfig, *, critic: bool = Fa
         model = empty_critic(config) if critic else AutoModelForCausalLM.from_config(config)
     for module in model.modules():
         if not any(True for _ in module.children()) and any(True for _ in module.buffers(recurse=False)):
-            module.__dict__.update(type(module)(config).__dict__)  # rotary angles, which no file has
+            made = type(module)(config).__dict__  # with rotary angles, which no file has
+            module.__dict__.update({name: value for name, value in made.items() if name != "_parameters"})
     if model.can_generate():
         with suppress(OSError):  # it has none, and keeps what follows from its config
             model.generation_config = GenerationConfig.from_pretrained(path)

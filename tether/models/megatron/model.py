@@ -153,14 +153,14 @@ class MegatronModel:
         head: ValueHead = self.chunks[-1].output_layer
         return head.values(states)
 
-    def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor]) -> None:
+    def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor], *, buffers: bool = True) -> None:
         """Read this rank's slices of the safetensors of a directory that transformers saved, of a checkpoint of
-        Megatron, or of whole tensors.
+        Megatron, or of whole tensors, of which there may be some for the parameters alone.
 
         Raises:
             ValueError: no safetensors, a tensor that they lack, or one of another shape.
         """
-        load_weights(self._placed(), Path(source) if isinstance(source, str) else source)
+        load_weights(self._placed(), Path(source) if isinstance(source, str) else source, buffers=buffers)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor under the name and in the shape in which transformers saves it, on each rank.

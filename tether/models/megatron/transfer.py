@@ -45,9 +45,9 @@ class Placed:
         return held_tensors(self.hf_config, self.role, has_value_bias(self.hf_config))
 
 
-def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Tensor]) -> None:
+def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Tensor], *, buffers: bool = True) -> None:
     """Read this rank's slices; see `tether.models.megatron.model.MegatronModel.load`."""
-    here = _tensors_here(model)
+    here = _tensors_here(model, buffers=buffers)
     with _opened(source) as files, torch.no_grad():
         for held in model.held():
             expert_rank, place = _place(model, held)
@@ -74,11 +74,11 @@ def export_weights(model: Placed) -> Iterator[tuple[str, Tensor]]:
             yield from zip(_names(model, held, number), tensors, strict=True)
 
 
-def _tensors_here(model: Placed) -> dict[Place, Tensor]:
+def _tensors_here(model: Placed, *, buffers: bool = True) -> dict[Place, Tensor]:
     """Parameters and buffers of this rank."""
     found: dict[Place, Tensor] = {}
     for chunk in model.chunks:
-        state: dict[str, Any] = {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
+        state: dict[str, Any] = {**dict(chunk.named_parameters()), **(dict(chunk.named_buffers()) if buffers else {})}
         for full_name, tensor in state.items():
             if not full_name.startswith("decoder.layers."):
                 found[full_name, None, None] = tensor

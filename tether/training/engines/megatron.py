@@ -107,6 +107,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         self._names = [name for name, _ in empty.named_parameters()]
         written = zip(self._names, writers(empty, dist.get_world_size()), strict=True)
         self._mine = {name for name, writer in written if writer == dist.get_rank()}
+        self._buffers = {name for name, _ in empty.named_buffers()} & set(empty.state_dict())
         self._writing = Writing()
         groups.start(options.layout)
         trains = optimizer is not None
@@ -339,7 +340,7 @@ class MegatronEngine(RanksEngine[Outputs]):
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy what this rank writes, and begin to write it; see `FsdpEngine.begin_saving`."""
         assert self._save, "a frozen model is not saved"
-        save, model = self._save, self._model_of(self._named(_master, self._mine))
+        save, model = self._save, self._model_of(self._named(_master, self._mine | self._buffers))
         moments, state = self._my_moments(), self._my_state()
 
         def write() -> None:
@@ -355,11 +356,14 @@ class MegatronEngine(RanksEngine[Outputs]):
 
     def whole_model(self) -> PreTrainedModel | None:
         """See `RanksEngine.whole_model`."""
-        named = self._named(_master, self._names)
+        named = self._named(_master, {*self._names, *self._buffers})
         return self._model_of(named) if dist.get_rank() == 0 else None
 
     def _model_of(self, named: Mapping[str, Tensor]) -> PreTrainedModel:
-        return with_weights(self._empty, [named.get(name, p) for name, p in self._empty.named_parameters()])
+        model = with_weights(self._empty, [named.get(name, p) for name, p in self._empty.named_parameters()])
+        for name in self._buffers:  # of which files have one, such as the correction of DeepSeek's routers
+            model.get_buffer(name).copy_(named[name])
+        return model
 
     def _my_moments(self) -> dict[int, dict[str, Tensor]]:
         """Those of the weights that this rank writes, by their numbers in the model of transformers."""
@@ -407,7 +411,7 @@ class MegatronEngine(RanksEngine[Outputs]):
             named = Unfused({name: state["state"][number][moment] for number, name in enumerate(self._names)})
             parts = [torch.empty_like(shard.parameter, dtype=shard.master.dtype) for shard in self.shards]
             with self.shards.holding(parts):
-                self.megatron.load(named)
+                self.megatron.load(named, buffers=False)
             for shard, part in zip(self.shards, parts, strict=True):
                 if len(shard.master):
                     self.optimizer.state[shard.master][moment] = shard.part(part).clone()
