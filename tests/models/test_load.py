@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tether.models.language.critic import critic_from
-from tether.models.language.load import load_causal_lm, load_tokenizer
+from tether.models.language.load import load_causal_lm, load_config, load_tokenizer
 from tether.models.language.packing_check import hidden_states
 from tether.runtime.objects import holding
 
@@ -143,3 +143,38 @@ def test_an_object_is_copied_and_keeps_its_rotary_frequencies():
     name = "model.rotary_emb.inv_freq"
     assert torch.equal(copied.get_buffer(name), mine.get_buffer(name))
     assert copied.lm_head.weight.data_ptr() != mine.lm_head.weight.data_ptr()
+
+
+OWN_CODE = """
+from transformers import PreTrainedConfig
+
+
+class AuthorsConfig(PreTrainedConfig):
+    model_type = "llama"
+"""
+
+
+def ships_code(folder):
+    """A model whose author ships a config, and a model for an older transformers."""
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.AuthorsConfig", "AutoModelForCausalLM": "own_model.AuthorsForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN_CODE)
+    (folder / "own_model.py").write_text("from transformers import what_there_was_once")
+
+
+def test_an_authors_code_that_does_not_run_is_named_and_transformers_own_class_is_offered(tiny_dir):
+    ships_code(tiny_dir)
+    for unread in (None, torch.device("cpu")):
+        with pytest.raises(ValueError, match=r"what_there_was_once.* own for llama: leave model\.trust"):
+            load_causal_lm(tiny_dir, dtype=torch.float32, trust_remote_code=True, unread=unread)
+    assert load_causal_lm(tiny_dir, dtype=torch.float32).config.model_type == "llama"
+
+
+def test_a_checkpoint_names_no_code_that_is_not_beside_it(tiny_dir, tmp_path):
+    ships_code(tiny_dir)
+    assert type(load_config(tiny_dir, trust_remote_code=True)).__name__ == "AuthorsConfig"
+    load_causal_lm(tiny_dir, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    load_config(tiny_dir, trust_remote_code=True, own_class=True).save_pretrained(tmp_path / "own")
+    for folder in (tmp_path / "saved", tmp_path / "own"):
+        assert isinstance(load_config(folder, trust_remote_code=True), LlamaConfig)

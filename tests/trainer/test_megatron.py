@@ -1,6 +1,7 @@
 """Runs that Megatron trains: those of one process, checkpoints of any layout, and what is refused before."""
 
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -168,6 +169,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         [f"{SIZES}.override_transformer_config={{num_layers: 3}}"],
         f"{SIZES}.override_transformer_config.num_layers=3: follows from the model",
     ),
+    "what Megatron itself refuses": (
+        [f"{SIZES}.override_transformer_config={{moe_token_dispatcher_type: allgather}}"],
+        f"{SIZES}.override_transformer_config: Megatron refuses it: Token dispatcher type: allgather does not support",
+    ),
     "layers of the critic, which is apart": (
         [
             "cluster.component_placement={actor: 0-1, rollout: 0-1, inference: 0-1, critic: 2-3}",
@@ -227,3 +232,36 @@ def test_a_version_that_was_not_tested_is_named(
     monkeypatch.setattr(megatron_version, "find_spec", lambda _: object())
     megatron_version.check_version()
     assert (f"megatron-core {installed} was not tested" in caplog.text) == warned
+
+
+OWN_CONFIG = """
+from transformers import PreTrainedConfig
+
+
+class AuthorsConfig(PreTrainedConfig):
+    model_type = "deepseek_v3"
+
+    def __init__(self, vocab_size=260, num_attention_heads=4, **kwargs):
+        self.vocab_size, self.num_attention_heads = vocab_size, num_attention_heads
+        super().__init__(**kwargs)
+"""
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_a_model_whose_author_ships_code_is_transformers_own(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Moonlight's hub directory, whose script trusts its code: a config of an older transformers, and no weights."""
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
+    folder = save_tiny(tmp_path / "moonlight", "deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in config.items() if not name.startswith("rope_")} | {"rope_theta": 5e4}
+    config["auto_map"] = {"AutoConfig": "own.AuthorsConfig", "AutoModelForCausalLM": "gone.AuthorsForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN_CONFIG)
+    trust = [f"{part}.trust_remote_code=True" for part in ("data", "actor_rollout_ref.model", "critic.model")]
+    settings = [f"{part}.path={folder}" for part in ("actor_rollout_ref.model", "critic.model")] + trust
+    run = train([*overrides(inputs, tmp_path / "two", 2, 1), *settings, STRATEGY, f"{EP}=2"])
+    assert "auto_map" not in json.loads((run / "global_step_1/actor/config.json").read_text())
+    assert set(measured(train([*overrides(inputs, tmp_path / "two", 2, 2), *settings, STRATEGY]))) == {1, 2}

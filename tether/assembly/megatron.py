@@ -141,7 +141,8 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         try:
             families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
         except (AssertionError, TypeError, ValueError) as error:
-            said = str(error) if str(error).startswith("override_transformer_config") else f"Megatron refuses: {error}"
+            key = "override_transformer_config"
+            said = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
             raise ValueError(f"{prefix}{said}") from error
         if role.megatron.use_dist_checkpointing and (checkpoint is None or model == "reference"):
             _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
@@ -166,9 +167,10 @@ def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
 
 
 def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:
-    """The config of a role's model, as the run changes it."""
+    """The config of a role's model, as the run changes it, of transformers' class: the mapping is of its weights."""
     model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
-    return load_config(path, trust_remote_code=model.trust_remote_code, override_config=model.override_config)
+    trusted, changed = model.trust_remote_code, model.override_config
+    return load_config(path, trust_remote_code=trusted, override_config=changed, own_class=True)
 
 
 def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:

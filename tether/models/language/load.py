@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
@@ -114,9 +116,19 @@ def ready(model: PreTrainedModel, attn: str = ATTENTION_NAME) -> PreTrainedModel
 
 
 def load_config(
-    path: Path | str, *, trust_remote_code: bool = False, override_config: Mapping[str, object] | None = None
+    path: Path | str,
+    *,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, object] | None = None,
+    own_class: bool = False,
 ) -> PreTrainedConfig:
     """The config of a directory or hub id, with entries replaced.
+
+    Args:
+        path: as `tether.models.language.model_path.resolve_model_path` gives it.
+        trust_remote_code: run Python that the model's author ships with it.
+        override_config: entries to replace.
+        own_class: of a kind of model that transformers knows itself, take its class also where the author ships one.
 
     Raises:
         ValueError: nothing is there, or an entry to replace does not exist.
@@ -124,14 +136,22 @@ def load_config(
     if is_object(path):
         return copy.deepcopy(_own_model(path).config)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+        theirs = trust_remote_code and not (own_class and _kind(path) in CONFIG_MAPPING)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=theirs)
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"{path}: no model config could be loaded ({_first_line(error)}). Looked for a local directory of that "
             "name, and for a model of that id on the hub and in its cache. Write the path of a model's directory."
         ) from error
+    if not theirs:
+        config.__dict__.pop("auto_map", None)  # a checkpoint of this class has no such files beside it
     override(config, override_config or {}, path)
     return config
+
+
+def _kind(path: Path | str) -> object:
+    """The model_type of a directory's or hub id's config.json."""
+    return PreTrainedConfig.get_config_dict(path)[0].get("model_type")
 
 
 def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path | str) -> None:
@@ -175,23 +195,24 @@ def from_checkpoint(
     Raises:
         ValueError: names weights that lack or have another shape, or says why the files could not be read.
     """
-    if unread is not None:
-        found = unread_model(auto_class, path, config, dtype, unread, trust_remote_code=trust_remote_code)
-        if found is not None:
-            return found
-    try:
-        model, report = auto_class.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported below
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
-        ) from error
+    with _own_code_runs(path, config, trusted=trust_remote_code):
+        if unread is not None:
+            found = unread_model(auto_class, path, config, dtype, unread, trust_remote_code=trust_remote_code)
+            if found is not None:
+                return found
+        try:
+            model, report = auto_class.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
+            ) from error
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{path}: {name} has the shape {tuple(found)}, and its config asks for {tuple(wanted)}. An entry of "
@@ -206,6 +227,21 @@ def from_checkpoint(
     loaded: PreTrainedModel = model
     _align(loaded)
     return loaded
+
+
+@contextmanager
+def _own_code_runs(path: Path | str, config: PreTrainedConfig, *, trusted: bool) -> Iterator[None]:
+    """Say what to set instead where a model's own code was written for an older transformers, which knows it by now."""
+    try:
+        yield
+    except ImportError as error:
+        if not trusted or config.model_type not in CONFIG_MAPPING:
+            raise
+        raise ValueError(
+            f"{path}: the code that its author ships does not run here ({_first_line(error)}). transformers has a "
+            f"class of its own for {config.model_type}: leave model.trust_remote_code out "
+            "(data.trust_remote_code=True still lets the tokenizer have code)."
+        ) from error
 
 
 def _own_model(name: Path | str) -> PreTrainedModel:

@@ -163,7 +163,7 @@ def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
         if layout.expert > 1:
             raise ValueError(
                 f"{prefix}expert_model_parallel_size={layout.expert}: {type(hf_config).__name__} has no experts. "
-                "Set it to 1."
+                "Set it to 1; a critic on the actor's devices has the actor's layout."
             )
         return
     if layout.tensor > 1 and not layout.sequence_parallel:
