@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import tiny_model
 from tether.assembly import roles
-from tether.assembly.number_formats import DTYPE_KEYS
+from tether.assembly.number_formats import DTYPE_KEYS, decided_formats, formats_line
 from tether.assembly.run import build_run
 from tether.commands.train import train
 from tether.config import changes_since, load_config, saved_values
@@ -40,6 +40,17 @@ def test_what_is_set_stays(base: list[str], device_has_bfloat16) -> None:
     run.close()
     assert run.trainer.actor.engine.model.dtype == torch.float32
     assert not any("computes in" in line for line in run.about)
+
+
+def test_the_line_names_those_that_were_left_open(base: list[str], device_has_bfloat16) -> None:
+    """And none of a model that the run does not have, such as a reward model."""
+    device_has_bfloat16(True)
+    config = load_config(None, [*base, *AUTO, *(f"{key}=float32" for key in DTYPE_KEYS[:3])]).config
+    assert formats_line(config, decided_formats(config, torch.device("cpu"))) == [
+        "computes in bfloat16, as dtype of critic.model.fsdp_config is auto"
+    ]
+    config = load_config(None, [*base, *AUTO, *(f"{key}=float32" for key in DTYPE_KEYS[:4])]).config
+    assert formats_line(config, decided_formats(config, torch.device("cpu"))) == []
 
 
 def test_a_run_that_resumes_keeps_its_own(base: list[str], device_has_bfloat16, capsys: pytest.CaptureFixture) -> None:

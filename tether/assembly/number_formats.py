@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from tether.config import RunConfig, saved_values, values_of
+from tether.config.support.live_keys import why_idle
 from tether.runtime.machine import computes_in_bfloat16
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -31,3 +33,14 @@ def decided_formats(config: RunConfig, device: torch.device, checkpoint: Path | 
     values = values_of(config)
     saved = (saved_values(checkpoint / "run.yaml") if checkpoint else None) or {}
     return {key: str(saved.get(key) or number_format("auto", device)) for key in DTYPE_KEYS if values[key] == "auto"}
+
+
+def formats_line(config: RunConfig, decided: Mapping[str, str]) -> list[str]:
+    """A line about what was left to the machine; it names the sections where others were set."""
+    values = values_of(config)
+    acting = [key for key in DTYPE_KEYS if why_idle(key, values) is None]
+    auto = [key for key in acting if key in decided]
+    if not auto:
+        return []
+    whose = "" if auto == acting else f" of {' and '.join(key.removesuffix('.dtype') for key in auto)}"
+    return [f"computes in {' and '.join(sorted({decided[key] for key in auto}))}, as dtype{whose} is auto"]

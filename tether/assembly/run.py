@@ -34,7 +34,7 @@ from tether.assembly.common import (
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron, megatron_line
-from tether.assembly.number_formats import DTYPES, decided_formats
+from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
     build_policy_filtration,
@@ -176,7 +176,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         about += [ranks_line(config), *megatron_line(config, groups)] if groups else []
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
-        about += [f"computes in {' and '.join(sorted(set(formats.values())))}, as dtype is auto"] if formats else []
+        about += formats_line(loaded.config, formats)
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 
