@@ -37,6 +37,8 @@ OF_EXPERTS: dict[str, tuple[int, Layout]] = {
     "EP 2": (2, Layout(expert=2)),
     "PP 2, CP 2, EP 2": (4, Layout(pipeline=2, context=2, expert=2)),
     "TP 2, EP 2, whole experts": (4, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
+    "TP 2, all experts whole": (2, Layout(tensor=2, expert_tensor=1, sequence_parallel=True)),
+    "2 replicas, experts in parts": (2, Layout(expert_tensor=2)),
 }
 REPLAYED: dict[str, tuple[str, Layout]] = {
     "EP 2": ("qwen2_moe", Layout(expert=2)),

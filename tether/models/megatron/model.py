@@ -250,8 +250,19 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
         replace_output_layer(chunk, role, has_value_bias(hf_config))
     for layer in chunk.decoder.layers:
         assert isinstance(getattr(layer.mlp, "router", None), Router | None), "Megatron built a router of its own"
+        _mark_experts(layer.mlp)
         layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)
     return chunk
+
+
+def _mark_experts(mlp: Any) -> None:
+    """Let the ranks that hold the same part of an expert sum its gradients, also where no rank has fewer experts.
+
+    Megatron marks them so with expert parallelism only, and takes them for replicated as all else is. But where as many
+    ranks share an expert as share other matrices, both groups are the same.
+    """
+    for parameter in mlp.experts.parameters() if hasattr(mlp, "experts") else ():
+        parameter.allreduce = False
 
 
 def _mask_padding(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
