@@ -1,15 +1,19 @@
 """The policy's and the critic's outputs against transformers' own forward, one row at a time."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from tests.tiny import tiny_model
 from tests.training.batches import UNSCORED, make_batch, make_critic, make_engine, make_policy
-from tether.models.language.critic import value_head_of
+from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.lora import LoraOptions, adapter_off, add_lora
 from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward
 from tether.training.text.micro_batches import MicroBatching
+from tether.training.text.packing import token_rows
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
 
@@ -46,6 +50,20 @@ def test_what_is_not_asked_for_is_not_there() -> None:
     outputs = PolicyForward()(policy, batch)
     assert outputs.entropy is outputs.sum_pi_squared is outputs.full_kl is None
     assert ValueForward()(critic, batch).bootstrap_values is None
+
+
+def test_a_rank_without_a_token_of_the_rows_has_no_value() -> None:
+    """Context parallelism leaves ranks without any where all pieces are a token long."""
+    critic = make_critic()
+    batch = make_batch(make_policy(), critic)
+    rows, none = token_rows(batch, packed=True), torch.empty(0, dtype=torch.int64)
+    elsewhere = replace(rows, predicts=none, targets=none, slots=none, ends=torch.full_like(rows.ends, -1))
+    states = torch.empty(0, 32, dtype=torch.float64)
+    found = ValueForward(with_bootstrap=True).outputs(
+        batch, elsewhere, states, partial(values_from_hidden, head=value_head_of(critic))
+    )
+    assert not found.values.any()
+    assert not found.bootstrap_values.any()
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -168,7 +168,8 @@ class ValueForward:
         after = None
         if self.with_bootstrap:
             here = batch.truncated.to(states.device) & (rows.ends >= 0)
-            after = torch.where(here, values(states[rows.ends]), 0.0)
+            last = values(states[rows.ends[here]])  # a rank that shares the rows may have no token
+            after = last.new_zeros(len(here)).masked_scatter(here, last)
             after = after if rows.ranks is None else rows.ranks.sum(after)
         return ValueOutputs(
             values=rows.scatter(values(select_rows(states, rows.predicts))),
