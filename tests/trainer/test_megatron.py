@@ -173,6 +173,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         [f"{SIZES}.override_transformer_config={{moe_token_dispatcher_type: allgather}}"],
         f"{SIZES}.override_transformer_config: Megatron refuses it: Token dispatcher type: allgather does not support",
     ),
+    "what is not installed": (
+        [f"{SIZES}.override_transformer_config={{moe_permute_fusion: true}}"],
+        f"{SIZES}.override_transformer_config: Megatron refuses it: cannot import name",
+    ),
     "layers of the critic, which is apart": (
         [
             "cluster.component_placement={actor: 0-1, rollout: 0-1, inference: 0-1, critic: 2-3}",

@@ -140,7 +140,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         check(layout, hf_config, len(devices[model]), prefix)
         try:
             families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
-        except (AssertionError, TypeError, ValueError) as error:
+        except (AssertionError, ImportError, TypeError, ValueError) as error:
             key = "override_transformer_config"
             said = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
             raise ValueError(f"{prefix}{said}") from error

@@ -22,6 +22,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SINGLE = 2e-6  # in float64, where transformers computes the router or the scaled angles of YaRN in float32
 LAYERS = {"num_hidden_layers": 4}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
+SELECTED_OF_LATENT = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm", "moe"]}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -83,6 +85,8 @@ def check_cases(folder: Path, ranks: int, layout: Layout, cases: list[Case]) -> 
 def test_two_ranks(tmp_path: Path) -> None:
     qwen2, critic = save(tmp_path, "qwen2"), save_tiny_reward_model(tmp_path / "critic", "llama")
     cases = [Case(qwen2, dtype=torch.float32), Case(critic, "critic"), Case(save(tmp_path, "qwen2_moe"))]
+    selected = {"qwen3": SELECTED, "deepseek_v3": SELECTED_OF_LATENT}
+    cases += [Case(save(tmp_path, name), overrides=overrides) for name, overrides in selected.items()]
     check_cases(tmp_path / "ranks", 2, Layout(tensor=2, sequence_parallel=True), cases)
 
 
@@ -111,6 +115,10 @@ def test_refusals(tmp_path: Path) -> None:
     assert "override_transformer_config.recompute_granularty='full'" in messages["unknown"]
     assert "Did you mean recompute_granularity?" in messages["unknown"]
     assert "'sinkhorn': sinkhorn chooses experts by what else is in the micro-batch" in messages["unfit"]
+    assert "layernorm_epsilon=0.001: changes what the model computes" in messages["other model"]
+    assert "it is 1e-06 here. Leave it out." in messages["other model"]
+    assert "'aux': is not one of none, aux_loss, seq_aux_loss, global_aux_loss" in messages["balance"]
+    assert "recompute_num_layers=0: is not a whole number above 0" in messages["no layers"]
     assert "follows from the model" in messages["set elsewhere"]
     assert "hidden_act='gelu'" in messages["activation"]
     assert "norm_topk_prob=False" in messages["router"]

@@ -29,6 +29,35 @@ UNFIT = {
     "moe_router_load_balancing_type": "sinkhorn chooses experts by what else is in the micro-batch",
 }
 """Entries with which a gradient depends on chance or on micro-batches, the last for sinkhorn alone."""
+_FLAG, _COUNT, _NUMBERS, _NAMES = "true or false", "a whole number above 0", "a number or a list of them", "a list"
+ADJUSTABLE: dict[str, str | tuple[str, ...]] = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "recompute_num_layers": _COUNT,
+    "recompute_modules": _NAMES,
+    "distribute_saved_activations": _FLAG,
+    "moe_aux_loss_coeff": _NUMBERS,
+    "moe_z_loss_coeff": _NUMBERS,
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_router_dtype": ("fp32", "fp64"),
+    "moe_token_dispatcher_type": ("alltoall", "flex", "allgather"),
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
+    "moe_deepep_num_sms": _COUNT,
+    "moe_hybridep_num_sms": _COUNT,
+    "microbatch_group_size_per_vp_stage": _COUNT,
+    **dict.fromkeys(
+        (
+            "moe_enable_deepep", "moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap",
+            "moe_per_layer_logging", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion",
+            "masked_softmax_fusion", "cross_entropy_loss_fusion", "persist_layer_norm", "memory_efficient_layer_norm",
+            "attention_softmax_in_fp32", "disable_bf16_reduced_precision_matmul", "deterministic_mode",
+            "batch_invariant_mode", "deallocate_pipeline_outputs",
+        ),
+        _FLAG,
+    ),
+}  # fmt: skip
+"""Entries that change memory, speed and rounding, or the losses of routers, and what they take: one of these, or a
+list of them. Any other one changes what the model computes, or was never tried."""
 
 
 def check_family(hf_config: Any) -> None:
@@ -67,17 +96,18 @@ def transformer_config(
         overrides: entries of Megatron's config, as ``override_transformer_config`` has them.
 
     Raises:
-        ValueError: an entry to override that does not exist, that is set elsewhere, or that the layout cannot have.
+        ValueError: an entry to override that does not exist, that is set elsewhere, that changes what the model
+            computes, with a value that it does not take, or that the layout cannot have.
     """
     latent = bool(getattr(hf_config, "kv_lora_rank", None))
     kind = MLATransformerConfig if latent else TransformerConfig
-    _check_overrides(overrides, {field.name for field in fields(kind)})
-    entries = {
+    of_model = {
         **_common(hf_config, layout, dtype),
         **(_experts(hf_config, dtype) if experts_of(hf_config) else {}),
         **FAMILIES[hf_config.model_type](hf_config),
-        **overrides,
     }
+    _check_overrides(overrides, {field.name: of_model.get(field.name, field.default) for field in fields(kind)})
+    entries = of_model | dict(overrides)
     if overrides.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         entries["moe_router_load_balancing_type"] = "aux_loss"
     config = kind(**entries)
@@ -242,7 +272,8 @@ def _attention_options(hf_config: Any) -> AttentionOptions:
     return AttentionOptions(tuple(window if slide else None for slide in slides), rotary_of(hf_config)[1])
 
 
-def _check_overrides(overrides: Mapping[str, object], known: set[str]) -> None:
+def _check_overrides(overrides: Mapping[str, object], known: Mapping[str, object]) -> None:
+    """Refuse entries beside those of a config, of which the values without them are known."""
     for key, value in overrides.items():
         if key not in known:
             raise ValueError(
@@ -256,3 +287,24 @@ def _check_overrides(overrides: Mapping[str, object], known: set[str]) -> None:
             )
         if key in UNFIT and value and (key != "moe_router_load_balancing_type" or "sinkhorn" in str(value)):
             raise ValueError(f"override_transformer_config.{key}={value!r}: {UNFIT[key]}. Leave it out.")
+        takes = ADJUSTABLE.get(key)
+        if takes is None and key not in UNFIT and value != known[key]:
+            raise ValueError(
+                f"override_transformer_config.{key}={value!r}: changes what the model computes, or was never tried; it "
+                f"is {known[key]!r} here. Leave it out. Those that can be changed: {', '.join(sorted(ADJUSTABLE))}."
+            )
+        if takes is not None and not _is_one(value, takes):
+            said = takes if isinstance(takes, str) else f"one of {', '.join(takes)}"
+            raise ValueError(f"override_transformer_config.{key}={value!r}: is not {said}. Give that, or leave it out.")
+
+
+def _is_one(value: object, takes: str | tuple[str, ...]) -> bool:
+    if value is None or isinstance(takes, tuple):
+        return value is None or all(one in takes for one in (value if isinstance(value, list) else [value]))
+    number = lambda one: type(one) in (int, float)  # noqa: E731
+    return {
+        _FLAG: isinstance(value, bool),
+        _COUNT: type(value) is int and value > 0,
+        _NUMBERS: number(value) or (isinstance(value, list) and all(map(number, value))),
+        _NAMES: isinstance(value, list),
+    }[takes]

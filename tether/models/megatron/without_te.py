@@ -1,22 +1,41 @@
-"""Two places where Megatron takes Transformer Engine for installed when it is not."""
+"""Three places where Megatron takes Transformer Engine for installed when it is not."""
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
+import megatron.core.tensor_parallel.random as recomputation
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.multi_latent_attention as latent_attention
 
 HAS_TRANSFORMER_ENGINE = find_spec("transformer_engine") is not None
 _ROUTER: ModuleType = moe_utils
 _LATENT: ModuleType = latent_attention
+_corrected: list[type] = []
 
 
 def correct() -> None:
-    """Tell both that it is not there; without effect where it is."""
+    """Tell them that it is not there; without effect where it is."""
     if HAS_TRANSFORMER_ENGINE:
         return
     if not hasattr(_ROUTER, "te_general_gemm"):
         _ROUTER.te_general_gemm = None  # type: ignore[attr-defined]
     _LATENT.HAVE_TE = False  # type: ignore[attr-defined]
+    kind = recomputation.CheckpointWithoutOutput  # of norms and activations (recompute_modules)
+    if kind not in _corrected:
+        kind.__init__ = _without_float8(kind.__init__)
+        _corrected.append(kind)
+
+
+def _without_float8(init: Any) -> Any:
+    """It looks whether it is given False by comparing with None, and then asks Transformer Engine for its state."""
+
+    @wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.fp8 = False
+
+    return made
