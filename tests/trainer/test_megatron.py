@@ -18,6 +18,7 @@ from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_devices import holds, overrides, saved_again
 from tests.trainer.tiny_run import measured, same, train, weights, write_inputs
 from tether.assembly import groups
+from tether.assembly.learners import sequence_ranks
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
@@ -199,6 +200,17 @@ def test_a_layout_that_does_not_fit_is_refused_before_it_starts(name: str, input
     with pytest.raises(ValueError) as error:
         build_run(load_config(None, [*overrides(inputs, tmp_path, 4, 1), STRATEGY, *bad]))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [("megatron.context_parallel_size=2", 2), ("megatron.tensor_model_parallel_size=2", 1),
+     ("ulysses_sequence_parallel_size=2", 1)],
+)  # fmt: skip
+def test_tokens_of_a_device_are_those_of_its_share(given: str, ranks: int, inputs: Path, tmp_path: Path) -> None:
+    """A micro-batch has as many tokens as all ranks that share them may have; FSDP's ranks are none here."""
+    config = load_config(None, [*overrides(inputs, tmp_path, 2, 1), STRATEGY, f"{ACTOR}.{given}"]).config
+    assert sequence_ranks(config, config.actor_rollout_ref.actor) == ranks
 
 
 @needs_megatron

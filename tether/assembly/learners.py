@@ -63,9 +63,11 @@ Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
 
 def sequence_ranks(config: RunConfig, role: Role) -> int:
     """Ranks that share each row of tokens."""
-    if isinstance(role, ScoringModelConfig):
+    if isinstance(role, ScoringModelConfig) or device_count(config) == 1:
         return 1
-    return role.ulysses_sequence_parallel_size if device_count(config) > 1 else 1
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        return role.megatron.context_parallel_size
+    return role.ulysses_sequence_parallel_size
 
 
 def reference_ranks(config: RunConfig) -> int:

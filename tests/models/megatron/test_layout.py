@@ -55,9 +55,10 @@ def test_layers() -> None:
     assert "pipeline_model_parallel_size=2 works" in message
     uneven = Layout(pipeline=3, first_stage_layers=1)
     assert "7 layers over 2 pipeline ranks" in refusal(uneven, 3, num_hidden_layers=8)
-    assert "[3, 1] layers a rank over 2 virtual stages" in refusal(
-        Layout(pipeline=2, virtual_pipeline=2, first_stage_layers=3), 2, num_hidden_layers=4
-    )
+    message = refusal(Layout(pipeline=2, virtual_pipeline=2, first_stage_layers=3), 2, num_hidden_layers=4)
+    assert f"{KEY}virtual_pipeline_model_parallel_size=2: cannot deal out [3, 1] layers a rank over 2" in message
+    assert "nearest that works is 1" in message
+    assert "nearest that works is 3" in refusal(Layout(pipeline=2, virtual_pipeline=4), 2, num_hidden_layers=6)
 
 
 def test_experts() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 
@@ -146,15 +147,28 @@ def _check_layers(layout: Layout, layers: int, prefix: str) -> None:
     try:
         layout.layers_by_stage(layers)
     except ValueError as error:
-        sizes = [size for size in _divisors(layers) if size <= layers]
-        pieces = f"{prefix}virtual_pipeline_model_parallel_size={layout.virtual_pipeline}"
+        if pieces := layout.virtual_pipeline:
+            stages = _stages(layout, layers)
+            if stages:
+                works = _divisors(gcd(*stages))
+                raise ValueError(
+                    f"{prefix}virtual_pipeline_model_parallel_size={pieces}: cannot deal out {error}. It must divide "
+                    f"the layers of each rank; the nearest that works is {_nearest(pieces, works)}."
+                ) from None
         raise ValueError(
             f"{prefix}pipeline_model_parallel_size={layout.pipeline}: cannot deal out {error} of a model with {layers} "
-            f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, sizes)} works"
-            + (f" ({pieces} must divide the layers of each rank)" if layout.virtual_pipeline else "")
-            + "; or set override_transformer_config.num_layers_in_first_pipeline_stage and "
-            "num_layers_in_last_pipeline_stage so that the rest is even."
+            f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, _divisors(layers))} works; or "
+            "set override_transformer_config.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage "
+            "so that the rest is even."
         ) from None
+
+
+def _stages(layout: Layout, layers: int) -> list[int]:
+    """Layers of each pipeline rank, whatever pieces they are to be cut into; none where they cannot be dealt out."""
+    try:
+        return replace(layout, virtual_pipeline=None).layers_by_stage(layers)
+    except ValueError:
+        return []
 
 
 def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
