@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.trainer.test_devices import holds, overrides, saved_again
 from tests.trainer.tiny_run import measured, same, train, weights, write_inputs
 from tether.assembly import groups
 from tether.assembly.learners import sequence_ranks
+from tether.assembly.megatron import check_megatron
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
@@ -211,6 +213,15 @@ def test_tokens_of_a_device_are_those_of_its_share(given: str, ranks: int, input
     """A micro-batch has as many tokens as all ranks that share them may have; FSDP's ranks are none here."""
     config = load_config(None, [*overrides(inputs, tmp_path, 2, 1), STRATEGY, f"{ACTOR}.{given}"]).config
     assert sequence_ranks(config, config.actor_rollout_ref.actor) == ranks
+
+
+@needs_megatron
+def test_the_check_lets_no_warning_of_megatron_out(inputs: Path, tmp_path: Path) -> None:
+    config = load_config(None, [*overrides(inputs, tmp_path, 2, 1), STRATEGY]).config
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        check_megatron(config, inputs / "model", inputs / "model")
+    assert not [str(warning.message) for warning in found]
 
 
 @needs_megatron

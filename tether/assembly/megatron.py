@@ -139,7 +139,9 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         families.check_family(hf_config)
         check(layout, hf_config, len(devices[model]), prefix)
         try:
-            families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of defaults of its own; the ranks' logs have them
+                families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             key = "override_transformer_config"
             said = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
