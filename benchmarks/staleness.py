@@ -132,7 +132,7 @@ def main() -> None:
     print(shown := table(runs, steps))
     if given.write:
         write_between(
-            given.write, f"<!-- staleness-{given.task}:begin -->", f"<!-- staleness-{given.task}:end -->", shown
+            given.write, f"<!-- staleness_{given.task}:begin -->", f"<!-- staleness_{given.task}:end -->", shown
         )
     if given.plot:
         plot_scores({given.task: {mode: [run.curve for run in seeds] for mode, seeds in runs.items()}}, given.plot)
