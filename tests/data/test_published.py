@@ -19,6 +19,7 @@ from tests.data.hub_server import COMMIT, HubServer, serving
 from tests.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.commands.data import pull
 from tether.data.pairs import load_pairs
+from tether.data.published import catalogue
 from tether.data.published.catalogue import boxed, gsm8k, searched
 from tether.data.sources import load_rows
 from tether.rewards.rules.search import exact_match
@@ -187,9 +188,8 @@ def test_questions_of_search_r1_keep_all_their_answers(ask: Callable[[str], None
     rows = load_rows(str(tmp_path / "rows" / "test.parquet"))
     assert [row.data_source for row in rows] == ["searchR1_nq", "searchR1_hotpotqa"]
     system, user = rows[1].messages
-    assert system == {"role": "system", "content": "You are a helpful and harmless assistant."}
-    assert user["content"].startswith("Answer the given question. ")
-    assert user["content"].endswith("<answer> Beijing </answer>. Question: who has 1?")
+    assert system == {"role": "system", "content": catalogue.SEARCHES}
+    assert user["content"] == f"{catalogue.SEARCH} Question: who has 1?"
     told = {"ground_truth": {"target": ["Ada", "Ada L."]}, "question": "who has 1?", "data_source": "searchR1_hotpotqa"}
     assert rows[1].extra_info["tools_kwargs"] == {"search": {"create_kwargs": told}}
     assert (rows[1].extra_info["split"], rows[1].extra_info["index"]) == ("test", 1)

@@ -17,15 +17,14 @@ Convert = Callable[[JsonObject, str, int], JsonObject]
 _GSM8K, _MATH = LAYOUTS
 STEPS = "Let's think step by step and output the final answer "
 
-SEARCHES = "You are a helpful and harmless assistant."
+SEARCHES = "Answer questions, and search for what you do not know."
 SEARCH = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
-    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <tool_call> "
-    "query </tool_call> and it will return the top searched results between <tool_response> and </tool_response>. You "
-    "can search as many times as your want. If you find no further external knowledge needed, you can directly provide "
-    "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
+    "Think between <think> and </think>, first and whenever you have learned something. Where knowledge is missing, "
+    "ask a search engine by <tool_call> query </tool_call>, as often as you need; its results come between "
+    "<tool_response> and </tool_response>. At the end give the answer alone between <answer> and </answer>, as in "
+    "<answer> Paris </answer>."
 )
-"""verl's words to a policy that may search."""
+"""What a policy that may search is told: the tags of verl's preparation, in other words."""
 
 
 @dataclass(frozen=True)

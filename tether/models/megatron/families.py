@@ -301,10 +301,10 @@ def _check_overrides(overrides: Mapping[str, object], known: Mapping[str, object
 def _is_one(value: object, takes: str | tuple[str, ...]) -> bool:
     if value is None or isinstance(takes, tuple):
         return value is None or all(one in takes for one in (value if isinstance(value, list) else [value]))
-    number = lambda one: type(one) in (int, float)  # noqa: E731
+    numbers = value if isinstance(value, list) else [value]
     return {
         _FLAG: isinstance(value, bool),
         _COUNT: type(value) is int and value > 0,
-        _NUMBERS: number(value) or (isinstance(value, list) and all(map(number, value))),
+        _NUMBERS: all(type(one) in (int, float) for one in numbers),
         _NAMES: isinstance(value, list),
     }[takes]
