@@ -65,7 +65,7 @@ WRITES = {
     "unmounts_a_cover": "escaped() if libc.umount2(b'/tmp', 2) == 0 else None",
     "sets_the_core_pattern": "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x'); escaped()",
     "pulls_the_sysrq_trigger": "open('/proc/sysrq-trigger', 'w').write('h'); escaped()",
-    "raises_its_priority": "os.setpriority(os.PRIO_PROCESS, 0, -10); escaped()",
+    "raises_its_priority": "os.nice(-1); escaped()",
     "raises_its_limits": "resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1)); escaped()",
 }
 POWERS = {
