@@ -93,7 +93,7 @@ def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(apart: t
     waiting = threading.Thread(target=two.call, args=("part", "rest", [(3.0,), (3.0,)]))
     waiting.start()
     one.call("part", "pid", [()])
-    assert waiting.runs()
+    assert waiting.is_alive()
     waiting.join()
     with pytest.raises(ValueError, match=r"^rank 2: data"):
         two.call("part", "refuse", [None, ("data",)])
