@@ -117,6 +117,11 @@ def test_adapters_and_the_penalty_in_rewards_of_text_runs(imported):
         "+actor.model.do_sample=False",
         "+actor.model.micro_batch_size=1",
         "+actor.model.val_micro_batch_size=8",
+        "+actor.model.name=vllm",
+        "+actor.model.temperature=1.6",
+        "+actor.model.top_k=-1",
+        "+actor.model.top_p=1",
+        "+actor.model.noise_level=0.1",
         "+actor.model.ckpt_path=null",
         "+actor.model.add_bias_linear=False",
         "+actor.model.add_qkv_bias=True",
@@ -154,3 +159,82 @@ def test_keys_of_other_runs_are_known(imported, text, key):
     result = imported(text, f"+{key}=1")
     assert result.problems == ()
     assert {line.status for line in result.lines if key.startswith(line.key.removesuffix(".*"))} == {"no effect"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rollout.attention_backend=triton",
+        "rollout.sglang_decode_log_interval=500000",
+        "rollout.use_torch_compile=False",
+        "rollout.torch_compile_max_bs=128",
+        "rollout.validate_weight_first_sync=True",
+        "rollout.weight_reload=sync",
+        "cluster.num_gpus_per_node=1",
+        "actor.model.sharding_strategy=full_shard",
+        "actor.sync_precision=bf16",
+        "runner.pad_after_pack=False",
+    ],
+)
+def test_what_text_files_say_of_servers_and_memory_has_no_effect(imported, key):
+    result = imported(TEXT, key)
+    assert result.problems == ()
+    assert refused(result) == {}
+
+
+@pytest.mark.parametrize(
+    "section", ["agentloop: {max_turns: 2}", "tools: {search: {topk: 3}}", "agentlightning: {n: 1}"]
+)
+def test_agents_are_refused_once_for_each_section(imported, section):
+    result = imported(TEXT + section)
+    assert result.problems == ()
+    (why,) = refused(result).values()
+    assert "tools" in why
+
+
+def test_keys_of_another_kind_of_rows_are_not_checked(imported):
+    rows = TEXT + "data: {type: vision_language, image_keys: [images], lazy_loading: true}"
+    result = imported(rows)
+    assert result.problems == ()
+    assert set(refused(result)) == {"data.type"}
+    assert [problem.path for problem in imported(rows, "data.type=math").problems] == [
+        "data.image_keys",
+        "data.lazy_loading",
+    ]
+
+
+@pytest.mark.parametrize("override", ["algorithm.sampling_params.stop_token_ids=[1]", "reward.len_reward_penalty=0.1"])
+def test_what_ends_or_scores_responses_otherwise_is_refused(imported, override):
+    result = imported(TEXT, override)
+    assert result.problems == ()
+    assert set(refused(result)) == {override.split("=")[0]}
+
+
+def test_older_names_of_estimator_and_loss(imported):
+    older = OLDER.replace("adv_type: gae", "adv_type: embodied_gae").replace("actor_critic", "embodied_ppo")
+    result = imported(older, "env.train.total_num_envs=8")
+    assert refused(result) == {}
+    assert result.native["algorithm.adv_estimator"] == "gae"
+    assert result.native["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
+
+
+def test_the_time_in_a_name_resolves(imported):
+    result = imported(TEXT.replace("task_type: reasoning", 'task_type: reasoning, experiment_name: "a-${now:%Y}"'))
+    assert result.problems == ()
+    assert result.native["trainer.experiment_name"].startswith("a-20")
+
+
+SCHEDULE = "optim: {total_training_steps: 50, lr_warmup_steps: -1, num_cycles: 0.5}, model:"
+
+
+def test_the_length_of_a_decay(imported):
+    older = OLDER.replace("model: {model_name", f"{SCHEDULE} {{model_name").replace(
+        "Pendulum-v1,", "Pendulum-v1, total_num_envs: 8,"
+    )
+    steps = "actor_rollout_ref.actor.optim.lr_decay_steps"
+    assert steps not in imported(older).native  # the rate is constant
+    falling = "actor.optim.lr_scheduler=cosine"
+    assert imported(older, falling).native[steps] == 50
+    assert steps not in imported(older, falling, "runner.max_epochs=50").native  # the whole run
+    found = refused(imported(older, falling, "actor.optim.lr_warmup_steps_ratio=0.1"))
+    assert "a share of it" in found["actor.optim.total_training_steps"]

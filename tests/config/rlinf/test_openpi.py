@@ -118,3 +118,8 @@ def test_what_is_not_done_is_refused_by_name(imported, override, says):
 def test_other_policies_do_not_read_the_section(imported):
     native = imported(PRESET, "actor.model.model_type=mlp_policy").native
     assert not {"policy.num_steps", "policy.noise_method", "policy.noise_level"} & set(native)
+
+
+def test_how_openpi_compiles_has_no_effect(imported):
+    result = imported(PRESET, f"+{OPENPI}.pytorch_compile_mode=null")
+    assert (result.problems, result.refusals()) == ((), [])

@@ -21,6 +21,7 @@ from tether.config.importers.rlinf.rows import (
     Values,
     adapter_rank,
     betas,
+    choice,
     min_lr_ratio,
     only,
     path,
@@ -33,6 +34,8 @@ from tether.config.schema.env import VLA_TYPES
 OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
 FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
+ESTIMATORS = {"gae": "gae", "embodied_gae": "gae", "grpo": "grpo", "raw": "raw"}
+"""Estimator, also by its name in older files -> the native one."""
 ITS_OWN = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
@@ -136,6 +139,18 @@ def episodes(value: object, values: Values) -> object:
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 
+def decay_length(value: object, values: Values) -> object:
+    """Training steps of a falling learning rate; nothing where it stays, or falls over the whole run."""
+    steps = whole(values, f"{OPTIM}.total_training_steps", None)
+    ratio = values.get(f"{OPTIM}.lr_warmup_steps_ratio")
+    constant = values.get(f"{OPTIM}.lr_scheduler", "constant") == "constant"
+    if steps is None or (constant and not ratio) or steps == training_steps(None, values):
+        return UNSET
+    if ratio:
+        raise Unsupported("lr_warmup_steps_ratio is then a share of it, and here of the run; give lr_warmup_steps")
+    return steps
+
+
 def critic_warmup(value: object, values: Values) -> object:
     """RLinf counts optimizer steps, tether training steps."""
     if value:
@@ -145,7 +160,8 @@ def critic_warmup(value: object, values: Values) -> object:
 
 def loss(value: object, values: Values) -> object:
     """The policy's loss; whether there is a critic, too, follows from the estimator."""
-    with_critic = values.get("algorithm.adv_type", "gae") == "gae"
+    with_critic = values.get("algorithm.adv_type", "gae") in ("gae", "embodied_gae")
+    value = "actor_critic" if value == "embodied_ppo" else value
     if value not in LOSSES or with_critic == (value == "actor"):
         fitting = [name for name in LOSSES if with_critic != (name == "actor")]
         raise Unsupported(f"with this algorithm.adv_type use one of {', '.join(fitting)}")
@@ -326,7 +342,7 @@ EMBODIED: Table = {
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
     "algorithm.group_size": to("env.train.group_size", default=1),
     "algorithm.adv_type": to(
-        "algorithm.adv_estimator", by=only(("gae", "grpo", "raw"), "this estimator is not for embodied runs")
+        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs")
     ),
     "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
     "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
@@ -382,6 +398,7 @@ EMBODIED: Table = {
     f"{OPTIM}.lr_warmup_steps": to(f"{NATIVE_OPTIM}.lr_warmup_steps"),
     f"{OPTIM}.lr_warmup_steps_ratio": to(f"{NATIVE_OPTIM}.lr_warmup_steps_ratio"),
     f"{OPTIM}.min_lr": to(f"{NATIVE_OPTIM}.min_lr_ratio", by=min_lr_ratio(OPTIM)),
+    f"{OPTIM}.total_training_steps": to(f"{NATIVE_OPTIM}.lr_decay_steps", by=decay_length),
     f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
     "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
     "env.channel.*": QUEUES,

@@ -36,8 +36,9 @@ OWNERS = {
     "env.eval": "env.eval.env_type",
     "actor.model": "actor.model.model_type",
     "rollout.model": "actor.model.model_type",
+    "data": "data.type",
 }
-"""Section -> the key that says which simulator or policy its other keys belong to."""
+"""Section -> the key that says which simulator, policy or kind of rows its other keys belong to."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
 """Sections by which RLinf's files are known; `cluster` where no native section but the shared ones stands beside it."""
 ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")

@@ -33,6 +33,9 @@ RENAMED: Mapping[str, str] = {
 """Older name -> the key of today, which wins where a file has both."""
 NETWORKS_OWN = NoEffect("the network's own configuration says so")
 UNREAD = NoEffect("read by nothing in RLinf")
+SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
+DEVICES = NoEffect("devices are counted by trainer.n_gpus_per_node, beside the file")
+UNSHARDED = NoEffect("on one device there are no shards to place")
 STEPS = "env.train.max_steps_per_rollout_epoch"
 
 
@@ -89,7 +92,7 @@ OLDER_EMBODIED: Table = {
     "algorithm.use_ordered_reset_state_ids": NoEffect("acts through the presets that name it"),
     "algorithm.specific_reset_id": Refuses("episodes begin in states that the seed draws"),
     "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run, which runner.logger names"),
-    "actor.model.sharding_strategy": NoEffect("on one device there are no shards to place"),
+    "actor.model.sharding_strategy": UNSHARDED,
     "actor.model.ckpt_path": Refuses(
         "weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"
     ),
@@ -97,11 +100,22 @@ OLDER_EMBODIED: Table = {
     "actor.model.add_bias_linear": NETWORKS_OWN,
     "actor.model.add_qkv_bias": NETWORKS_OWN,
     "algorithm.require_values": NoEffect("algorithm.adv_type decides whether there is a critic"),
-    "cluster.num_gpus_per_node": NoEffect("devices are counted by trainer.n_gpus_per_node, beside the file"),
+    "cluster.num_gpus_per_node": DEVICES,
     **dict.fromkeys(
-        ("actor.model.do_sample", "actor.model.micro_batch_size", "actor.model.val_micro_batch_size"), UNREAD
+        (
+            "actor.model.do_sample",
+            "actor.model.micro_batch_size",
+            "actor.model.val_micro_batch_size",
+            "actor.model.name",
+            "actor.model.noise_level",
+            "actor.model.temperature",
+            "actor.model.top_k",
+            "actor.model.top_p",
+        ),
+        UNREAD,
     ),
-    "actor.fsdp.*": NoEffect("on one device there are no shards to place"),
+    "actor.fsdp.*": UNSHARDED,
+    "actor.optim.warmup_style": Refuses("RLinf reads actor.optim.lr_scheduler in its place", fine=("constant", None)),
 }
 OLDER_TEXT: Table = {
     **{old: row for old, row in SUPERSEDED.items() if old.startswith("rollout.")},
@@ -109,5 +123,14 @@ OLDER_TEXT: Table = {
     "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run"),
     "algorithm.sampling_params.use_greedy": Refuses("training needs samples, not greedy answers", fine=(False, None)),
     "algorithm.use_critic": Checked("older name of critic.use_critic_model, which is read"),
+    "rollout.attention_backend": SERVER,
+    "rollout.sglang_decode_log_interval": SERVER,
+    "rollout.torch_compile_max_bs": SERVER,
+    "rollout.use_torch_compile": SERVER,
+    "cluster.num_gpus_per_node": DEVICES,
+    "actor.model.sharding_strategy": UNSHARDED,
+    "reward.len_reward_penalty": Refuses("responses are not scored by their length"),
+    "reward.safe_length": NoEffect("acts with len_reward_penalty only"),
+    "reward.max_length": NoEffect("acts with len_reward_penalty only"),
     "algorithm.use_value_loss": Checked("critic.use_critic_model says whether there is a critic"),
 }

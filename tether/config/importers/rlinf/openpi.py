@@ -92,6 +92,7 @@ OPENPI_ROWS: Table = {
     f"{SECTION}.ignore_last": Refuses("each step may be the random one", fine=OFF),
     f"{SECTION}.use_dsrl": Refuses("DSRL is not supported", fine=OFF),
     f"{SECTION}.dsrl_*": NoEffect("acts with use_dsrl only"),
+    f"{SECTION}.pytorch_compile_mode": NoEffect("changes speed, and no result"),
     f"{SECTION}.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
     f"{SECTION}.num_images_in_input": NoEffect("the environment's spaces say so"),
     f"{SECTION}.action_env_dim": NoEffect("the environment's spaces say so"),

@@ -12,6 +12,7 @@ LOSSES = NoEffect("read with a loss that algorithm.loss_type names (SAC, IQL, NF
 KINDS = NoEffect("read by other kinds of run (supervised, offline, agents), which runner.task_type names")
 WORKERS = NoEffect("between workers, which have nothing to send here")
 MEMORY = NoEffect("changes memory and speed, and no result")
+AGENTS = Refuses("runs of agents with tools are not read; a native configuration has tools of its own")
 ACTOR_COMPUTES = NoEffect("the actor computes the log-probs that other workers compute there")
 
 OTHER_LOSSES: Table = dict.fromkeys(
@@ -22,7 +23,7 @@ OTHER_LOSSES: Table = dict.fromkeys(
         "algorithm.adv_clip_max", "algorithm.agg_q", "algorithm.backup_entropy", "algorithm.critic_actor_ratio",
         "algorithm.critic_subsample_size", "algorithm.demo_buffer.*", "algorithm.replay_buffer.*",
         "algorithm.entropy_tuning.*", "algorithm.dpo_beta", "algorithm.dropout_rate", "algorithm.expectile",
-        "algorithm.hidden_dims", "algorithm.max_drift", "algorithm.nft_*", "algorithm.q_head_type",
+        "algorithm.drpo_*", "algorithm.hidden_dims", "algorithm.max_drift", "algorithm.nft_*", "algorithm.q_head_type",
         "algorithm.recompute_v", "algorithm.target_update_freq", "algorithm.target_update_type", "algorithm.tau",
         "algorithm.temperature", "algorithm.train_actor_steps", "algorithm.enable_accumulate_batch",
         "algorithm.accumulated_threshold", "rollout.expert_model.*", "runner.expert_ckpt_path",
@@ -49,13 +50,20 @@ OTHERS: Table = {**OTHER_LOSSES, **OTHER_KINDS, **OTHER_WORKERS, "inference.*": 
 """Of both kinds of run that tether has."""
 
 ONLY_TEXT: Table = {
+    "agentloop.*": AGENTS,
+    "agentlightning.*": AGENTS,
+    "tools.*": AGENTS,
     "actor.combine_reference_model": MEMORY,
+    "actor.sync_precision": NoEffect("weights are not sent"),
+    "runner.pad_after_pack": MEMORY,
+    "rollout.weight_reload": WORKERS,
     "actor.inference_split": MEMORY,
     "actor.lr_sched_sync_with_optim": NoEffect("the learning rate moves once a training step"),
     "algorithm.entropy_op_type": MEMORY,
     "algorithm.down_sampling.do_down_sampling": Refuses("responses are not left out by a rule", fine=(False, None)),
     "algorithm.down_sampling.*": NoEffect("acts with do_down_sampling only"),
     "algorithm.sampling_params.stop": Refuses("responses end with the model's own tokens", fine=(None, [])),
+    "algorithm.sampling_params.stop_token_ids": Refuses("responses end with the model's own tokens", fine=(None, [])),
     "critic.global_batch_size": NoEffect("follows from data.rollout_batch_size and algorithm.n_minibatches"),
 }
 ONLY_EMBODIED: Table = {

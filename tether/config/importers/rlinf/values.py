@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -18,8 +19,9 @@ RESOLVERS: Mapping[str, Callable[..., object]] = {
     "subtract": lambda left, right: left - right,
     "not": lambda value: not value,
     "torch.dtype": str,
+    "now": lambda form: datetime.now().strftime(form),
 }
-"""The resolvers that RLinf registers; a dtype stays its name, since a config imports no torch."""
+"""The resolvers that RLinf registers, and Hydra's `now`; a dtype stays its name, since a config imports no torch."""
 
 
 @contextmanager
