@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "recipes/quickstart/run.yaml"
 
 
 def all_runs(
@@ -56,6 +57,17 @@ def arguments_of_runs(description: str | None, results: Path) -> argparse.Argume
     parser.add_argument("--write", type=Path, help="a page whose table is replaced")
     parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
     return parser
+
+
+def schedule(steps: int, seed: int, folder: Path) -> list[str]:
+    """Overrides of a run of so many steps that is tested before the first and after the last, and saves nothing."""
+    return [
+        f"trainer.seed={seed}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={steps}",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={folder / 'run'}",
+    ]
 
 
 def fields(columns: int, width: float, height: float, **options: bool) -> tuple[Figure, Any]:

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.algorithms.cases import ACTOR, ALGORITHM, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
-from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, plot_scores, write_between
+from benchmarks.resumable import QUICKSTART, ROOT, all_runs, arguments_of_runs, plot_scores, schedule, write_between
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
@@ -72,17 +72,9 @@ def spell(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def quickstart(asked: Asked, folder: Path) -> tuple[Path | None, list[str]]:
-    """The recipe; with its learning rate, which is for PPO, GRPO unlearns the task."""
+    """The recipe; GRPO unlearns the task at its learning rate, which was chosen for PPO."""
     rate = [f"{ACTOR}.optim.lr=2e-5"] if asked.algorithm == "GRPO" else []
-    fixed = [
-        *rate,
-        f"trainer.seed={asked.seed}",
-        f"trainer.total_training_steps={asked.steps}",
-        f"trainer.test_freq={asked.steps}",
-        "trainer.save_freq=-1",
-        f"trainer.default_local_dir={folder / 'run'}",
-    ]
-    return ROOT / "recipes/quickstart/run.yaml", fixed
+    return QUICKSTART, [*rate, *schedule(asked.steps, asked.seed, folder)]
 
 
 def spell_server(folder: Path) -> list[str]:

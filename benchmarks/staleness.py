@@ -21,7 +21,7 @@ from typing import Any
 import tether
 from benchmarks.algorithms.cases import CORRECTION, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, write_inputs
-from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, plot_scores, write_between
+from benchmarks.resumable import QUICKSTART, ROOT, all_runs, arguments_of_runs, plot_scores, schedule, write_between
 from tether.metrics.loggers.headline import score_of_test
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.machine import set_threads
@@ -66,15 +66,7 @@ def spell(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[str]]:
 
 def quickstart(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[str]]:
     """The recipe, and settings."""
-    settings = [
-        f"trainer.seed={seed}",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={steps}",
-        "trainer.save_freq=-1",
-        "trainer.num_threads=1",
-        f"trainer.default_local_dir={folder / 'run'}",
-    ]
-    return ROOT / "recipes/quickstart/run.yaml", settings
+    return QUICKSTART, [*schedule(steps, seed, folder), "trainer.num_threads=1"]
 
 
 Task = Callable[[int, int, Path], tuple[Path | None, list[str]]]

@@ -98,7 +98,7 @@ def test_the_probe_looks_first_and_every_so_often(made: Callable[..., Bench]) ->
 
 
 def test_the_probe_looks_at_more_rows_before_it_believes_in_a_fault(made: Callable[..., Bench]) -> None:
-    """A difference of d in every token of a row is d^2 / 2 there: 8 tolerances, 2 over four rows, 0.2 over forty."""
+    """A difference of d in every token of a row is d^2 / 2 there: 8 tolerances, 2 over four rows, 0.4 over twenty."""
     looked: list[int] = []
     prompts = [[4 + i] for i in range(20)]
 

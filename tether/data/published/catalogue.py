@@ -24,7 +24,7 @@ SEARCH = (
     "<tool_response> and </tool_response>. At the end give the answer alone between <answer> and </answer>, as in "
     "<answer> Paris </answer>."
 )
-"""What a policy that may search is told: the tags of verl's preparation, in other words."""
+"""Instruction for a policy that may search: verl's tags, in our own words."""
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def load_config(
             "name, and for a model of that id on the hub and in its cache. Write the path of a model's directory."
         ) from error
     if not theirs:
-        config.__dict__.pop("auto_map", None)  # a checkpoint of this class has no such files beside it
+        config.__dict__.pop("auto_map", None)  # else checkpoints would name code that is not beside them
     override(config, override_config or {}, path)
     return config
 

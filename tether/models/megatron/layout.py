@@ -147,14 +147,12 @@ def _check_layers(layout: Layout, layers: int, prefix: str) -> None:
     try:
         layout.layers_by_stage(layers)
     except ValueError as error:
-        if pieces := layout.virtual_pipeline:
-            stages = _stages(layout, layers)
-            if stages:
-                works = _divisors(gcd(*stages))
-                raise ValueError(
-                    f"{prefix}virtual_pipeline_model_parallel_size={pieces}: cannot deal out {error}. It must divide "
-                    f"the layers of each rank; the nearest that works is {_nearest(pieces, works)}."
-                ) from None
+        pieces, stages = layout.virtual_pipeline, _stages(layout, layers)
+        if pieces and stages:
+            raise ValueError(
+                f"{prefix}virtual_pipeline_model_parallel_size={pieces}: cannot deal out {error}. It must divide the "
+                f"layers of each rank; the nearest that works is {_nearest(pieces, _divisors(gcd(*stages)))}."
+            ) from None
         raise ValueError(
             f"{prefix}pipeline_model_parallel_size={layout.pipeline}: cannot deal out {error} of a model with {layers} "
             f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, _divisors(layers))} works; or "
