@@ -159,14 +159,15 @@ def check_embodied(placements: Sequence[Placement]) -> list[Problem]:
     return list(_missing(placements, ("actor", "env", "rollout"), "an embodied run"))
 
 
-def check_reasoning(placements: Sequence[Placement], critic: bool) -> list[Problem]:
+def check_reasoning(placements: Sequence[Placement], critic: bool, reward: bool = True) -> list[Problem]:
     """Requirements of a text run: runs of neighbouring resources, either shared by all or apart.
 
     Args:
         placements: of all components.
         critic: whether the critic is a model of its own.
+        reward: whether responses are scored by a component of their own.
     """
-    needed = ("actor", "rollout", "reward", *(("critic",) if critic else ()))
+    needed = ("actor", "rollout", *(("reward",) if reward else ()), *(("critic",) if critic else ()))
     problems = list(_missing(placements, needed, "a text run"))
     used = {placed.component: placed.resources for placed in placements if placed.node_groups == (CLUSTER,)}
     known = {name: set(ranks) for name, ranks in used.items() if ranks is not None}

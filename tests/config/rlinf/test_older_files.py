@@ -193,14 +193,12 @@ def test_agents_are_refused_once_for_each_section(imported, section):
 
 
 def test_keys_of_another_kind_of_rows_are_not_checked(imported):
-    rows = TEXT + "data: {type: vision_language, image_keys: [images], lazy_loading: true}"
+    rows = TEXT + "data: {type: vision_language, image_keys: [images], lazy_loading: true, colour: red}"
     result = imported(rows)
     assert result.problems == ()
     assert set(refused(result)) == {"data.type"}
-    assert [problem.path for problem in imported(rows, "data.type=math").problems] == [
-        "data.image_keys",
-        "data.lazy_loading",
-    ]
+    (problem,) = imported(rows, "data.type=math").problems  # the others are read for pictures only
+    assert problem.path == "data.colour"
 
 
 @pytest.mark.parametrize("override", ["algorithm.sampling_params.stop_token_ids=[1]", "reward.len_reward_penalty=0.1"])
@@ -236,5 +234,6 @@ def test_the_length_of_a_decay(imported):
     falling = "actor.optim.lr_scheduler=cosine"
     assert imported(older, falling).native[steps] == 50
     assert steps not in imported(older, falling, "runner.max_epochs=50").native  # the whole run
-    found = refused(imported(older, falling, "actor.optim.lr_warmup_steps_ratio=0.1"))
-    assert "a share of it" in found["actor.optim.total_training_steps"]
+    rising = imported(older, falling, "actor.optim.lr_warmup_steps_ratio=0.1")  # of 50 steps
+    assert rising.native["actor_rollout_ref.actor.optim.lr_warmup_steps"] == 5
+    assert (rising.native[steps], refused(rising)) == (50, {})

@@ -22,20 +22,23 @@ from tether.config.importers.rlinf.rows import (
     adapter_rank,
     betas,
     choice,
-    min_lr_ratio,
     only,
     path,
     to,
     whole,
 )
+from tether.config.importers.rlinf.schedule import fsdp_schedule
 from tether.config.importers.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
 from tether.config.schema.env import VLA_TYPES
 
 OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
 FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
-ESTIMATORS = {"gae": "gae", "embodied_gae": "gae", "grpo": "grpo", "raw": "raw"}
-"""Estimator, also by its name in older files -> the native one."""
+ESTIMATORS = {"gae": "gae", "grpo": "grpo", "raw": "raw"}
+OLDER_ESTIMATORS = {"embodied_gae": "gae", "embodied_grpo": "grpo", "ppo": "gae"}
+"""An estimator by its name in older files -> its name of today."""
+OLDER_LOSSES = {"embodied_ppo": "actor_critic", "ppo": "actor_critic", "embodied_grpo": "actor", "grpo": "actor"}
+"""A loss by its name in older files -> its name of today."""
 ITS_OWN = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
@@ -139,18 +142,6 @@ def episodes(value: object, values: Values) -> object:
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 
-def decay_length(value: object, values: Values) -> object:
-    """Training steps of a falling learning rate; nothing where it stays, or falls over the whole run."""
-    steps = whole(values, f"{OPTIM}.total_training_steps", None)
-    ratio = values.get(f"{OPTIM}.lr_warmup_steps_ratio")
-    constant = values.get(f"{OPTIM}.lr_scheduler", "constant") == "constant"
-    if steps is None or (constant and not ratio) or steps == training_steps(None, values):
-        return UNSET
-    if ratio:
-        raise Unsupported("lr_warmup_steps_ratio is then a share of it, and here of the run; give lr_warmup_steps")
-    return steps
-
-
 def critic_warmup(value: object, values: Values) -> object:
     """RLinf counts optimizer steps, tether training steps."""
     if value:
@@ -160,8 +151,9 @@ def critic_warmup(value: object, values: Values) -> object:
 
 def loss(value: object, values: Values) -> object:
     """The policy's loss; whether there is a critic, too, follows from the estimator."""
-    with_critic = values.get("algorithm.adv_type", "gae") in ("gae", "embodied_gae")
-    value = "actor_critic" if value == "embodied_ppo" else value
+    named = values.get("algorithm.adv_type", "gae")
+    with_critic = OLDER_ESTIMATORS.get(named, named) == "gae"
+    value = OLDER_LOSSES.get(str(value), value)
     if value not in LOSSES or with_critic == (value == "actor"):
         fitting = [name for name in LOSSES if with_critic != (name == "actor")]
         raise Unsupported(f"with this algorithm.adv_type use one of {', '.join(fitting)}")
@@ -253,6 +245,7 @@ def _env(role: str) -> Table:
         f"{section}.seed": to(f"{section}.seed"),
         f"{section}.is_eval": NoEffect("the section says so"),
         f"{section}.enable_offload": MEMORY,
+        f"{section}.enable_init_offload": MEMORY,
         f"{section}.reward_mode": Refuses(
             "rewards are taken as the simulator gives them", fine=("raw", "default", None)
         ),
@@ -278,7 +271,8 @@ _VIDEOS: Mapping[str, Table] = {
 }
 SIMULATOR_KEYS = (
     "wrap_obs_mode", "use_full_state", "use_3rd_view_as_extra", "obs_mode", "obs_format", "state_key", "state_keys",
-    "render", "headless", "enable_rt", "sim_device", "gym_config_path",
+    "render", "headless", "enable_rt", "sim_device", "gym_config_path", "wm_env_type", "base_config_name",
+    "override_cfg.*", "override_cfgs", "omnigibson_cfg.*",
 )  # fmt: skip
 
 _VLA: Table = {
@@ -316,6 +310,7 @@ EMBODIED: Table = {
     **_env("eval"),
     "env.group_name": NAME,
     "env.enable_offload": MEMORY,
+    "env.data_collection.*": NoEffect("read by RLinf's script that records demonstrations, and by no training"),
     "env.train.total_num_envs": to("env.train.total_num_envs"),
     "env.train.max_steps_per_rollout_epoch": to("env.train.max_steps_per_rollout_epoch"),
     "env.train.rollout_epoch": to("env.train.rollout_epoch"),
@@ -342,7 +337,7 @@ EMBODIED: Table = {
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
     "algorithm.group_size": to("env.train.group_size", default=1),
     "algorithm.adv_type": to(
-        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs")
+        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs", OLDER_ESTIMATORS)
     ),
     "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
     "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
@@ -370,6 +365,7 @@ EMBODIED: Table = {
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size"),
     "actor.enable_sft_co_train": Refuses("mixing in supervised examples is not supported yet", fine=(False, None)),
     "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
+    "actor.openpi_data.*": NoEffect("acts with enable_sft_co_train only"),
     "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
     "actor.fsdp_config.*": SHARDS,
     "actor.model.model_type": Mapped({"policy.model_type": policy_type, "policy.num_steps": flow_steps}),
@@ -390,16 +386,9 @@ EMBODIED: Table = {
     f"{OPTIM}.adam_eps": to(f"{NATIVE_OPTIM}.eps", default=1e-8),
     f"{OPTIM}.weight_decay": to(f"{NATIVE_OPTIM}.weight_decay", default=0.01),
     f"{OPTIM}.critic_warmup_steps": to("trainer.critic_warmup", by=critic_warmup),
-    f"{OPTIM}.lr_scheduler": to(
-        f"{NATIVE_OPTIM}.lr_scheduler_type",
-        by=only(("constant", "cosine", "linear"), "schedules are constant, linear and cosine"),
-        default="constant",
+    **fsdp_schedule(
+        OPTIM, NATIVE_OPTIM, lambda values: 1, lambda values: training_steps(None, values), default="constant"
     ),
-    f"{OPTIM}.lr_warmup_steps": to(f"{NATIVE_OPTIM}.lr_warmup_steps"),
-    f"{OPTIM}.lr_warmup_steps_ratio": to(f"{NATIVE_OPTIM}.lr_warmup_steps_ratio"),
-    f"{OPTIM}.min_lr": to(f"{NATIVE_OPTIM}.min_lr_ratio", by=min_lr_ratio(OPTIM)),
-    f"{OPTIM}.total_training_steps": to(f"{NATIVE_OPTIM}.lr_decay_steps", by=decay_length),
-    f"{OPTIM}.num_cycles": to(f"{NATIVE_OPTIM}.num_cycles"),
     "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
     "env.channel.*": QUEUES,
     "rollout.channel.*": QUEUES,

@@ -12,7 +12,17 @@ from omegaconf import OmegaConf
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
 from tether.config.importers.rlinf.older_names import with_todays_names
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
-from tether.config.importers.rlinf.rows import UNSET, Checked, Mapped, NoEffect, Refuses, Table, Unsupported, Values
+from tether.config.importers.rlinf.rows import (
+    UNSET,
+    Checked,
+    Mapped,
+    NoEffect,
+    NotRead,
+    Refuses,
+    Table,
+    Unsupported,
+    Values,
+)
 from tether.config.importers.rlinf.text import TEXT
 from tether.config.importers.rlinf.values import values_of
 from tether.config.keys import sections, show
@@ -28,6 +38,8 @@ Task = Literal["embodied", "reasoning"]
 Status = Literal["mapped", "defaulted", "no effect", "not supported"]
 TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
 TASK_KEY = "runner.task_type"
+OLDER_TASK = "math"
+"""Older name of reasoning, in files whose actor scores the responses itself."""
 ENV_KEY = "env.train.id"
 NOT_SUPPORTED = "not_supported"
 """Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
@@ -37,8 +49,9 @@ OWNERS = {
     "actor.model": "actor.model.model_type",
     "rollout.model": "actor.model.model_type",
     "data": "data.type",
+    "reward": "reward.reward_type",
 }
-"""Section -> the key that says which simulator, policy or kind of rows its other keys belong to."""
+"""Section -> the key that says which simulator, policy, kind of rows or rule its other keys belong to."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
 """Sections by which RLinf's files are known; `cluster` where no native section but the shared ones stands beside it."""
 ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")
@@ -196,6 +209,8 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
         return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
     try:
         return Line(key, value, "mapped", _converted(row, value, values))
+    except NotRead as error:
+        return Line(key, value, "no effect", why=str(error))
     except Unsupported as error:
         if error.key not in (None, key):  # which has a row, and so a refusal, of its own
             return Line(key, value, "mapped")
@@ -251,7 +266,7 @@ def _task(tree: Mapping[str, Any]) -> Task | Problem:
     if named is None:
         embodied = "env" in tree or algorithm.get("loss_type") in ("actor_critic", "decoupled_actor_critic")
         return "embodied" if embodied else "reasoning"
-    if named in ("embodied", "reasoning"):
+    if named in ("embodied", "reasoning", OLDER_TASK):
         return "embodied" if named == "embodied" else "reasoning"
     fix = "test a checkpoint with `tether eval`" if str(named).endswith("_eval") else "use embodied or reasoning"
     return Problem(TASK_KEY, f"{named} is refused: there is no such kind of run", fix)
@@ -288,7 +303,9 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     if problems:
         return problems
     critic = bool(values.get("critic.use_critic_model"))
-    return check_embodied(placements) if task == "embodied" else check_reasoning(placements, critic)
+    if task == "embodied":
+        return check_embodied(placements)
+    return check_reasoning(placements, critic, reward=values.get(TASK_KEY) != OLDER_TASK)
 
 
 def _without_env(imported: Imported) -> Imported:

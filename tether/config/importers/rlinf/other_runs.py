@@ -6,7 +6,7 @@ refused by its own row; without it RLinf does not read these either.
 
 from __future__ import annotations
 
-from tether.config.importers.rlinf.rows import NoEffect, Refuses, Table
+from tether.config.importers.rlinf.rows import Checked, NoEffect, Refuses, Table
 
 LOSSES = NoEffect("read with a loss that algorithm.loss_type names (SAC, IQL, NFT, DAgger), and with no other")
 KINDS = NoEffect("read by other kinds of run (supervised, offline, agents), which runner.task_type names")
@@ -20,7 +20,9 @@ OTHER_LOSSES: Table = dict.fromkeys(
         "actor.compile_model", "actor.critic_optim.*", "actor.value_optim.*", "actor.use_fsdp_wrap",
         "actor.config_name", "actor.model.num_q_heads", "actor.model.add_q_head",
         "actor.sft_data_path", "actor.recv_drain_max_trajectories", "actor.eval_batch_size",
-        "algorithm.adv_clip_max", "algorithm.agg_q", "algorithm.backup_entropy", "algorithm.critic_actor_ratio",
+        "actor.enable_drq", "actor.offline_*", "actor.model.iql_config.*", "actor.model.q_head_type",
+        "algorithm.actor_agg_q", "algorithm.adv_clip_max", "algorithm.agg_q", "algorithm.backup_entropy",
+        "algorithm.critic_actor_ratio", "algorithm.dagger.*",
         "algorithm.critic_subsample_size", "algorithm.demo_buffer.*", "algorithm.replay_buffer.*",
         "algorithm.entropy_tuning.*", "algorithm.dpo_beta", "algorithm.dropout_rate", "algorithm.expectile",
         "algorithm.drpo_*", "algorithm.hidden_dims", "algorithm.max_drift", "algorithm.nft_*", "algorithm.q_head_type",
@@ -41,12 +43,23 @@ OTHER_KINDS: Table = dict.fromkeys(
 )  # fmt: skip
 OTHER_WORKERS: Table = dict.fromkeys(
     (
-        "actor.sync_weight_no_wait", "rollout.rollout_queue_size", "rollout.sync_weight_nccl_max_ctas",
+        "actor.sync_bucket_capacity", "actor.sync_weight_no_wait", "rollout.rollout_queue_size",
+        "rollout.sync_weight_nccl_max_ctas", "rollout.sync_weight_nccl_min_ctas",
         "rollout.validate_weight_first_sync",
     ),
     WORKERS,
 )  # fmt: skip
-OTHERS: Table = {**OTHER_LOSSES, **OTHER_KINDS, **OTHER_WORKERS, "inference.*": ACTOR_COMPUTES}
+OTHERS: Table = {
+    **OTHER_LOSSES,
+    **OTHER_KINDS,
+    **OTHER_WORKERS,
+    "inference.*": ACTOR_COMPUTES,
+    "actor.debug_nan_checks": NoEffect("gradients that are not finite are always noticed"),
+    "actor.pretrained_checkpoint": Refuses("weights of Megatron's are named by actor.model.megatron_checkpoint"),
+    "actor.use_torch_fsdp2": MEMORY,
+    "actor.use_triton": MEMORY,
+    "actor.model.load_to_device": MEMORY,
+}
 """Of both kinds of run that tether has."""
 
 ONLY_TEXT: Table = {
@@ -58,7 +71,7 @@ ONLY_TEXT: Table = {
     "runner.pad_after_pack": MEMORY,
     "rollout.weight_reload": WORKERS,
     "actor.inference_split": MEMORY,
-    "actor.lr_sched_sync_with_optim": NoEffect("the learning rate moves once a training step"),
+    "actor.lr_sched_sync_with_optim": Checked("steps of actor.optim's schedule are counted by it"),
     "algorithm.entropy_op_type": MEMORY,
     "algorithm.down_sampling.do_down_sampling": Refuses("responses are not left out by a rule", fine=(False, None)),
     "algorithm.down_sampling.*": NoEffect("acts with do_down_sampling only"),

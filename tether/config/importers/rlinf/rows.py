@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 Values = Mapping[str, Any]
 """Every key of the file -> its value, interpolations resolved."""
 Convert = Callable[[Any, Values], Any]
-"""(value of the key, all values) -> value of the native keys, or UNSET; raises `Unsupported`."""
+"""(value of the key, all values) -> value of the native keys, or UNSET; raises `Unsupported` or `NotRead`."""
 
 Default = TypeVar("Default", int, None)
 
@@ -27,6 +27,10 @@ class Unsupported(Exception):
     def __init__(self, why: str, key: str | None = None) -> None:
         super().__init__(why)
         self.key = key
+
+
+class NotRead(Exception):
+    """A key that RLinf itself does not read in such a file; its text says what it reads in its place."""
 
 
 def same(value: object, values: Values) -> object:
@@ -79,10 +83,11 @@ A row `a.b.*` whose table has no other row below `a.b` speaks of the whole secti
 """
 
 
-def choice(names: Mapping[str, object], why: str) -> Convert:
-    """Translate a name, or refuse one that is not in the table."""
+def choice(names: Mapping[str, object], why: str, older: Mapping[str, str] | None = None) -> Convert:
+    """Translate a name, or refuse one that is not in the table; `older` has names that older files use for them."""
 
     def convert(value: object, values: Values) -> object:
+        value = (older or {}).get(str(value), value)
         if not isinstance(value, str) or value not in names:
             raise Unsupported(f"{why} (supported: {', '.join(names)})")
         return names[value]

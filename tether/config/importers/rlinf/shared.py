@@ -23,6 +23,12 @@ PLACED = "checked; runs on one device, to the same result, unless the command sa
 NAME = NoEffect("names a group of Ray workers")
 SHARDS = NoEffect("on one device there are no shards to place")
 MEMORY = NoEffect("saves memory, and changes no result")
+SCHEDULER = NoEffect("for cluster.auto_scheduler, which is not supported")
+SCHEDULING = (
+    "assign_policy", "fuse_rollout_inference_only", "migrate_out_max_bs", "monitor_interval", "preprocess_threshold",
+    "recreate_nccl_groups", "rollout_use_all_gpus", "use_pre_process_policy", "use_wait_before_last_iter_policy",
+)  # fmt: skip
+SERVICE = NoEffect("the logger's own environment variables say so")
 FORMATS = Refuses("mixed precision is chosen with actor.model.precision", fine=(None, False))
 
 
@@ -53,6 +59,7 @@ SHARED: Table = {
     "cluster.component_placement": Checked(PLACED),
     "cluster.node_groups": Checked(PLACED),
     "cluster.auto_scheduler": Refuses("moving processes between components is not supported", fine=(False, None)),
+    **{f"cluster.{name}": SCHEDULER for name in SCHEDULING},
     "cluster.profiling.*": ONE_PROCESS,
     "cluster.tracer.*": ONE_PROCESS,
     "runner.task_type": Checked("decides how the file is read"),
@@ -62,6 +69,9 @@ SHARED: Table = {
     "runner.logger.experiment_name": to("trainer.experiment_name"),
     "runner.experiment_name": to("trainer.experiment_name"),
     "runner.logger.logger_backends": to("trainer.logger", by=loggers),
+    "runner.logger.swanlab_mode": SERVICE,
+    "runner.logger.wandb_entity": SERVICE,
+    "runner.logger.wandb_proxy": SERVICE,
     "runner.val_check_interval": to("trainer.test_freq", by=steps_or_off, default=-1),
     "runner.save_interval": to("trainer.save_freq", by=steps_or_off, default=-1),
     "runner.resume_dir": Mapped({"trainer.resume_mode": resume_mode, "trainer.resume_from_path": resume_path}),

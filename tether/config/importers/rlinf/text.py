@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tether.config.importers.rlinf.megatron import ITS_OWN, MEGATRON, megatron_model
 from tether.config.importers.rlinf.older_names import OLDER_TEXT
+from tether.config.importers.rlinf.other_rows import OTHER_ROWS, OTHER_RULES
 from tether.config.importers.rlinf.other_runs import ONLY_TEXT, OTHERS
 from tether.config.importers.rlinf.rows import (
     LOSSES,
@@ -28,6 +30,7 @@ from tether.config.importers.rlinf.rows import (
     to,
     whole,
 )
+from tether.config.importers.rlinf.schedule import fsdp_schedule, of_fsdp, of_megatron, updates_of_text
 from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, ONE_PROCESS, SHARDS, SHARED
 
 MODEL = "actor_rollout_ref.model"
@@ -37,26 +40,15 @@ CORRECTION = "algorithm.rollout_correction"
 FILTER_GROUPS = "algorithm.filter_groups"
 UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
-ITS_OWN = NoEffect("the model's own config.json says so")
-MEGATRON = NoEffect("tether sets up Megatron by itself")
 READ_AT_RESUME = NoEffect("a resumed run has the schedule of its configuration")
 READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
 SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
-SHAPE = (
-    "add_position_embedding", "add_qkv_bias", "ffn_hidden_size", "head_dim", "hidden_size", "kv_channels",
-    "layernorm_epsilon", "max_position_embeddings", "moe_ffn_hidden_size", "moe_router_topk", "num_attention_heads",
-    "num_experts", "num_layers", "num_moe_experts", "num_query_groups", "padded_vocab_size", "qk_layernorm",
-    "rotary_base", "rotary_percentage", "seq_len_interpolation_factor", "share_embeddings_and_output_weights",
-)  # fmt: skip
-LAYERS = (
-    "attention_softmax_in_fp32", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "make_vocab_size_divisible_by", "masked_softmax_fusion", "moe_grouped_gemm", "pipeline_model_parallel_split_rank",
-)  # fmt: skip
-OLDER_LOSSES = {"grpo": "actor"}
-"""A loss by its name in older files -> its name of today."""
+OLDER_LOSSES = {"grpo": "actor", "ppo": "actor", "math_ppo_actor": "actor"}
+"""A loss by its name in older files, whose text runs had no critic -> its name of today."""
+OLDER_ESTIMATORS = {"math_grpo": "grpo"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
 
@@ -94,6 +86,7 @@ def response_length(value: object, values: Values) -> object:
 
 def estimator(value: object, values: Values) -> object:
     """The advantage estimator; REINFORCE++ has a flag for its variant."""
+    value = OLDER_ESTIMATORS.get(str(value), value)
     if value not in ESTIMATORS:
         raise Unsupported(f"this estimator has no counterpart (supported: {', '.join(ESTIMATORS)})")
     baseline = value == "reinpp" and values.get("algorithm.use_reinpp_baseline")
@@ -111,7 +104,7 @@ def loss(value: object, values: Values) -> object:
     """Actor and critic are two models, whose joint loss has the gradients of both apart."""
     value = OLDER_LOSSES.get(str(value), value)
     if value not in LOSSES:
-        raise Unsupported(f"there is no such loss (supported: {', '.join(LOSSES)})")
+        raise Unsupported(f"this loss has no counterpart (supported: {', '.join(LOSSES)})")
     if value != "actor" and not values.get("critic.use_critic_model"):
         raise Unsupported("a value head on the policy is not supported; set critic.use_critic_model=True")
     return LOSSES[value]
@@ -144,6 +137,25 @@ def several(value: Any, values: Values) -> object:
 def answer_key(value: object, values: Values) -> object:
     """The column of answers; unset where it is that of verl's layout."""
     return UNSET if value in (None, "reward_model.ground_truth") else value
+
+
+def first_rows(value: Any, values: Values) -> object:
+    """Rows that are used of a file; a negative number: all."""
+    return UNSET if value is None or value < 0 else value
+
+
+def scale(value: object, values: Values) -> object:
+    """What a right answer is worth; a wrong one, as much less than nothing."""
+    factor = values.get("reward.reward_scale")
+    right, wrong = values.get("reward.reward_max_val", 1.0), values.get("reward.reward_min_val", -1.0)
+    if wrong != -right:
+        raise Unsupported(
+            f"answers score {right} and {wrong}, here 1 and -1 times reward_scale; others are scored by a function, "
+            "custom_reward_function.path"
+        )
+    if factor is None and right == 1:
+        return UNSET
+    return (1.0 if factor is None else factor) * right
 
 
 def no_limit(value: Any, values: Values) -> object:
@@ -239,10 +251,40 @@ def recomputed(value: object, values: Values) -> object:
     return not (values.get("algorithm.recompute_logprobs", True) or values.get("algorithm.importance_sampling_fix"))
 
 
+def _schedules(section: str, native: str) -> Table:
+    """Rows of the learning rate's schedule: `lr_sched`, which Megatron reads, and that of `optim`, which FSDP reads."""
+    optim, schedule, rate = f"{section}.optim", f"{section}.lr_sched", f"{native}.optim"
+
+    def megatron(*keys: str, by: Convert = same) -> Mapped:
+        return to(*keys, by=of_megatron(section, by))
+
+    shapes = only(("constant", "linear", "cosine"), "schedules are constant, linear and cosine")
+    fsdp = fsdp_schedule(optim, rate, updates_of_text(section), lambda values: values.get("runner.max_steps"))
+    return {
+        **{key: Mapped({name: of_fsdp(section, by) for name, by in row.to.items()}) for key, row in fsdp.items()},
+        f"{schedule}.lr": megatron(f"{rate}.lr"),
+        f"{schedule}.max_lr": megatron(f"{rate}.lr"),
+        f"{schedule}.min_lr": megatron(f"{rate}.min_lr_ratio", by=min_lr_ratio(optim)),
+        f"{schedule}.lr_decay_style": megatron(f"{rate}.lr_scheduler_type", by=shapes),
+        f"{schedule}.lr_decay_iters": megatron(f"{rate}.lr_decay_steps", by=decay_length(section)),
+        f"{schedule}.lr_warmup_fraction": megatron(f"{rate}.lr_warmup_steps_ratio"),
+        f"{schedule}.lr_warmup_iters": megatron(f"{rate}.lr_warmup_steps", by=above_zero),
+        f"{schedule}.lr_warmup_init": megatron(f"{rate}.lr_warmup_init", by=above_zero),
+        f"{schedule}.lr_wsd_*": NoEffect("acts with lr_decay_style: WSD only, which is refused"),
+        f"{schedule}.weight_decay_incr_style": Refuses("weight decay stays as it is", fine=("constant", None)),
+        f"{schedule}.override_opt_param_scheduler": READ_AT_RESUME,
+        f"{schedule}.use_checkpoint_opt_param_scheduler": READ_AT_RESUME,
+        f"{schedule}.start_weight_decay": megatron(f"{rate}.weight_decay"),
+        f"{schedule}.end_weight_decay": megatron(f"{rate}.weight_decay"),
+    }
+
+
 def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
     """Rows of a model that is trained: `actor` or `critic`."""
-    optim, schedule = f"{section}.optim", f"{section}.lr_sched"
+    optim = f"{section}.optim"
     return {
+        **megatron_model(f"{section}.model"),
+        **_schedules(section, native),
         f"{section}.group_name": NAME,
         f"{section}.training_backend": to(f"{native}.strategy", by=only(("fsdp", "megatron"), "no such backend")),
         f"{section}.strategy": SHARDS,
@@ -259,38 +301,17 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.model.model_type": ITS_OWN,
         **{f"{section}.model.{size}": to(f"{native}.megatron.{size}", by=given) for size in SIZES},
         f"{section}.model.recompute_granularity": to(f"{model}.enable_gradient_checkpointing", by=recomputes(section)),
-        f"{section}.model.recompute_*": MEGATRON,
-        **{f"{section}.model.{name}": ITS_OWN for name in SHAPE},
-        **{f"{section}.model.{name}": MEGATRON for name in LAYERS},
-        f"{section}.model.*_dropout": Refuses("nothing is dropped in training", fine=(0, 0.0, None)),
         f"{section}.model.virtual_pipeline_model_parallel_size": to(
             f"{native}.megatron.virtual_pipeline_model_parallel_size"
         ),
         f"{section}.model.add_value_head": NoEffect("critic.use_critic_model says whether there is a critic"),
-        f"{section}.model.gptq_model": Refuses("quantised models are not trained", fine=(False, None)),
-        f"{section}.model.load_in_8bit": Refuses("quantised models are not trained", fine=(False, None)),
         f"{section}.model.megatron_checkpoint": Mapped(
             {
                 f"{native}.megatron.use_dist_checkpointing": reads_megatron(section),
                 f"{native}.megatron.dist_checkpointing_path": given,
             }
         ),
-        f"{section}.model.seq_length": NoEffect("lengths follow from runner.seq_length"),
-        f"{section}.model.encoder_seq_length": NoEffect("lengths follow from runner.seq_length"),
-        f"{section}.model.activation": ITS_OWN,
-        f"{section}.model.add_bias_linear": ITS_OWN,
-        f"{section}.model.normalization": ITS_OWN,
-        f"{section}.model.position_embedding_type": ITS_OWN,
         f"{section}.model.sequence_parallel": to(f"{native}.megatron.sequence_parallel"),
-        f"{section}.model.apply_rope_fusion": MEGATRON,
-        f"{section}.model.bias_dropout_fusion": MEGATRON,
-        f"{section}.model.bias_activation_fusion": MEGATRON,
-        f"{section}.model.persist_layer_norm": MEGATRON,
-        f"{section}.model.batch_p2p_comm": MEGATRON,
-        f"{section}.model.variable_seq_lengths": MEGATRON,
-        f"{section}.model.gradient_accumulation_fusion": MEGATRON,
-        f"{section}.model.moe_token_dispatcher_type": MEGATRON,
-        f"{section}.model.use_cpu_initialization": MEGATRON,
         f"{optim}.optimizer": Refuses("the optimizer is AdamW", fine=("adam", "adamw")),
         f"{optim}.lr": to(f"{native}.optim.lr"),
         f"{optim}.clip_grad": to(f"{native}.optim.clip_grad"),
@@ -298,7 +319,6 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{optim}.adam_beta2": to(f"{native}.optim.betas", by=betas(optim)),
         f"{optim}.adam_eps": to(f"{native}.optim.eps"),
         f"{optim}.weight_decay": to(f"{native}.optim.weight_decay"),
-        f"{optim}.min_lr": NoEffect("the schedule ends at lr_sched.min_lr"),
         f"{optim}.bf16": NoEffect("weights and optimizer state stay fp32"),
         f"{optim}.fp16": Refuses("number formats are bf16 and fp32", fine=(False, None)),
         f"{optim}.use_distributed_optimizer": to(f"{native}.megatron.use_distributed_optimizer"),
@@ -306,23 +326,6 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{optim}.optimizer_*": MEMORY,
         f"{optim}.use_precision_aware_optimizer": Refuses("optimizer state stays fp32", fine=(False, None)),
         f"{optim}.loss_scale": NoEffect("number formats here need no gradient scaling"),
-        f"{schedule}.lr": to(f"{native}.optim.lr"),
-        f"{schedule}.max_lr": to(f"{native}.optim.lr"),
-        f"{schedule}.min_lr": to(f"{native}.optim.min_lr_ratio", by=min_lr_ratio(optim)),
-        f"{schedule}.lr_decay_style": to(
-            f"{native}.optim.lr_scheduler_type",
-            by=only(("constant", "linear", "cosine"), "schedules are constant, linear and cosine"),
-        ),
-        f"{schedule}.lr_decay_iters": to(f"{native}.optim.lr_decay_steps", by=decay_length(section)),
-        f"{schedule}.lr_warmup_fraction": to(f"{native}.optim.lr_warmup_steps_ratio"),
-        f"{schedule}.lr_warmup_iters": to(f"{native}.optim.lr_warmup_steps", by=above_zero),
-        f"{schedule}.lr_warmup_init": to(f"{native}.optim.lr_warmup_init", by=above_zero),
-        f"{schedule}.lr_wsd_*": NoEffect("acts with lr_decay_style: WSD only, which is refused"),
-        f"{schedule}.weight_decay_incr_style": Refuses("weight decay stays as it is", fine=("constant", None)),
-        f"{schedule}.override_opt_param_scheduler": READ_AT_RESUME,
-        f"{schedule}.use_checkpoint_opt_param_scheduler": READ_AT_RESUME,
-        f"{schedule}.start_weight_decay": to(f"{native}.optim.weight_decay"),
-        f"{schedule}.end_weight_decay": to(f"{native}.optim.weight_decay"),
         f"{section}.tokenizer.use_fast": NoEffect("tokenizers are always the fast ones"),
         f"{section}.tokenizer.padding_side": NoEffect("follows from the use of the tokens"),
         f"{section}.fsdp_config.mixed_precision.param_dtype": to(f"{fsdp}.dtype", by=precision),
@@ -428,6 +431,8 @@ TEXT: Table = {
     "rollout.return_logprobs": NoEffect("the sampler's log-probs are always kept"),
     "rollout.padding": Refuses("the tokenizer says which token pads"),
     "rollout.eos": Refuses("the model's generation_config.json says which tokens end a response"),
+    "rollout.is_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
+    "rollout.seed": NoEffect("one seed serves everything: actor.seed"),
     "rollout.print_outputs": NoEffect("held-out responses are written to samples.jsonl in the folder of the run"),
     "rollout.validate_weight": ONE_PROCESS,
     "rollout.validate_save_dir": ONE_PROCESS,
@@ -437,7 +442,13 @@ TEXT: Table = {
     "rollout.cuda_graph_max_bs": SERVER,
     "rollout.sglang.*": SERVER,
     "rollout.vllm.*": SERVER,
-    "data.type": Refuses("text runs take text prompts", fine=("math",)),
+    **OTHER_ROWS,
+    **OTHER_RULES,
+    "data.type": Refuses("text runs take text prompts", fine=("math", "reasoning")),
+    "data.data_size": to("data.train_max_samples", "data.val_max_samples", by=first_rows),
+    "data.process_workers": READ_AT_START,
+    "data.process_batch_size": READ_AT_START,
+    "data.prepend_prompt": Refuses("prompts are those of the rows", fine=(None, "")),
     "data.dataset_name": NoEffect("files are read by their layout, whatever their name"),
     "data.train_data_paths": to("data.train_files"),
     "data.val_data_paths": to("data.val_files"),
@@ -459,7 +470,10 @@ TEXT: Table = {
     "reward.reward_type": to(
         "data.data_source", by=only(("math",), "the data_source of a row chooses its rule; without one it is math")
     ),
-    "reward.reward_scale": to("reward_model.reward_scale", by=lambda value, values: UNSET if value is None else value),
+    "reward.reward_scale": to("reward_model.reward_scale", by=scale),
+    "reward.reward_max_val": to("reward_model.reward_scale", by=scale),
+    "reward.reward_min_val": to("reward_model.reward_scale", by=scale),
+    "reward.use_prompt": Refuses("rules read the response and its row, not the prompt", fine=(False, None)),
     "reward.tokenizer.*": NoEffect("rules read text, not tokens"),
 }  # fmt: skip
 """Every key of a text run that RLinf's PPO page and its PPO recipe name."""
