@@ -68,6 +68,13 @@ def test_keys_without_effect_in_embodied_runs(imported, override):
         "actor.model.multi_latent_attention=False",
         "actor.model.mcore_customization_config={}",
         "actor.model.tp_comm_overlap=False",
+        "actor.lr_sched.start_weight_decay=null",
+        "actor.global_batch_size=2",
+        "algorithm.clip_log_ratio_max=20",
+        "algorithm.clip_log_ratio_min=-20.0",
+        "actor.optim.initial_loss_scale=65536",
+        "actor.optim.hysteresis=2",
+        "actor.optim.loss_scale_window=1000",
         "actor.use_triton=True",
         "cluster.monitor_interval=1",
         "cluster.use_pre_process_policy=True",
@@ -142,6 +149,15 @@ def test_what_answers_are_worth(imported, values, scale):
     result = imported(TEXT.replace("reward_type: math", f"reward_type: math, {values}"))
     assert refused(result) == {}
     assert result.native.get("reward_model.reward_scale") == scale
+
+
+def test_sizes_of_a_step_are_those_that_rlinf_computes(imported):
+    sizes = ("actor.micro_batch_size=1", "actor.global_batch_size=8")
+    result = imported(TEXT, *sizes, "algorithm.training_batch_size_per_gpu=4")
+    assert {fates(result)[size.split("=")[0]] for size in sizes} == {"no effect"}
+    assert result.native[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
+    assert result.native[f"{ACTOR}.ppo_mini_batch_size"] == 4  # 8 prompts in 2 steps
+    assert imported(TEXT, sizes[0]).native[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 1
 
 
 def test_the_first_rows_of_a_file(imported):
@@ -254,6 +270,7 @@ def test_math_is_the_older_name_of_reasoning_whose_actor_scored(imported):
     placed = TEXT + "cluster: {num_nodes: 1, component_placement: {'actor,rollout': '0-1'}}"
     (problem,) = imported(placed).problems
     assert "reward" in str(problem)
-    result = imported(placed, "runner.task_type=math")
-    assert (result.problems, refused(result)) == ((), {})
-    assert result.native == imported(TEXT).native
+    for older in ("runner.task_type=math", "algorithm.loss_type=grpo"):  # names of that time
+        result = imported(placed, older)
+        assert (result.problems, refused(result)) == ((), {})
+        assert result.native == imported(TEXT).native

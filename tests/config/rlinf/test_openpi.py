@@ -103,6 +103,7 @@ def test_a_joint_density_is_the_mean_that_rlinf_takes(imported):
         ("noise_method=flow_ode", "flow_sde, flow_noise and flow_cps"),
         ("noise_anneal=True", "stays as it is"),
         ("double_layer=True", "one random step"),
+        ("is_nft=True", "NFT"),
         ("use_dsrl=True", "DSRL"),
         ("value_after_vlm=True", "the action expert"),
         ("value_vlm_mode=last_token", "mean of all tokens"),

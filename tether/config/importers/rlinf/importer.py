@@ -23,7 +23,7 @@ from tether.config.importers.rlinf.rows import (
     Unsupported,
     Values,
 )
-from tether.config.importers.rlinf.text import TEXT
+from tether.config.importers.rlinf.text import OLDER_LOSSES, TEXT
 from tether.config.importers.rlinf.values import values_of
 from tether.config.keys import sections, show
 from tether.config.loading.compose import compose
@@ -39,7 +39,7 @@ Status = Literal["mapped", "defaulted", "no effect", "not supported"]
 TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
 TASK_KEY = "runner.task_type"
 OLDER_TASK = "math"
-"""Older name of reasoning, in files whose actor scores the responses itself."""
+"""Older name of reasoning. Files of that time have older names of losses, too, and their actor scores responses."""
 ENV_KEY = "env.train.id"
 NOT_SUPPORTED = "not_supported"
 """Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
@@ -305,7 +305,8 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     critic = bool(values.get("critic.use_critic_model"))
     if task == "embodied":
         return check_embodied(placements)
-    return check_reasoning(placements, critic, reward=values.get(TASK_KEY) != OLDER_TASK)
+    older = values.get(TASK_KEY) == OLDER_TASK or values.get("algorithm.loss_type") in OLDER_LOSSES
+    return check_reasoning(placements, critic, reward=not older)
 
 
 def _without_env(imported: Imported) -> Imported:

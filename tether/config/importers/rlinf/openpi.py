@@ -91,6 +91,7 @@ OPENPI_ROWS: Table = {
     f"{SECTION}.double_layer": Refuses("a decision has one random step, or all are", fine=OFF),
     f"{SECTION}.ignore_last": Refuses("each step may be the random one", fine=OFF),
     f"{SECTION}.use_dsrl": Refuses("DSRL is not supported", fine=OFF),
+    f"{SECTION}.is_nft": Refuses("NFT is not supported", fine=OFF),
     f"{SECTION}.dsrl_*": NoEffect("acts with use_dsrl only"),
     f"{SECTION}.pytorch_compile_mode": NoEffect("changes speed, and no result"),
     f"{SECTION}.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),

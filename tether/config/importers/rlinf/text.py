@@ -32,6 +32,14 @@ from tether.config.importers.rlinf.rows import (
 )
 from tether.config.importers.rlinf.schedule import fsdp_schedule, of_fsdp, of_megatron, updates_of_text
 from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, ONE_PROCESS, SHARDS, SHARED
+from tether.config.importers.rlinf.text_sizes import (
+    first_rows,
+    micro_batch,
+    mini_batch,
+    prompts_per_step,
+    response_length,
+    responses,
+)
 
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,6 +48,7 @@ CORRECTION = "algorithm.rollout_correction"
 FILTER_GROUPS = "algorithm.filter_groups"
 UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
+UNSCALED = NoEffect("number formats here need no gradient scaling")
 READ_AT_RESUME = NoEffect("a resumed run has the schedule of its configuration")
 READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
 SIZES = (
@@ -51,37 +60,6 @@ OLDER_LOSSES = {"grpo": "actor", "ppo": "actor", "math_ppo_actor": "actor"}
 OLDER_ESTIMATORS = {"math_grpo": "grpo"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
-
-
-def prompts_per_step(value: object, values: Values) -> object:
-    """`rollout_epoch` rollouts of `rollout_batch_size` prompts make one training batch."""
-    prompts = whole(values, "data.rollout_batch_size", None)
-    return UNSET if prompts is None else prompts * whole(values, "algorithm.rollout_epoch", 1)
-
-
-def mini_batch(value: object, values: Values) -> object:
-    """Prompts an optimizer step: given in responses by `global_batch_size`, or as parts of a rollout."""
-    group = whole(values, "algorithm.group_size", 1)
-    rows = whole(values, "actor.global_batch_size", None)
-    if rows is None:
-        prompts = whole(values, "data.rollout_batch_size", None)
-        if prompts is None:
-            return UNSET
-        rows = prompts * group // whole(values, "algorithm.n_minibatches", 1)
-    if rows % group:
-        raise Unsupported(f"{rows} responses an optimizer step are no whole number of groups of {group}")
-    return rows // group
-
-
-def response_length(value: object, values: Values) -> object:
-    """RLinf's room for the response: the sequence without the longest prompt, or the limit that is given."""
-    limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
-    total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
-    if limit is not None or total is None or prompt is None:
-        return UNSET if limit is None else limit
-    if total <= prompt:
-        raise Unsupported(f"it leaves no token to the response beside data.max_prompt_length={prompt}")
-    return total - prompt
 
 
 def estimator(value: object, values: Values) -> object:
@@ -139,19 +117,16 @@ def answer_key(value: object, values: Values) -> object:
     return UNSET if value in (None, "reward_model.ground_truth") else value
 
 
-def first_rows(value: Any, values: Values) -> object:
-    """Rows that are used of a file; a negative number: all."""
-    return UNSET if value is None or value < 0 else value
-
-
 def scale(value: object, values: Values) -> object:
     """What a right answer is worth; a wrong one, as much less than nothing."""
     factor = values.get("reward.reward_scale")
     right, wrong = values.get("reward.reward_max_val", 1.0), values.get("reward.reward_min_val", -1.0)
     if wrong != -right:
+        blamed = "reward.reward_min_val" if "reward.reward_min_val" in values else "reward.reward_max_val"
         raise Unsupported(
             f"answers score {right} and {wrong}, here 1 and -1 times reward_scale; others are scored by a function, "
-            "custom_reward_function.path"
+            "custom_reward_function.path",
+            blamed,
         )
     if factor is None and right == 1:
         return UNSET
@@ -274,8 +249,8 @@ def _schedules(section: str, native: str) -> Table:
         f"{schedule}.weight_decay_incr_style": Refuses("weight decay stays as it is", fine=("constant", None)),
         f"{schedule}.override_opt_param_scheduler": READ_AT_RESUME,
         f"{schedule}.use_checkpoint_opt_param_scheduler": READ_AT_RESUME,
-        f"{schedule}.start_weight_decay": megatron(f"{rate}.weight_decay"),
-        f"{schedule}.end_weight_decay": megatron(f"{rate}.weight_decay"),
+        f"{schedule}.start_weight_decay": megatron(f"{rate}.weight_decay", by=given),
+        f"{schedule}.end_weight_decay": megatron(f"{rate}.weight_decay", by=given),
     }
 
 
@@ -295,7 +270,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.offload_*": MEMORY,
         f"{section}.enable_dp_load_balance": SHARDS,
         f"{section}.calculate_flops": NoEffect("throughput is always logged"),
-        f"{section}.micro_batch_size": to(f"{native}.ppo_micro_batch_size_per_gpu"),
+        f"{section}.micro_batch_size": to(f"{native}.ppo_micro_batch_size_per_gpu", by=micro_batch),
         f"{section}.model.precision": to(f"{fsdp}.dtype", by=model_format(section)),
         f"{section}.model.model_path": to(f"{model}.path", by=path),
         f"{section}.model.model_type": ITS_OWN,
@@ -325,7 +300,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{optim}.overlap_*": MEGATRON,
         f"{optim}.optimizer_*": MEMORY,
         f"{optim}.use_precision_aware_optimizer": Refuses("optimizer state stays fp32", fine=(False, None)),
-        f"{optim}.loss_scale": NoEffect("number formats here need no gradient scaling"),
+        **{f"{optim}.{name}": UNSCALED for name in ("*loss_scale*", "hysteresis")},
         f"{section}.tokenizer.use_fast": NoEffect("tokenizers are always the fast ones"),
         f"{section}.tokenizer.padding_side": NoEffect("follows from the use of the tokens"),
         f"{section}.fsdp_config.mixed_precision.param_dtype": to(f"{fsdp}.dtype", by=precision),
@@ -345,7 +320,7 @@ TEXT: Table = {
     **ONLY_TEXT,
     **_learner("actor", ACTOR, MODEL, f"{ACTOR}.fsdp_config"),
     **_learner("critic", "critic", "critic.model", "critic.model.fsdp_config"),
-    "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch),
+    "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=responses),
     "actor.model.is_lora": to(f"{MODEL}.lora_rank", by=adapter_rank),
     "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
     "critic.model.is_lora": Refuses("a critic has no adapters", fine=(False, None)),
