@@ -274,3 +274,43 @@ def test_math_is_the_older_name_of_reasoning_whose_actor_scored(imported):
         result = imported(placed, older)
         assert (result.problems, refused(result)) == ((), {})
         assert result.native == imported(TEXT).native
+
+
+TOKENS = EMBODIED.replace("mlp_policy", "openvla")
+
+
+@pytest.mark.parametrize("section", ["rollout.sampling_params", "algorithm.sampling_params"])
+@pytest.mark.parametrize(
+    ("key", "value", "outcome"),
+    [
+        ("temperature_train", 1.6, 1.6),
+        ("temperature", 0.8, 0.8),
+        ("do_sample", True, None),
+        ("do_sample", False, "sampled in training"),
+        ("use_greedy", True, "sampled in training"),
+        ("temperature_eval", 0.0, None),
+        ("temperature_eval", 0.6, "likeliest"),
+        ("top_k", 0, None),
+        ("top_k", 256, None),  # as many as there are
+        ("top_k", 50, "from all values"),
+        ("top_p", 1.0, None),
+        ("top_p", 0.9, "from all values"),
+        ("repetition_penalty", 1.2, None),
+    ],
+)
+def test_how_actions_are_drawn(imported, section, key, value, outcome):
+    result = imported(TOKENS, f"+{section}.{key}={value}")
+    assert result.problems == ()
+    if isinstance(outcome, str):
+        assert outcome in refused(result)[f"{section}.{key}"]
+    else:
+        assert refused(result) == {}
+        assert result.native.get("policy.temperature") == outcome
+    other = imported(EMBODIED, f"+{section}.{key}={value}")  # a policy that draws no tokens
+    assert (refused(other), fates(other)[f"{section}.{key}"]) == ({}, "no effect")
+
+
+def test_the_older_section_gives_way(imported):
+    result = imported(TOKENS, "+algorithm.sampling_params.top_k=50", "+rollout.sampling_params.temperature_train=1.5")
+    assert refused(result) == {}
+    assert result.native["policy.temperature"] == 1.5

@@ -27,6 +27,7 @@ from tether.config.importers.rlinf.rows import (
     to,
     whole,
 )
+from tether.config.importers.rlinf.sampling import OLDER, TODAY, sampling
 from tether.config.importers.rlinf.schedule import fsdp_schedule
 from tether.config.importers.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
 from tether.config.schema.env import VLA_TYPES
@@ -192,11 +193,6 @@ def policy_type(value: object, values: Values) -> object:
 def older_name(key: str) -> Convert:
     """A key that gives way to the one that replaced it."""
     return lambda value, values: UNSET if key in values else value
-
-
-def temperature(value: object, values: Values) -> object:
-    """Only policies of action tokens have one."""
-    return value if values.get("actor.model.model_type") in VLA_TYPES else UNSET
 
 
 def of_vla(value: object, values: Values) -> object:
@@ -407,9 +403,8 @@ EMBODIED: Table = {
     "rollout.recompute_logprobs": Refuses("the policy's log-probs are kept while it acts", fine=(False, None)),
     "rollout.model.model_path": to(START, by=start),
     "rollout.model.precision": Refuses("control policies compute in fp32", fine=FP32),
-    "rollout.sampling_params.temperature_train": to("policy.temperature", by=temperature),
-    "rollout.sampling_params.do_sample": Refuses("actions are sampled in training", fine=(True, None)),
-    "rollout.sampling_params.temperature_eval": Refuses("tests take the likeliest actions", fine=(0, 0.0, None)),
+    **sampling(TODAY),
+    **sampling(OLDER),
     "rollout.sampling_params.*": TEXT_ONLY,
     "data.*": NoEffect("embodied runs have no prompts"),
     "reward.use_reward_model": Refuses("learned rewards of images are not supported yet", fine=(False,)),
