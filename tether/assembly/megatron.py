@@ -17,7 +17,7 @@ from tether.assembly.groups import Groups
 from tether.assembly.learners import actor_engine, critic_engine, reference_engine
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
-from tether.assembly.parts import RankSampler, Sources
+from tether.assembly.parts import Sources
 from tether.assembly.servers import PolicyCard
 from tether.config import RunConfig, device_count, models_of, placed
 from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
@@ -208,7 +208,7 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         if settings.rollout.name in SERVERS:
             parts["card"] = PolicyCard.of(policy)
         else:
-            parts["sampler"] = RankSampler(_sampler(config, policy, sources), actor)
+            parts["sampler"] = _sampler(config, policy, sources)
     if "critic" in names:
         where = _folder(sources.critic_path)
         critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)

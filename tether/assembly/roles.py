@@ -38,8 +38,8 @@ from tether.assembly.reward_model import SCORER, reward_engine
 from tether.assembly.router_replay import replays
 from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import TrainBatch
-from tether.config import RunConfig, models_of
-from tether.config.schema import SERVERS, CriticConfig, TrainedFsdpConfig
+from tether.config import RunConfig, models_of, placed
+from tether.config.schema import SERVERS, CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.execution import Group, Replicas, ShardedEngine, ShardedSampler
 from tether.models.language.expert_choice import follow_choice
 from tether.models.language.unread import is_unread
@@ -52,6 +52,7 @@ from tether.training import Learner
 from tether.training.division import balanced, in_order
 from tether.training.engines.copies import with_weights
 from tether.training.engines.local import LocalEngine
+from tether.training.engines.one_rank import OneRankEngine
 from tether.training.text import PolicyOutputs, ReferenceModel, ValueOutputs
 
 
@@ -150,9 +151,12 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
     """The parts of one rank, with the models of these names; called on each."""
     fsdp = importlib.import_module("tether.training.engines.fsdp")
     seed_rng(config.trainer.seed)
+    alone = _is_alone(config, names)
 
     def make(role: Role) -> Any:
-        settings = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
+        if alone:
+            return OneRankEngine
+        settings = _sharding_of(role)
         options: dict[str, Any] = {
             "sequence": sequence_ranks(config, role),
             "shards": settings.fsdp_size,
@@ -169,11 +173,32 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
     if uses_megatron(config):
         models = megatron_parts(config, sources, names)
     else:
-        models = _engines(config, sources, make, names, sharded=True)
+        models = _engines(config, sources, make, names, sharded=not alone)
+    if "sampler" in models:
+        models["sampler"] = RankSampler(models["sampler"], models.get("actor"))
     parts = models | {"trace": ProcessTrace()}
     if SCORER in names:
         parts[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
     return parts
+
+
+def _is_alone(config: RunConfig, names: frozenset[str]) -> bool:
+    """Whether these models have one device, on which all of them stays: then nothing is cut."""
+    sections: dict[str, Role] = {
+        "actor": config.actor_rollout_ref.actor,
+        "critic": config.critic,
+        "reference": config.actor_rollout_ref.ref,
+        SCORER: config.reward_model.model,
+    }
+    settings = [_sharding_of(sections[name]) for name in names & sections.keys()]
+    moved = [each.offload_policy or each.param_offload for each in settings]
+    moved += [each.optimizer_offload for each in settings if isinstance(each, TrainedFsdpConfig)]
+    devices = placed(config)
+    return not any(moved) and all(len(devices[name]) == 1 for name in names)
+
+
+def _sharding_of(role: Role) -> ShardConfig:
+    return role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
 
 
 def _engines(
@@ -184,7 +209,8 @@ def _engines(
     parts: dict[str, Any] = {}
     policy, reference = None, None
     if names & {"actor", "sampler"}:
-        policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=sharded)
+        unread = sharded or "actor" not in names  # the sampler gets its weights from the actor
+        policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=unread)
         if replays(config):
             follow_choice(policy)
     if "reference" in names or ("actor" in names and needs_full_kl(config)):
@@ -194,7 +220,7 @@ def _engines(
         parts |= _policy_parts(config, policy, reference, sources, make, names, sharded=sharded)
     elif "sampler" in names:
         assert policy is not None
-        parts["sampler"] = RankSampler(_native(config, _copy_to_sample(config, policy)), None)
+        parts["sampler"] = _native(config, _copy_to_sample(config, policy))
     if "critic" in names:
         critic = load_value_model(config, sources.critic_path, sources.device, unread=sharded)
         parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
@@ -230,8 +256,7 @@ def _policy_parts(
     if "sampler" not in names:
         use_tether_attention(policy)  # for training; the native engine sees to it itself
         return parts
-    native = _native(config, sampling)
-    return parts | {"sampler": RankSampler(native, parts["actor"]) if sharded else native}
+    return parts | {"sampler": _native(config, sampling)}
 
 
 def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:

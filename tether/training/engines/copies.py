@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,3 +35,13 @@ def kept_tree(tree: Any) -> Any:
 def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The class and the buffers of a model, without its weights."""
     return with_weights(model, (p.to(torch.device("meta")) for p in model.parameters()))
+
+
+def with_all_names(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
+    """Each tensor of a model's state once, after the names of all that are tied to it."""
+    ties = defaultdict[int, list[str]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ties[id(parameter)].append(name)
+    names = {first: [first, *others] for first, *others in ties.values()}
+    second = {other for _, *others in ties.values() for other in others}
+    yield from ((names.get(name, [name]), value) for name, value in model.state_dict().items() if name not in second)

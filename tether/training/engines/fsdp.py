@@ -10,7 +10,6 @@ otherwise.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tether.models.language.unread import give_memory, read_rows, sources_of
 from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import tensors_of
-from tether.training.engines.copies import empty_copy, kept, kept_tree, with_weights
+from tether.training.engines.copies import empty_copy, kept, kept_tree, with_all_names, with_weights
 from tether.training.engines.optimizer import OptimizerOptions, move_state
 from tether.training.engines.ranks import RanksEngine, from_all
 from tether.training.engines.shares import Writing, writers
@@ -163,16 +162,10 @@ class FsdpEngine(RanksEngine[Outputs]):
 
     def _gathered(self, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of each weight; tied ones are put together once, and follow each other."""
-        ties = defaultdict[int, list[str]](list)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            ties[id(parameter)].append(name)
-        names = {first: [first, *others] for first, *others in ties.values()}
-        second = {other for _, *others in ties.values() for other in others}
-        for name, value in self.model.state_dict().items():
-            if name not in second:
-                found = _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
-                found = found.cpu() if on_host else found
-                yield from ((each, found) for each in names.get(name, [name]))
+        for names, value in with_all_names(self.model):
+            found = _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
+            found = found.cpu() if on_host else found
+            yield from ((name, found) for name in names)
 
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy what this rank writes, and begin to write it; `writing` says when that is done.

@@ -37,14 +37,7 @@ class RanksEngine(AutogradEngine[Outputs]):
         return max(from_all(count))
 
     def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
-        where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
-        try:
-            with named_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
-                return attempt(micro)
-        except OutOfMemory as error:
-            if smaller is None:
-                raise
-            raise MicroBatchTooLarge(str(error), smaller.setting) from None
+        return or_smaller_next_time(attempt, micro, rows)
 
     def _of_all(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
@@ -77,6 +70,23 @@ class RanksEngine(AutogradEngine[Outputs]):
         """The value of each group of ranks that share their rows."""
         every = from_all(value)
         return [every[rank] for rank in self.speakers]
+
+
+def or_smaller_next_time(attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
+    """Run in micro-batches of these limits.
+
+    Raises:
+        MicroBatchTooLarge: they do not fit, and smaller ones may.
+        OutOfMemory: they do not fit, and each is a single row.
+    """
+    where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
+    try:
+        with named_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
+            return attempt(micro)
+    except OutOfMemory as error:
+        if smaller is None:
+            raise
+        raise MicroBatchTooLarge(str(error), smaller.setting) from None
 
 
 def from_all(value: Found) -> list[Found]:
