@@ -65,3 +65,26 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (cache / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return pull_model("smollm2-135m", cache, progress=print)
+
+
+@pytest.fixture(scope="module")
+def _address_of_ray() -> Iterator[str]:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    import tether.execution.cluster  # noqa: F401  # sets what Ray reads when it starts
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.fixture
+def ray_cluster(_address_of_ray: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A Ray cluster of this machine, once for the tests of a file, in which runs find room for three ranks: it takes
+    longer to start than most tests need it. How Ray starts and ends with a run is for
+    ``tests/execution/test_ray_group.py`` and ``tests/trainer/test_devices.py``. No file may use both: a process that
+    comes back to a cluster after one of its own cannot be called by it.
+    """
+    monkeypatch.setenv("RAY_ADDRESS", _address_of_ray)
+    return _address_of_ray

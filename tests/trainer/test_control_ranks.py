@@ -133,9 +133,9 @@ def test_a_simulator_that_dies_in_its_process_is_replaced_and_said(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_simulator_that_ends_its_device_costs_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By Ray: the run begins again at its last checkpoint."""
-    pytest.importorskip("ray")
     task = dying(tmp_path, "sync")
     died = run(tmp_path / "died", 2, 3, *task)
     assert "Restart 1 of 3 (trainer.max_restarts)" in capsys.readouterr().out

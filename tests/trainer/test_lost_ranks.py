@@ -49,11 +49,11 @@ def learned(directory: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("saving", [["trainer.save_freq=2"], ["trainer.async_save=True"]], ids=["", "while-it-saves"])
 def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(
     saving: list[str], inputs: Path, tmp_path: Path, capsys
 ) -> None:
-    pytest.importorskip("ray")
     whole = run(inputs, tmp_path / "whole")
     killer = Killer(tmp_path / "killed", step=3)
     killed = run(inputs, tmp_path / "killed", *saving, "trainer.resume_mode=disable", killer=killer)
@@ -80,10 +80,10 @@ class FullDisk:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_disk_that_is_full_for_one_rank_is_said_and_leaves_the_checkpoints_before(
     inputs: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("ray")
     with pytest.raises(
         DiskFull, match=r"disk full while saving .*global_step_2: it needs .*global_step_1 is untouched"
     ):
@@ -93,8 +93,8 @@ def test_a_disk_that_is_full_for_one_rank_is_said_and_leaves_the_checkpoints_bef
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_rank_that_is_lost_in_the_same_step_again_ends_the_run(inputs: Path, tmp_path: Path, capsys) -> None:
-    pytest.importorskip("ray")
     killer = Killer(tmp_path, step=1, times=9)
     with pytest.raises(RankLost, match=r"(?s)^rank 1 died.*in step 2, and so it was before .rank 1 died"):
         run(inputs, tmp_path, "trainer.save_freq=-1", killer=killer)
@@ -104,8 +104,8 @@ def test_a_rank_that_is_lost_in_the_same_step_again_ends_the_run(inputs: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_without_restarts_the_first_loss_ends_the_run(inputs: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     killer = Killer(tmp_path, step=1, times=9)
     with pytest.raises(RankLost, match=r"(?s)^rank 1 died.*in step 2; trainer.max_restarts=0 restarts are used up$"):
         run(inputs, tmp_path, "trainer.max_restarts=0", killer=killer)

@@ -117,10 +117,10 @@ def test_experts_that_were_dealt_out_resume_undealt(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 @needs_megatron
 def test_ray_runs_the_ranks_and_a_critic_apart_has_its_own_layout(inputs: Path, tmp_path: Path) -> None:
     """Two steps of one process, and of a policy in TP 2 beside a critic that is whole on a device of its own."""
-    pytest.importorskip("ray")
     one = train(overrides(inputs, tmp_path / "one", 1, 2))
     where = "cluster.component_placement={actor: 0-1, rollout: 0-1, inference: 0-1, critic: 2}"
     three = [STRATEGY, f"{TP}=2", "critic.megatron.tensor_model_parallel_size=1", where]

@@ -48,8 +48,8 @@ def run(inputs: Path, folder: Path, *more: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 def test_micro_batches_are_halved_where_one_rank_has_no_memory(tmp_path: Path, capsys) -> None:
-    pytest.importorskip("ray")
     inputs = write_inputs(tmp_path)
     (inputs / "loss.py").write_text(LOSS)
     fits = run(inputs, tmp_path / "fits", f"{KEY}=1")

@@ -19,6 +19,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("both", "on_devices", "runs"),
     [([], APART, (2, 3)), ([AHEAD], SAMPLES, (3,)), (["actor_rollout_ref.model.lora_rank=2"], SAMPLES, (3,))],
@@ -27,7 +28,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_models_that_are_apart_train_as_one_process(
     both: list[str], on_devices: list[str], runs: tuple[int, ...], inputs: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("ray")
     one = train([*overrides(inputs, tmp_path / "one", 1, 3), *both])
     for steps in runs:  # the second from a checkpoint
         apart = train([*overrides(inputs, tmp_path / "apart", 1, steps), *both, *on_devices])

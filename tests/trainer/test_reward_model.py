@@ -188,10 +188,10 @@ def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str], mon
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_devices_of_its_own_score_as_one_process(devices: int, inputs: Path, tmp_path: Path) -> None:
     """The policy is on one device and the model on others; the second step is of a run that resumed."""
-    pytest.importorskip("ray")
     pool = [f"reward_model.{key}" for key in ("enable_resource_pool=True", "nnodes=1", f"n_gpus_per_node={devices}")]
     kept = ["trainer.save_freq=1", "trainer.device=cpu", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"]
     one = train(overrides(inputs, tmp_path / "one", *kept))

@@ -221,10 +221,10 @@ def test_a_run_goes_on_after_kills(inputs: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("mode", ["off", "one_step_off"])
 def test_shards_are_put_together_for_the_server(inputs: Path, mode: str) -> None:
     """The server samples while two devices learn, too: of the weights of one update before."""
-    pytest.importorskip("ray")
     options = ["trainer.n_gpus_per_node=2", f"trainer.async_mode={mode}"]
     with another_server(inputs / "model") as url:
         run = train([*base_overrides(inputs, inputs / "run"), *VLLM, url, *options])
