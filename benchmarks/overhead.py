@@ -42,7 +42,7 @@ BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 PROMPTS = 4
 SIZES = {"few": (4, 16, 4), "many": (8, 64, 32)}
 """Tokens in a pass: responses per prompt, their tokens, and rows of a micro-batch."""
-RUNS = 5
+RUNS = 9
 MODEL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 SERVED: dict[str, Any] = {
     "hidden_size": 512,
