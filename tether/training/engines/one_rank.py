@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,15 +13,15 @@ from tether.training.engines.local import LocalEngine
 from tether.training.engines.ranks import or_smaller_next_time
 from tether.training.engines.shares import Writing
 from tether.training.protocol import Outputs
-from tether.training.text.micro_batches import MicroBatching
+from tether.training.text.micro_batches import MicroBatching, RowSize
+
+Result = TypeVar("Result")
 
 
 class OneRankEngine(LocalEngine[Outputs]):
     """`LocalEngine` with the methods that each of several ranks has: FSDP would copy all weights for every pass."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._writing = Writing()
+    _writing: Writing | None = None
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `export`, in the memory of the host; tied ones follow each other."""
@@ -31,16 +31,19 @@ class OneRankEngine(LocalEngine[Outputs]):
 
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy the model and its training state, and begin to write them; see `FsdpEngine.begin_saving`."""
+        self._writing = self._writing or Writing()
         self._writing.begin(self.saving(part / name, part / "state.pt", copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
         """Whether all is written, and how that failed."""
-        return self._writing.answer()
+        return self._writing.answer() if self._writing else (True, None)
 
     def load_state(self, file: Path) -> int:  # type: ignore[override]
         """See `LocalEngine.load_state`; returns the version."""
         super().load_state(file)
         return self.version
 
-    def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
+    def _within_memory(
+        self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
+    ) -> Result:
         return or_smaller_next_time(attempt, micro, rows)

@@ -18,7 +18,7 @@ from tether.training.division import MiniBatch
 from tether.training.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch
 from tether.training.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
 from tether.training.protocol import LossSpec, Outputs
-from tether.training.text.micro_batches import MicroBatching
+from tether.training.text.micro_batches import MicroBatching, RowSize
 
 Found = TypeVar("Found")
 
@@ -36,7 +36,9 @@ class RanksEngine(AutogradEngine[Outputs]):
     def _rounds(self, count: int) -> int:
         return max(from_all(count))
 
-    def _within_memory(self, attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
+    def _within_memory(
+        self, attempt: Callable[[MicroBatching], Found], micro: MicroBatching, rows: Sequence[RowSize]
+    ) -> Found:
         return or_smaller_next_time(attempt, micro, rows)
 
     def _of_all(
@@ -72,7 +74,9 @@ class RanksEngine(AutogradEngine[Outputs]):
         return [every[rank] for rank in self.speakers]
 
 
-def or_smaller_next_time(attempt: Callable[[MicroBatching], Any], micro: MicroBatching, rows: Any) -> Any:
+def or_smaller_next_time(
+    attempt: Callable[[MicroBatching], Found], micro: MicroBatching, rows: Sequence[RowSize]
+) -> Found:
     """Run in micro-batches of these limits.
 
     Raises:
