@@ -1,7 +1,7 @@
 """Engines that run forward and backward passes and own model and optimizer, and incidents that they record.
 
-`local`, `one_rank` and `fsdp` are for language models, `flat` for control policies: import the module that you need, since only
-some of them load transformers.
+`local`, `one_rank` and `fsdp` are for language models, `flat` for control policies: import the module that you need,
+since only some of them load transformers.
 """
 
 __all__ = ["autograd", "copies", "flat", "flat_ranks", "fsdp", "local", "one_rank", "optimizer", "shares"]
