@@ -18,7 +18,8 @@ from typing import Literal, get_args
 
 from benchmarks.speed.table import grid
 from tether.config import ConfigError
-from tether.config.importers.rlinf.importer import TASK_KEY, import_file, is_rlinf
+from tether.config.importers.rlinf.importer import TASK_KEY, import_file
+from tether.config.importers.rlinf.marks import is_rlinf
 from tether.config.loading.yaml_file import read_yaml
 from tether.config.problems import Problem
 

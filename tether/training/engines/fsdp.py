@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
-from tether.models.language.packing_check import compare_packing, refuse_broken
+from tether.models.language.packing_check import compare_packing, is_finite, refuse_broken
 from tether.models.language.unread import give_memory, read_rows, sources_of
 from tether.models.layers import SequenceRanks
 from tether.training.division import MiniBatch
@@ -105,7 +105,7 @@ class FsdpEngine(RanksEngine[Outputs]):
     def _check(self) -> None:
         """As `prepare_for_packing`, for weights that only now are here."""
         shards = [(name, _shard(parameter)) for name, parameter in self.model.named_parameters()]
-        broken = from_all([name for name, shard in shards if not torch.isfinite(shard).all()])
+        broken = from_all([name for name, shard in shards if not is_finite(shard)])
         refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))
         with torch.no_grad(), self._weights_here():
             self._root(lambda: compare_packing(self.model, self._compute_dtype))

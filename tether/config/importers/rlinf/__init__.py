@@ -8,7 +8,8 @@
     print(report(imported))
 
 `importer` applies the tables (`shared`, `text`, `embodied`: one row a key) to what `loading.compose` and `values` read;
+`marks` says which files are RLinf's, and
 `placement` is the grammar of `cluster.component_placement`.
 """
 
-__all__ = ["command", "importer"]
+__all__ = ["command", "importer", "marks"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tether.config.importers.rlinf.importer import Imported, import_file, is_rlinf
+from tether.config.importers.rlinf.importer import Imported, import_file
+from tether.config.importers.rlinf.marks import is_rlinf
 from tether.config.importers.rlinf.report import report, to_native_yaml
 from tether.config.loading.load import load_config
 from tether.config.loading.overrides import parse_overrides

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
+from tether.config.importers.rlinf.marks import ENV_KEY, MARKS
 from tether.config.importers.rlinf.older_names import with_todays_names
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
 from tether.config.importers.rlinf.rows import (
@@ -25,7 +26,7 @@ from tether.config.importers.rlinf.rows import (
 )
 from tether.config.importers.rlinf.text import OLDER_LOSSES, TEXT
 from tether.config.importers.rlinf.values import values_of
-from tether.config.keys import sections, show
+from tether.config.keys import show
 from tether.config.loading.compose import compose
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import nearest
@@ -40,9 +41,6 @@ TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
 TASK_KEY = "runner.task_type"
 OLDER_TASK = "math"
 """Older name of reasoning. Files of that time have older names of losses, too, and their actor scores responses."""
-ENV_KEY = "env.train.id"
-NOT_SUPPORTED = "not_supported"
-"""Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
 OWNERS = {
     "env.train": "env.train.env_type",
     "env.eval": "env.eval.env_type",
@@ -52,13 +50,6 @@ OWNERS = {
     "reward": "reward.reward_type",
 }
 """Section -> the key that says which simulator, policy, kind of rows or rule its other keys belong to."""
-MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
-"""Sections by which RLinf's files are known; `cluster` where no native section but the shared ones stands beside it."""
-ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")
-SHARED_SECTIONS = ("algorithm", "cluster", "critic", "data", "env")
-"""Sections that RLinf's files and native ones both have."""
-
-
 HARMLESS = ("hybrid_engines", "training_backend", "weight_syncer")
 """Groups whose presets set up sharding and weight transfer, which one process does without: they may be missing."""
 
@@ -98,16 +89,6 @@ class Imported:
         """Return a problem for each key that is not supported."""
         refused = [line for line in self.lines if line.status == "not supported"]
         return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", line.fix) for line in refused]
-
-
-def is_rlinf(tree: Mapping[object, object]) -> bool:
-    """Whether a YAML file is one of RLinf's, by its sections."""
-    algorithm = tree.get("algorithm")
-    marked = any(name in tree for name in MARKS) or (
-        isinstance(algorithm, Mapping) and any(name in algorithm for name in ALGORITHM_MARKS)
-    )
-    native = {path.split(".")[0] for path in sections()} - set(SHARED_SECTIONS)
-    return marked and not native & set(map(str, tree))
 
 
 def _without_effect(preset: str) -> dict[object, object] | None:

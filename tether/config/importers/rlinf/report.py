@@ -6,7 +6,8 @@ from typing import get_args
 
 import yaml
 
-from tether.config.importers.rlinf.importer import NOT_SUPPORTED, Imported, Line, Status
+from tether.config.importers.rlinf.importer import Imported, Line, Status
+from tether.config.importers.rlinf.marks import NOT_SUPPORTED
 from tether.config.keys import keys, show
 from tether.config.render import annotated
 
