@@ -80,11 +80,10 @@ def _address_of_ray() -> Iterator[str]:
 
 
 @pytest.fixture
-def ray_cluster(_address_of_ray: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def ray_cluster(_address_of_ray: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray cluster of this machine, once for the tests of a file, in which runs find room for three ranks: it takes
     longer to start than most tests need it. How Ray starts and ends with a run is for
     ``tests/execution/test_ray_group.py`` and ``tests/trainer/test_devices.py``. No file may use both: a process that
     comes back to a cluster after one of its own cannot be called by it.
     """
     monkeypatch.setenv("RAY_ADDRESS", _address_of_ray)
-    return _address_of_ray

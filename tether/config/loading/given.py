@@ -65,7 +65,7 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     parsed, unreadable = parse_overrides(overrides)
     shipped = composed_files().get(path.stem) if path is not None and not path.is_file() else None
     tree = shipped if shipped is not None else {} if path is None else read_yaml(path)
-    if path is not None and is_rlinf(tree):  # whose tables take a fifth of the time that a check of a native file does
+    if path is not None and is_rlinf(tree):  # imported here: its tables take a moment to load
         imported = importlib.import_module("tether.config.importers.rlinf.importer").import_file(path, parsed)
         given, parsed = _translated(imported, path.name), list(imported.rest)
         problems += [*imported.refusals(), *imported.problems]

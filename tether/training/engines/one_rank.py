@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,9 @@ Result = TypeVar("Result")
 class OneRankEngine(LocalEngine[Outputs]):
     """`LocalEngine` with the methods that each of several ranks has: FSDP would copy all weights for every pass."""
 
-    _writing: Writing | None = None
+    @cached_property
+    def _writing(self) -> Writing:
+        return Writing()
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `export`, in the memory of the host; tied ones follow each other."""
@@ -31,12 +34,11 @@ class OneRankEngine(LocalEngine[Outputs]):
 
     def begin_saving(self, part: Path, name: str) -> None:
         """Copy the model and its training state, and begin to write them; see `FsdpEngine.begin_saving`."""
-        self._writing = self._writing or Writing()
         self._writing.begin(self.saving(part / name, part / "state.pt", copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
         """Whether all is written, and how that failed."""
-        return self._writing.answer() if self._writing else (True, None)
+        return self._writing.answer()
 
     def load_state(self, file: Path) -> int:  # type: ignore[override]
         """See `LocalEngine.load_state`; returns the version."""

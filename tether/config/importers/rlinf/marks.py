@@ -1,4 +1,4 @@
-"""What RLinf's files are known by, apart from the tables that import them, which few commands need."""
+"""Recognises RLinf's files. Apart from the tables that import them, which take a moment to load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENV_KEY = "env.train.id"
 NOT_SUPPORTED = "not_supported"
 """Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
-"""Sections by which RLinf's files are known; `cluster` where no native section but the shared ones stands beside it."""
+"""A file with one of these sections, and no native section but the shared ones, is RLinf's."""
 ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")
 SHARED_SECTIONS = ("algorithm", "cluster", "critic", "data", "env")
 """Sections that RLinf's files and native ones both have."""

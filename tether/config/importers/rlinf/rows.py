@@ -95,6 +95,11 @@ def choice(names: Mapping[str, object], why: str, older: Mapping[str, str] | Non
     return convert
 
 
+def given(value: object, values: Values) -> object:
+    """Null says nothing."""
+    return UNSET if value is None else value
+
+
 def only(fine: tuple[object, ...], why: str) -> Convert:
     """Keep one of a few values, or refuse."""
 

@@ -1,7 +1,8 @@
-"""How policies of action tokens draw them: `rollout.sampling_params`, in older files `algorithm.sampling_params`."""
+"""Sampling of action tokens: `rollout.sampling_params`, in older files `algorithm.sampling_params`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tether.config.importers.rlinf.rows import UNSET, Convert, Mapped, NotRead, Table, Unsupported, Values, to
@@ -24,35 +25,20 @@ def _read(section: str, convert: Convert) -> Convert:
     return converted
 
 
-def _sampled(fine: bool) -> Convert:
-    def convert(value: object, values: Values) -> object:
-        if value not in (fine, None):
-            raise Unsupported("actions are sampled in training")
+def _refused(why: str, fine: Callable[[Any], bool]) -> Convert:
+    """A key that changes nothing where it is null or fine, and is refused otherwise."""
+
+    def convert(value: Any, values: Values) -> object:
+        if value is not None and not fine(value):
+            raise Unsupported(why)
         return UNSET
 
     return convert
 
 
-def _tests(value: Any, values: Values) -> object:
-    if value is not None and value > 0:
-        raise Unsupported("tests take the likeliest actions")
-    return UNSET
-
-
-def _likeliest(value: Any, values: Values) -> object:
-    if value is not None and 0 < value < BINS:
-        raise Unsupported("actions are drawn from all values; set 0")
-    return UNSET
-
-
-def _nucleus(value: object, values: Values) -> object:
-    if value not in (1, None):
-        raise Unsupported("actions are drawn from all values; set 1")
-    return UNSET
-
-
 def sampling(section: str) -> Table:
     """Rows of one of the two sections."""
+    sampled, all_values = "actions are sampled in training", "actions are drawn from all values"
 
     def both(value: object, values: Values) -> object:
         if values.get(f"{section}.temperature_train") is not None:
@@ -63,11 +49,11 @@ def sampling(section: str) -> Table:
         return to("policy.temperature", by=_read(section, convert))
 
     return {
-        f"{section}.do_sample": row(_sampled(True)),
-        f"{section}.use_greedy": row(_sampled(False)),
+        f"{section}.do_sample": row(_refused(sampled, lambda value: bool(value == 1))),
+        f"{section}.use_greedy": row(_refused(sampled, lambda value: bool(value == 0))),
         f"{section}.temperature_train": row(lambda value, values: value),
         f"{section}.temperature": row(both),
-        f"{section}.temperature_eval": row(_tests),
-        f"{section}.top_k": row(_likeliest),
-        f"{section}.top_p": row(_nucleus),
+        f"{section}.temperature_eval": row(_refused("tests take the likeliest actions", lambda value: value <= 0)),
+        f"{section}.top_k": row(_refused(f"{all_values}; set 0", lambda value: not 0 < value < BINS)),
+        f"{section}.top_p": row(_refused(f"{all_values}; set 1", lambda value: bool(value == 1))),
     }

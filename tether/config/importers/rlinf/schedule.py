@@ -11,6 +11,7 @@ from tether.config.importers.rlinf.rows import (
     NotRead,
     Unsupported,
     Values,
+    given,
     min_lr_ratio,
     only,
     to,
@@ -20,23 +21,14 @@ from tether.config.importers.rlinf.rows import (
 FALLING = ("cosine", "linear")
 
 
-def of_megatron(section: str, convert: Convert) -> Convert:
-    """A key of `lr_sched`, which FSDP does not read."""
+def read_by(backend: str, section: str, convert: Convert) -> Convert:
+    """A key of a schedule that only this backend of a text run reads: Megatron `lr_sched`, FSDP that of `optim`."""
 
     def converted(value: object, values: Values) -> object:
-        if values.get(f"{section}.training_backend") == "fsdp":
-            raise NotRead(f"FSDP reads {section}.optim in its place")
-        return convert(value, values)
-
-    return converted
-
-
-def of_fsdp(section: str, convert: Convert) -> Convert:
-    """A key of a text run's `optim`, which Megatron does not read."""
-
-    def converted(value: object, values: Values) -> object:
-        if values.get(f"{section}.training_backend") != "fsdp":
-            raise NotRead(f"Megatron reads {section}.lr_sched in its place")
+        fsdp = values.get(f"{section}.training_backend") == "fsdp"
+        if fsdp != (backend == "fsdp"):
+            name, read = ("FSDP", "optim") if fsdp else ("Megatron", "lr_sched")
+            raise NotRead(f"{name} reads {section}.{read} in its place")
         return convert(value, values)
 
     return converted
@@ -114,10 +106,6 @@ def fsdp_schedule(
         f"{optim}.lr_warmup_steps_ratio": to(f"{native}.lr_warmup_steps", by=warmup),
         f"{optim}.total_training_steps": to(f"{native}.lr_decay_steps", by=decay),
         f"{optim}.min_lr": to(f"{native}.min_lr_ratio", by=where_it_falls(lowest)),
-        f"{optim}.min_lr_rate": to(
-            f"{native}.min_lr_ratio", by=where_it_falls(lambda value, values: UNSET if value is None else value)
-        ),
-        f"{optim}.num_cycles": to(
-            f"{native}.num_cycles", by=where_it_falls(lambda value, values: UNSET if value is None else value)
-        ),
+        f"{optim}.min_lr_rate": to(f"{native}.min_lr_ratio", by=where_it_falls(given)),
+        f"{optim}.num_cycles": to(f"{native}.num_cycles", by=where_it_falls(given)),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tether.config.importers.rlinf.megatron import ITS_OWN, MEGATRON, megatron_model
-from tether.config.importers.rlinf.older_names import OLDER_TEXT
+from tether.config.importers.rlinf.older_names import OLDER_TEXT, SERVER
 from tether.config.importers.rlinf.other_rows import OTHER_ROWS, OTHER_RULES
 from tether.config.importers.rlinf.other_runs import ONLY_TEXT, OTHERS
 from tether.config.importers.rlinf.rows import (
@@ -22,6 +22,7 @@ from tether.config.importers.rlinf.rows import (
     Values,
     adapter_rank,
     betas,
+    given,
     min_lr_ratio,
     only,
     path,
@@ -30,7 +31,7 @@ from tether.config.importers.rlinf.rows import (
     to,
     whole,
 )
-from tether.config.importers.rlinf.schedule import fsdp_schedule, of_fsdp, of_megatron, updates_of_text
+from tether.config.importers.rlinf.schedule import fsdp_schedule, read_by, updates_of_text
 from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, ONE_PROCESS, SHARDS, SHARED
 from tether.config.importers.rlinf.text_sizes import (
     first_rows,
@@ -47,7 +48,6 @@ REF = "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
 FILTER_GROUPS = "algorithm.filter_groups"
 UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
 UNSCALED = NoEffect("number formats here need no gradient scaling")
 READ_AT_RESUME = NoEffect("a resumed run has the schedule of its configuration")
 READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
@@ -118,7 +118,7 @@ def answer_key(value: object, values: Values) -> object:
 
 
 def scale(value: object, values: Values) -> object:
-    """What a right answer is worth; a wrong one, as much less than nothing."""
+    """The score of a right answer; a wrong one scores its negative."""
     factor = values.get("reward.reward_scale")
     right, wrong = values.get("reward.reward_max_val", 1.0), values.get("reward.reward_min_val", -1.0)
     if wrong != -right:
@@ -192,11 +192,6 @@ def decay_length(section: str) -> Convert:
     return convert
 
 
-def given(value: object, values: Values) -> object:
-    """Null says nothing."""
-    return UNSET if value is None else value
-
-
 def reads_megatron(section: str) -> Convert:
     """A path is enough, but weights that are converted out of Hugging Face's, as `use_hf_ckpt` asks, have none."""
 
@@ -231,12 +226,15 @@ def _schedules(section: str, native: str) -> Table:
     optim, schedule, rate = f"{section}.optim", f"{section}.lr_sched", f"{native}.optim"
 
     def megatron(*keys: str, by: Convert = same) -> Mapped:
-        return to(*keys, by=of_megatron(section, by))
+        return to(*keys, by=read_by("megatron", section, by))
 
     shapes = only(("constant", "linear", "cosine"), "schedules are constant, linear and cosine")
     fsdp = fsdp_schedule(optim, rate, updates_of_text(section), lambda values: values.get("runner.max_steps"))
     return {
-        **{key: Mapped({name: of_fsdp(section, by) for name, by in row.to.items()}) for key, row in fsdp.items()},
+        **{
+            key: Mapped({name: read_by("fsdp", section, by) for name, by in row.to.items()})
+            for key, row in fsdp.items()
+        },
         f"{schedule}.lr": megatron(f"{rate}.lr"),
         f"{schedule}.max_lr": megatron(f"{rate}.lr"),
         f"{schedule}.min_lr": megatron(f"{rate}.min_lr_ratio", by=min_lr_ratio(optim)),
