@@ -1,6 +1,9 @@
 """Keys that RLinf's sources read, by their fate: acts, no effect here, or refused by name; none is unknown."""
 
 import pytest
+import yaml
+
+from tether.config.importers.rlinf.report import to_native_yaml
 
 EMBODIED = """
 runner: {task_type: embodied, max_epochs: 100}
@@ -61,9 +64,7 @@ def test_keys_without_effect_in_embodied_runs(imported, override):
     "override",
     [
         "actor.model.init_method_std=0.008",
-        "actor.model.moe_aux_loss_coeff=0.0",
         "actor.model.moe_grouped_gemm=te",
-        "actor.model.moe_router_load_balancing_type=aux_loss",
         "actor.model.moe_router_pre_softmax=False",
         "actor.model.multi_latent_attention=False",
         "actor.model.mcore_customization_config={}",
@@ -102,11 +103,9 @@ def test_keys_and_values_that_change_nothing_in_text_runs(imported, override):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("actor.model.moe_aux_loss_coeff=0.01", "no loss balances the experts"),
-        ("actor.model.moe_z_loss_coeff=0.001", "logits"),
         ("actor.model.moe_input_jitter_eps=0.1", "at random"),
         ("actor.model.moe_token_dropping=True", "leave no token out"),
-        ("actor.model.moe_router_load_balancing_type=sinkhorn", "config.json"),
+        ("actor.model.moe_router_load_balancing_type=sinkhorn", "none, aux_loss"),
         ("actor.model.moe_router_enable_expert_bias=True", "config.json"),
         ("actor.model.fp8=True", "bf16 and fp32"),
         ("actor.model.freeze_language_model=True", "all weights are trained"),
@@ -124,6 +123,40 @@ def test_what_would_change_a_text_run_is_refused_by_name(imported, override, say
     assert result.problems == ()
     (why,) = {what for key, what in refused(result).items() if key == override.split("=")[0]}
     assert says in why
+
+
+BALANCE, OF_LOGITS, KIND = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({BALANCE: 0.01}, {BALANCE: 0.01, KIND: "aux_loss"}),
+        ({BALANCE: 0.01, KIND: "seq_aux_loss"}, {BALANCE: 0.01, KIND: "seq_aux_loss"}),
+        ({BALANCE: 0.01, KIND: "none"}, None),
+        ({BALANCE: 0.0, KIND: "aux_loss"}, None),
+        ({OF_LOGITS: 0.001, KIND: "none"}, {OF_LOGITS: 0.001}),
+        ({BALANCE: 0.01, OF_LOGITS: 0.001}, {BALANCE: 0.01, KIND: "aux_loss", OF_LOGITS: 0.001}),
+        ({OF_LOGITS: "null"}, None),
+    ],
+)
+def test_losses_of_routers_are_those_of_megatron(imported, given, wanted):
+    def losses(backend):
+        values = [f"actor.model.{name}={value}" for name, value in given.items()]
+        result = imported(TEXT, f"actor.training_backend={backend}", *values)
+        assert (result.problems, refused(result)) == ((), {})
+        written = yaml.safe_load(to_native_yaml(result))["actor_rollout_ref"]["actor"]
+        return written.get("megatron", {}).get("override_transformer_config")
+
+    assert losses("megatron") == wanted
+    assert losses("fsdp") is None
+
+
+@pytest.mark.parametrize(("given", "wanted"), [((), {}), ((f"critic.model.{OF_LOGITS}=0.1",), {OF_LOGITS: 0.1})])
+def test_losses_of_the_actors_routers_are_not_the_critics(imported, given, wanted):
+    text = TEXT.replace("use_critic_model: false", "use_critic_model: true")
+    native = imported(text, f"actor.model.{BALANCE}=0.01", *given).native
+    assert native["critic.megatron.override_transformer_config"] == wanted
 
 
 def test_keys_of_another_rule_are_left_to_its_refusal(imported):

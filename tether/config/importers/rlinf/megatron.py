@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tether.config.importers.rlinf.rows import NoEffect, Refuses, Table
+from tether.config.importers.rlinf.rows import (
+    UNSET,
+    Convert,
+    NoEffect,
+    NotRead,
+    Refuses,
+    Table,
+    Unsupported,
+    Values,
+    to,
+)
 
 ITS_OWN = NoEffect("the model's own config.json says so")
 MEGATRON = NoEffect("tether sets up Megatron by itself")
@@ -30,8 +40,44 @@ LAYERS = (
 )  # fmt: skip
 
 
-def megatron_model(section: str) -> Table:
-    """Rows of the section of a model, which change no result, or are refused where they would."""
+BALANCE, OF_LOGITS, KIND = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def losses_of_routers(section: str) -> Convert:
+    """The losses that Megatron gives to routers, which RLinf writes as three keys of `section`; 0 and null are off."""
+
+    def convert(value: object, values: Values) -> object:
+        if values.get(f"{section.removesuffix('.model')}.training_backend") == "fsdp":
+            raise NotRead("only Megatron gives routers losses of their own")
+        return _losses(section, values) or UNSET
+
+    return convert
+
+
+def losses_of_critic(value: object, values: Values) -> object:
+    """The losses of a critic's routers; without a value here they would be the actor's."""
+    megatron = values.get("critic.training_backend") != "fsdp"
+    return _losses("critic.model", values) if value and megatron and _losses("actor.model", values) else UNSET
+
+
+def _losses(section: str, values: Values) -> dict[str, object]:
+    kind = values.get(f"{section}.{KIND}", "aux_loss")
+    if kind not in (None, "none", *BALANCING):
+        why = f"no such loss balances experts (supported: none, {', '.join(BALANCING)})"
+        raise Unsupported(why, f"{section}.{KIND}")
+    weight, of_logits = values.get(f"{section}.{BALANCE}"), values.get(f"{section}.{OF_LOGITS}")
+    balanced = {BALANCE: weight, KIND: kind} if weight and kind in BALANCING else {}
+    return balanced | ({OF_LOGITS: of_logits} if of_logits else {})
+
+
+def megatron_model(section: str, native: str) -> Table:
+    """Rows of the section of a model: what acts, what changes no result, and what is refused as it would.
+
+    Args:
+        section: of RLinf's file, `actor.model` or `critic.model`.
+        native: the role's own section.
+    """
     frozen = Refuses("all weights are trained", fine=OFF)
     return {
         **{f"{section}.{name}": ITS_OWN for name in SHAPE},
@@ -49,10 +95,9 @@ def megatron_model(section: str) -> Table:
         f"{section}.gptq_model": Refuses("quantised models are not trained", fine=OFF),
         f"{section}.load_in_8bit": Refuses("quantised models are not trained", fine=OFF),
         f"{section}.mcore_customization_config.*": Refuses("tether sets up Megatron by itself", fine=({},)),
-        f"{section}.moe_aux_loss_coeff": Refuses("no loss balances the experts", fine=ZERO),
-        f"{section}.moe_z_loss_coeff": Refuses("no loss keeps the router's logits small", fine=ZERO),
-        f"{section}.moe_router_load_balancing_type": Refuses(
-            "experts are chosen as the model's config.json says", fine=("aux_loss", "seq_aux_loss", "none", None)
+        **dict.fromkeys(
+            (f"{section}.{name}" for name in (BALANCE, OF_LOGITS, KIND)),
+            to(f"{native}.megatron.override_transformer_config", by=losses_of_routers(section)),
         ),
         f"{section}.moe_input_jitter_eps": Refuses("what experts read is not changed at random", fine=ZERO),
         f"{section}.moe_token_dropping": Refuses("experts leave no token out", fine=OFF),

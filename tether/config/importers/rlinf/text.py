@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tether.config.importers.rlinf.megatron import ITS_OWN, MEGATRON, megatron_model
+from tether.config.importers.rlinf.megatron import ITS_OWN, MEGATRON, losses_of_critic, megatron_model
 from tether.config.importers.rlinf.older_names import OLDER_TEXT, SERVER
 from tether.config.importers.rlinf.other_rows import OTHER_ROWS, OTHER_RULES
 from tether.config.importers.rlinf.other_runs import ONLY_TEXT, OTHERS
@@ -256,7 +256,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
     """Rows of a model that is trained: `actor` or `critic`."""
     optim = f"{section}.optim"
     return {
-        **megatron_model(f"{section}.model"),
+        **megatron_model(f"{section}.model", native),
         **_schedules(section, native),
         f"{section}.group_name": NAME,
         f"{section}.training_backend": to(f"{native}.strategy", by=only(("fsdp", "megatron"), "no such backend")),
@@ -324,7 +324,9 @@ TEXT: Table = {
     "critic.model.is_lora": Refuses("a critic has no adapters", fine=(False, None)),
     "actor.tokenizer.tokenizer_model": to(f"{MODEL}.tokenizer_path", by=path),
     "actor.tokenizer.trust_remote_code": to(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
-    "critic.use_critic_model": to("critic.enable", by=critic),
+    "critic.use_critic_model": Mapped(
+        {"critic.enable": critic, "critic.megatron.override_transformer_config": losses_of_critic}
+    ),
     "critic.seed": NoEffect("one seed serves everything: actor.seed"),
     "critic.tokenizer.tokenizer_model": NoEffect("the critic reads the policy's tokens"),
     "critic.tokenizer.trust_remote_code": to("critic.model.trust_remote_code"),
