@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from tether.runtime.ranks import STATUS
 from tether.runtime.run_lock import owner_of
@@ -26,7 +25,9 @@ def show_status(folder: Path) -> None:
     Raises:
         ValueError: there is no run in it.
     """
-    from tether.metrics.loggers import METRICS_FILE, read_metrics  # slow to import
+    from rich.table import Table  # slow to import, as the next one
+
+    from tether.metrics.loggers import METRICS_FILE, read_metrics
 
     screen, metrics = Screen(), folder / METRICS_FILE
     owner = owner_of(folder)

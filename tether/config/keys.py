@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from itertools import pairwise
 from operator import getitem
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -37,9 +40,10 @@ class Key:
     """One key of the schema."""
 
     path: str
+    section: type[Section]
+    """The class that has it as a field."""
     type_text: str
     """The type in words, with "or null" where it may be null."""
-    doc: str
     default: object
     """None for a required key and for one that inherits."""
     required: bool
@@ -67,17 +71,40 @@ class Key:
         refused = self.refuses.choices if self.refuses else ()
         return tuple(choice for choice in self.choices if choice not in refused)
 
+    @property
+    def doc(self) -> str:
+        """The docstring of the field."""
+        return field_docs(self.section)[self.path.rpartition(".")[2]]
+
 
 @cache
 def keys() -> dict[str, Key]:
     """Every key by its dotted path, in the order of the schema."""
-    return {path: _key(path, field, above) for path, field, above in _fields("", RunConfig, ())}
+    return {path: _key(path, section, field, above) for path, section, field, above in _fields("", RunConfig, ())}
 
 
 @cache
 def sections() -> dict[str, str]:
     """Every section by its dotted path, with its doc."""
     return dict(_sections("", RunConfig))
+
+
+@cache
+def field_docs(section: type[Section]) -> dict[str, str]:
+    """The docstrings below the fields of a section, by the names of the fields.
+
+    Read out of the source when somebody asks; pydantic's `use_attribute_docstrings` would do so in every start.
+    """
+    docs: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if issubclass(kind, Section):
+            (tree,) = ast.parse(inspect.getsource(kind)).body
+            assert isinstance(tree, ast.ClassDef)
+            for statement, below in pairwise(tree.body):
+                match statement, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        docs[name] = inspect.cleandoc(text)
+    return docs
 
 
 def values_of(config: RunConfig) -> dict[str, Any]:
@@ -104,14 +131,14 @@ def show(value: object) -> str:
 
 def _fields(
     prefix: str, section: type[Section], above: tuple[object, ...]
-) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
-    """Every field with its path and the marks of the sections that it stands in, the innermost first."""
+) -> Iterator[tuple[str, type[Section], FieldInfo, tuple[object, ...]]]:
+    """Every field with its path, its section, and the marks of the sections that it stands in, the innermost first."""
     for name, field in section.model_fields.items():
         if _is_section(field):
             assert isinstance(field.annotation, type)
             yield from _fields(f"{prefix}{name}.", field.annotation, (*field.metadata, *above))
         else:
-            yield prefix + name, field, above
+            yield prefix + name, section, field, above
 
 
 def _sections(prefix: str, section: type[Section]) -> Iterator[tuple[str, str]]:
@@ -126,13 +153,13 @@ def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
-def _key(path: str, field: FieldInfo, above: tuple[object, ...]) -> Key:
+def _key(path: str, section: type[Section], field: FieldInfo, above: tuple[object, ...]) -> Key:
     inherits, alias = _mark(Inherits, field.metadata), _mark(AliasOf, field.metadata)
     marks = (*field.metadata, *above)
     return Key(
         path=path,
+        section=section,
         type_text=type_text(field.annotation, field.metadata),
-        doc=field.description or "",
         default=None if field.is_required() else field.get_default(call_default_factory=True),
         required=field.is_required() and inherits is None,
         example=field.examples[0] if field.examples else None,

@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING
 
 from tether.config.problems import Problem
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,14 @@ def parse_overrides(given: Sequence[str | Override]) -> tuple[list[Override], li
 
 @cache
 def _parser() -> OverridesParser:
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # slow to import
+
     return OverridesParser.create()
 
 
 def _parse(text: str) -> Override | Problem:
+    from hydra.errors import HydraException
+
     try:
         override = _parser().parse_override(text)
     except HydraException as error:

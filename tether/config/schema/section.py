@@ -17,7 +17,6 @@ class Section(BaseModel):
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         defer_build=True,  # only the whole tree is ever validated, so that no section needs a validator of its own
     )
 
