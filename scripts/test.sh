@@ -7,7 +7,5 @@
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1
 # Several processes share the cores: threads that wait must not keep one busy.
 export OMP_WAIT_POLICY=passive
-# Else each of hundreds of processes compiles tether anew.
-unset PYTHONDONTWRITEBYTECODE
 # A file of tests stays in one process, which keeps what its fixtures made; tests/conftest.py says in which order.
 exec python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
