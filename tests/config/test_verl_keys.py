@@ -72,7 +72,7 @@ def test_two_names_in_one_file_that_disagree_are_refused(tmp_path):
         ("reward_model.model.override_config={rope_theta: 1}", "config.json"),
         ("distillation.enabled=True", "teacher"),
         ("actor_rollout_ref.actor.optim.optimizer=SGD", "AdamW"),
-        ("trainer.v1.trainer_mode=separate_async", "synchronous"),
+        ("trainer.v1.trainer_mode=separate_async", "trainer.async_mode"),
     ],
 )
 def test_what_verl_would_act_on_is_refused(override, why):

@@ -18,7 +18,9 @@ from tether.config.importers.rlinf.rows import (
 )
 
 ACTOR = "actor_rollout_ref.actor"
-ONE_PROCESS = NoEffect("everything runs in one process so far")
+OVERLAP = NoEffect("how work overlaps changes no result")
+TRACES = NoEffect("trainer.profile_steps writes traces")
+RANKS_LOGS = NoEffect("each rank's log is in the folder of the run")
 PLACED = "checked; runs on one device, to the same result, unless the command says trainer.n_gpus_per_node"
 NAME = NoEffect("names a group of Ray workers")
 SHARDS = NoEffect("on one device there are no shards to place")
@@ -60,8 +62,8 @@ SHARED: Table = {
     "cluster.node_groups": Checked(PLACED),
     "cluster.auto_scheduler": Refuses("moving processes between components is not supported", fine=(False, None)),
     **{f"cluster.{name}": SCHEDULER for name in SCHEDULING},
-    "cluster.profiling.*": ONE_PROCESS,
-    "cluster.tracer.*": ONE_PROCESS,
+    "cluster.profiling.*": TRACES,
+    "cluster.tracer.*": TRACES,
     "runner.task_type": Checked("decides how the file is read"),
     "runner.logger.log_path": to("trainer.default_local_dir", by=folder),
     "runner.output_dir": to("trainer.default_local_dir", by=folder),
@@ -78,11 +80,11 @@ SHARED: Table = {
     "runner.ckpt_path": Refuses("weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"),
     "runner.eval_policy_path": Refuses("a checkpoint is tested with `tether eval`"),
     "runner.weight_sync_interval": Refuses("samples always come from the newest weights", fine=(1,)),
-    "runner.overlap_env_bootstrap": ONE_PROCESS,
-    "runner.use_training_pipeline": ONE_PROCESS,
-    "runner.enable_decoupled_mode": Refuses("sampling and training take turns so far", fine=(False,)),
-    "runner.per_worker_log": ONE_PROCESS,
-    "runner.per_worker_log_path": ONE_PROCESS,
+    "runner.overlap_env_bootstrap": OVERLAP,
+    "runner.use_training_pipeline": OVERLAP,
+    "runner.enable_decoupled_mode": Refuses("the environments of a batch step together", fine=(False,)),
+    "runner.per_worker_log": RANKS_LOGS,
+    "runner.per_worker_log_path": RANKS_LOGS,
     "algorithm.clip_ratio_low": to(f"{ACTOR}.clip_ratio_low"),
     "algorithm.clip_ratio_high": to(f"{ACTOR}.clip_ratio_high"),
     "algorithm.clip_ratio_c": to(f"{ACTOR}.clip_ratio_c", default=None),
@@ -117,5 +119,5 @@ SHARED: Table = {
     "rollout.group_name": NAME,
     "rollout.enable_offload": MEMORY,
     "reward.group_name": NAME,
-    "weight_syncer.*": ONE_PROCESS,
+    "weight_syncer.*": NoEffect("weights travel in a way of their own"),
 }

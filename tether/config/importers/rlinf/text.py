@@ -32,7 +32,7 @@ from tether.config.importers.rlinf.rows import (
     whole,
 )
 from tether.config.importers.rlinf.schedule import fsdp_schedule, read_by, updates_of_text
-from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, ONE_PROCESS, SHARDS, SHARED
+from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, SHARDS, SHARED
 from tether.config.importers.rlinf.text_sizes import (
     first_rows,
     micro_batch,
@@ -50,6 +50,7 @@ FILTER_GROUPS = "algorithm.filter_groups"
 UNCHANGED_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 UNSCALED = NoEffect("number formats here need no gradient scaling")
 READ_AT_RESUME = NoEffect("a resumed run has the schedule of its configuration")
+PROBED = NoEffect("servers are compared with the trainer by actor_rollout_ref.rollout.parity_freq")
 READ_AT_START = NoEffect("prompts are read and tokenized once, at the start")
 SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -409,8 +410,8 @@ TEXT: Table = {
     "rollout.is_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
     "rollout.seed": NoEffect("one seed serves everything: actor.seed"),
     "rollout.print_outputs": NoEffect("held-out responses are written to samples.jsonl in the folder of the run"),
-    "rollout.validate_weight": ONE_PROCESS,
-    "rollout.validate_save_dir": ONE_PROCESS,
+    "rollout.validate_weight": PROBED,
+    "rollout.validate_save_dir": PROBED,
     "rollout.distributed_executor_backend": SERVER,
     "rollout.disable_log_stats": SERVER,
     "rollout.detokenize": SERVER,
