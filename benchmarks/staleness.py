@@ -79,7 +79,7 @@ def quickstart(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[s
 
 
 Task = Callable[[int, int, Path], tuple[Path | None, list[str]]]
-TASKS: dict[str, tuple[Task, int]] = {"spell": (spell, 40), "quickstart": (quickstart, 20)}
+TASKS: dict[str, tuple[Task, int]] = {"spell": (spell, 40), "quickstart": (quickstart, 40)}
 """A task and its steps."""
 
 
