@@ -84,8 +84,9 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(
     one, two = run(tmp_path / "one", 1, 2, *task), run(tmp_path / "two", 2, 2, *task)
     expected, found = measured(one), measured(two)
     assert found.keys() == expected.keys()
-    first = {name for name in expected[1] if name.startswith(("env/", "critic/rewards"))}
-    assert {name: found[1][name] for name in first} == {name: expected[1][name] for name in first}  # the same samples
+    sampled = {name: value for name, value in expected[1].items() if name.startswith(("env/", "critic/rewards"))}
+    # The last bits of a network's outputs depend on how many rows a matrix product has, on most processors.
+    assert {name: found[1][name] for name in sampled} == pytest.approx(sampled, rel=1e-6)
     for step in (1, 2):
         assert {name.split("/")[0] for name in found[step].keys() - expected[step].keys()} == {"transfer"}
         assert expected[step].keys() <= found[step].keys()
