@@ -64,8 +64,8 @@ def _audit(trial: RewardTrial, screen: Screen) -> Audit:
 
 def _table(audited: Audit) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("reply", "should score", "mean", "std", "min", "max", "none", "failed", "ms a call"):
-        table.add_column(column, justify="left" if column in ("reply", "should score") else "right", no_wrap=True)
+    for column in ("reply", "wanted", "mean", "std", "min", "max", "none", "failed", "ms/call"):
+        table.add_column(column, justify="left" if column in ("reply", "wanted") else "right", no_wrap=True)
     for probe in audited.rows:
         scores = probe.scores or [math.nan]
         wanted = {TRUTH: "high", "sampled": ""}.get(probe.kind, "low")
