@@ -65,7 +65,7 @@ def spell(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def quickstart(steps: int, seed: int, folder: Path) -> tuple[Path | None, list[str]]:
-    """The recipe, and settings: no critic, no reference, and the rate at which GRPO learns it in `benchmarks.servers`."""
+    """The recipe, and settings: neither critic nor reference, at the rate of GRPO in `benchmarks.servers`."""
     return QUICKSTART, [
         *schedule(steps, seed, folder),
         GRPO,

@@ -186,6 +186,8 @@ def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
         ({"chosen": 1, "rejected": "no"}, "row 1: `chosen` is neither text nor a list of {role, content}"),
         ({"chosen": [{"role": "user"}], "rejected": "no"}, "row 1: `chosen` is neither text"),
         ({"prompt": 3, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is neither text"),
+        ({"chosen": [*CHAT, *GOOD], "rejected": CHAT}, "row 1: `rejected` ends with a message of the role user"),
+        ({"chosen": [*CHAT, *GOOD], "rejected": "no"}, "row 1: one of `chosen` and `rejected` is a text"),
         ([1], "row 1: is no object with `chosen` and `rejected`"),
     ],
 )

@@ -112,6 +112,10 @@ def pair_problems(record: object) -> Iterator[str]:
             yield f"has no `{side}`, so nothing is compared"
         elif not isinstance(value, str) and not _is_conversation(value):
             yield f"`{side}` is neither text nor a list of {{role, content}}"
+        elif not isinstance(value, str) and (last := value[-1]["role"]) != "assistant":
+            yield f"`{side}` ends with a message of the role {last}, and what is compared is the assistant's"
+    if not record.get("prompt") and {type(record.get(side)) for side in SIDES} == {str, list}:
+        yield "one of `chosen` and `rejected` is a text, the other is not; write both alike, or give a `prompt`"
     if all(record.get(side) for side in SIDES) and record["chosen"] == record["rejected"]:
         yield "`chosen` and `rejected` are the same, so nothing is preferred; leave it out"
 
