@@ -45,6 +45,9 @@ cmd "${NONE[@]}" a""",
     "several on a line": "A=1; cmd $A && cmd b | cat; cmd c &\nwait",
     "redirections": "cmd a=1 2>&1 b=2 >/dev/stdout",
     "a comment after a backslash": "cmd a=1 \\  # reason\nA=2\ncmd b",
+    "a comment between lines": "cmd a=1 \\\n  # reason\nA=2\ncmd b",
+    "arithmetic": 'A=$((1024 * 2))\nB=$((A + ${A}/3))\ncmd $A $((-7 / 2)) $((-7 % 3)) x$(($B - 1))y "$(( (1+2)*3 ))"',
+    "heredocs": "cat > /dev/null <<'EOF'\ndon't cmd\nEOF\ncmd a\ncat <<-X > /dev/null; cmd b\ncmd no\n\tX\ncmd c",
     "export": "export A=1 B='x y'\nexport A\ncmd $A $B",
     "appended": "A=x\nA+=y\ncmd $A",
     "an empty variable": 'A=\ncmd $A "$A" x$A',
@@ -79,7 +82,8 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
     (found,) = [command for command in script.commands if command.words[0] == "cmd"]
     expected = ("n=?$(nvidia-smi | wc -l)?", "m=?$M?", "x=?`id`?", "y=?${Z}?", "$1", "k=1")
     assert found.words[1:] == tuple(word.replace("?", UNKNOWN) for word in expected)
-    assert script.notes == ["line 2: if ... is not evaluated; variables that are set in it are unknown"]
+    (note,) = script.notes
+    assert note.text == "line 2: if ... is not evaluated; variables that are set in it are unknown"
 
 
 SCRIPT = """set -x
@@ -156,6 +160,10 @@ def test_what_keeps_it_from_being_run_is_listed(tmp_path: Path) -> None:
         ),
         ("python -m verl.trainer.main_ppo 'a b'", "cannot be read"),
         ("python -m verl.trainer.main_ppo a.b=1 \\ # why\nc.d=2", "run.sh: line 1: a comment follows the backslash"),
+        (
+            "python -m verl.trainer.main_ppo data.seed=$X \\\n  # why\nc.d=2",
+            "run.sh: line 2: a comment between the lines of a command ends it",
+        ),
     ],
 )
 def test_what_cannot_be_translated_is_one_error(tmp_path: Path, text: str, expected: str) -> None:

@@ -58,7 +58,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     problems = [_unknown(word) for word in unknown if word.split("=")[0].lstrip("+") not in replaced]
     overrides, unreadable = parse_overrides([*(w for w in launch.settings if UNKNOWN not in w), *more])
     if problems or unreadable:
-        broken = [Problem(script.name, note, "give comments lines of their own") for note in read.notes]
+        broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
         raise ConfigError([*broken, *problems, *unreadable])
     heading = [
         f"# The settings of {script.name}, line {launch.line} ({launch.trainer}).",
@@ -68,7 +68,10 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     if launch.config_name:
         body = {"defaults": [launch.config_name, "_self_"], **body}
     dumped = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
-    listing = [*read.notes, *(f"{option} is no setting and was left out" for option in launch.options)]
+    listing = [
+        *(note.text for note in read.notes),
+        *(f"{option} is no setting and was left out" for option in launch.options),
+    ]
     return "\n".join(heading) + "\n" + dumped, "\n".join([*listing, *_obstacles(launch, overrides)])
 
 

@@ -6,9 +6,13 @@ that depends on it says so, and where.
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 UNKNOWN = "\0"
 """Stands before and after what is not known, as it is written in the script."""
@@ -20,6 +24,12 @@ _PARAMETER = re.compile(
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
 _WITHIN = {"then", "else", "elif", "do", "!", "{", "}", "time"}
 _BUILTINS = {"export", "declare", "local", "readonly"}
+_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
+_WHOLE = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: lambda left, right: math.trunc(Fraction(left, right)),  # towards zero, as bash does
+    ast.Mod: lambda left, right: left - right * math.trunc(Fraction(left, right)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,14 +42,22 @@ class Command:
     """Environment of the command alone: NAME=value before it."""
 
 
+@dataclass(frozen=True)
+class Note:
+    """A likely mistake of the author, or a part that is not evaluated."""
+
+    text: str
+    """Begins with its line."""
+    fix: str
+
+
 @dataclass
 class Script:
-    """A command that a script would run."""
+    """Commands that a script would run."""
 
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """Likely mistakes of the author, and parts that are not evaluated; each names its line."""
+    notes: list[Note] = field(default_factory=list)
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> Script:
@@ -58,6 +76,7 @@ class _Reader:
         self._variables: dict[str, list[str]] = {name: [value] for name, value in environment.items()}
         self._script = Script()
         self._depth = 0  # of what depends on a condition
+        self._heredocs: list[str] = []  # the last lines of those that begin in the next line
 
     def read(self) -> Script:
         while self._at < len(self._text):
@@ -70,8 +89,8 @@ class _Reader:
     def _line(self) -> int:
         return self._text.count("\n", 0, self._at) + 1
 
-    def _note(self, line: int, text: str) -> None:
-        self._script.notes.append(f"line {line}: {text}")
+    def _note(self, line: int, text: str, fix: str = "move comments above the command") -> None:
+        self._script.notes.append(Note(f"line {line}: {text}", fix))
 
     def _take(self, line: int, words: list[str]) -> None:
         """Assign, or note a command."""
@@ -79,7 +98,8 @@ class _Reader:
             word = words.pop(0)
             self._depth += (word in _OPENING) - (word in _CLOSING)
             if word in _OPENING:
-                self._note(line, f"{word} ... is not evaluated; variables that are set in it are unknown")
+                what = f"{word} ... is not evaluated; variables that are set in it are unknown"
+                self._note(line, what, "take what is to run out of it")
                 return
         assigned: dict[str, str] = {}
         is_builtin = bool(words) and words[0] in _BUILTINS
@@ -106,9 +126,12 @@ class _Reader:
             elif self._text.startswith("\\\n", self._at):
                 self._at += 2
             elif char == "#":
+                self._warn_of_a_comment_in_a_command()
                 self._at = self._end_of_line()
             elif char in "\n;&|":
                 self._at += 1
+                if char == "\n":
+                    self._skip_heredocs()
                 break
             elif char in "()<>":
                 self._skip_operator(char)
@@ -123,11 +146,28 @@ class _Reader:
         return len(self._text) if end < 0 else end
 
     def _skip_operator(self, char: str) -> None:
+        heredoc = None if self._text.startswith("<<<", self._at) else _HEREDOC.match(self._text, self._at)
+        if heredoc:
+            self._heredocs.append(heredoc[2])
+            self._at = heredoc.end()
+            return
         self._at += 1
         if char in "<>":  # a redirection, with its target
             while self._text[self._at : self._at + 1] in ("<", ">", "&", " "):
                 self._at += 1
             self._word()
+
+    def _skip_heredocs(self) -> None:
+        for last in self._heredocs:
+            end = re.compile(rf"^\t*{last}$\n?", re.MULTILINE).search(self._text, self._at)
+            self._at = end.end() if end else len(self._text)
+        self._heredocs = []
+
+    def _warn_of_a_comment_in_a_command(self) -> None:
+        """A line of its own between lines that backslashes join, and so the end of them."""
+        joined = re.search(r"\\\n[ \t]*$", self._text[: self._at])
+        if joined and re.compile(r"[^\n]*\n[ \t]*[^\s]").match(self._text, self._at):
+            self._note(self._line(), "a comment between the lines of a command ends it; what is below is not passed")
 
     def _warn_of_a_broken_continuation(self) -> None:
         if match := re.compile(r"\\[ \t]+(#[^\n]*)?(\n|$)").match(self._text, self._at):
@@ -231,6 +271,9 @@ class _Reader:
                 return [_Reader(match["default"], {}).filled(self._variables)]
         elif self._text.startswith(("$(", "`"), begin):
             self._at = self._end_of_substitution()
+            written = self._text[begin : self._at]
+            if written.startswith("$((") and (value := self._arithmetic(written[3:-2])) is not None:
+                return [str(value)]
         elif self._text.startswith("${", begin):
             end = self._text.find("}", begin)
             self._at = len(self._text) if end < 0 else end + 1
@@ -238,6 +281,15 @@ class _Reader:
             self._at += 1
             return ["$"]
         return [_unknown(self._text[begin : self._at])]
+
+    def _arithmetic(self, text: str) -> int | None:
+        """The whole number that ``$((...))`` is, where its variables are known."""
+        known = {name: values[0] for name, values in self._variables.items() if values}
+        digits = re.sub(rf"\$?({_NAME})|\$\{{({_NAME})\}}", lambda name: known.get(name[1] or name[2], "?"), text)
+        try:
+            return _whole(ast.parse(digits.replace("/", "//").strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return None
 
     def filled(self, variables: Mapping[str, list[str]]) -> str:
         """The whole text as in double quotes, with these variables."""
@@ -256,6 +308,22 @@ class _Reader:
             if depth == 0:
                 break
         return at
+
+
+def _whole(node: ast.expr) -> int:
+    """The value of a sum or product of whole numbers.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    match node:
+        case ast.Constant(value=int(value)) if type(value) is int:
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return -_whole(operand) if isinstance(node.op, ast.USub) else _whole(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _WHOLE:
+            return int(_WHOLE[type(sign)](_whole(left), _whole(right)))
+    raise ValueError(ast.dump(node))
 
 
 def _unknown(written: str) -> str:
