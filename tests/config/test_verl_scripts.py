@@ -77,9 +77,12 @@ def test_any_words_are_those_of_bash(words: list[tuple[str, str]], value: str) -
 
 def test_what_only_a_run_could_tell_is_unknown() -> None:
     script = read_script(
-        "N=$(nvidia-smi | wc -l)\nif [ $N = 8 ]; then\nM=1\nfi\ncmd n=$N m=$M x=`id` y=${Z} $1 k=1", {}
+        "N=$(nvidia-smi | wc -l)\nif [ $N = 8 ]; then\nM=1\nfi\ncmd n=$N m=$M x=`id` y=${Z} $1 k=1\nS=1+1\n"
+        "cmd $((N * 2)) $((S * 2)) $((1 / 0)) $((1 < 2)) $((010))",
+        {},
     )
-    (found,) = [command for command in script.commands if command.words[0] == "cmd"]
+    found, numbers = [command for command in script.commands if command.words[0] == "cmd"]
+    assert all(word.startswith(f"{UNKNOWN}$((") for word in numbers.words[1:])
     expected = ("n=?$(nvidia-smi | wc -l)?", "m=?$M?", "x=?`id`?", "y=?${Z}?", "$1", "k=1")
     assert found.words[1:] == tuple(word.replace("?", UNKNOWN) for word in expected)
     (note,) = script.notes

@@ -24,6 +24,7 @@ _PARAMETER = re.compile(
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
 _WITHIN = {"then", "else", "elif", "do", "!", "{", "}", "time"}
 _BUILTINS = {"export", "declare", "local", "readonly"}
+_NUMBER = re.compile(r"0|-?[1-9]\d*")
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _WHOLE = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -284,7 +285,7 @@ class _Reader:
 
     def _arithmetic(self, text: str) -> int | None:
         """The whole number that ``$((...))`` is, where its variables are known."""
-        known = {name: values[0] for name, values in self._variables.items() if values}
+        known = {name: values[0] for name, values in self._variables.items() if values and _NUMBER.fullmatch(values[0])}
         digits = re.sub(rf"\$?({_NAME})|\$\{{({_NAME})\}}", lambda name: known.get(name[1] or name[2], "?"), text)
         try:
             return _whole(ast.parse(digits.replace("/", "//").strip(), mode="eval").body)
@@ -311,7 +312,7 @@ class _Reader:
 
 
 def _whole(node: ast.expr) -> int:
-    """The value of a sum or product of whole numbers.
+    """The value of an expression of whole numbers.
 
     Raises:
         ValueError: it is something else.
