@@ -12,6 +12,7 @@ from tests.envs import toys
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
 from tests.trainer.tiny_run import GAE, GRPO, measured, rows, set_eos, train, write_jsonl
 from tether.trainer.parts.alarms import (
+    ALIKE_STEPS,
     COLLAPSED_STEPS,
     CRITIC_EXPLAINS,
     CRITIC_STEPS,
@@ -100,6 +101,23 @@ def test_entropy_and_gradient_of_zero_are_a_collapse_unless_the_score_rose(key: 
     assert collapse([0.2] * 20, gradient=0.01, key=key) == 0
     assert collapse([0.2] * 20, entropy=5.0, key=key) == 0  # all scores of a group are equal: nothing to learn from
     assert collapse([0.2] * 20, entropy=5.0, advantage=1.0, key=key) == 1  # a dead network
+
+
+def test_scores_that_are_always_alike() -> None:
+    def alike(scores: list[float], advantage: float = 0.0) -> bool:
+        alarms, said = Alarms(), list[str]()
+        for score in scores:
+            advantages = {"critic/advantages/max": advantage, "critic/advantages/min": -advantage}
+            metrics = {"critic/score/mean": score, "actor/entropy": 2.0, "actor/grad_norm": 0.5} | advantages
+            alarms.check_step(metrics, warming_up=False, warn=said.append)
+        assert alarms.collapsed_since is None  # nothing is lost, so that no run ends of it
+        return [text.startswith("all advantages have been 0") for text in said] == [True]
+
+    assert alike([0.0] * ALIKE_STEPS)
+    assert alike([1.0] * ALIKE_STEPS)
+    assert not alike([0.0] * (ALIKE_STEPS - 1))
+    assert not alike([0.0] * ALIKE_STEPS, advantage=0.1)
+    assert not alike([0.0] + [1.0] * ALIKE_STEPS)  # it has solved its task
 
 
 def test_a_critics_gradient_hides_no_dead_policy() -> None:
@@ -279,6 +297,10 @@ FLAT = """
 def compute_score(solution_str, **row):
     return 0.0
 """
+ALIKE = """
+def compute_score(ground_truth, **row):
+    return 0.5
+"""
 BUFFER = "reward_model.overlong_buffer"
 VAL = "actor_rollout_ref.rollout.val_kwargs"
 TESTED = [
@@ -306,9 +328,10 @@ SILENCE = [
             ["trainer.total_training_steps=24"],
             ["responses repeat themselves: ", "of the responses are cut by data.max_response_length"],
         ),
+        (ALIKE, [f"trainer.total_training_steps={ALIKE_STEPS}"], ["all advantages have been 0"]),
         (FLAT, SILENCE, ["responses have shrunk from", "nats per token away (actor/kl_loss)"]),
     ],
-    ids=["held-out", "repetition and length", "silence and distance"],
+    ids=["held-out", "repetition and length", "alike", "silence and distance"],
 )
 def test_a_run_that_does_it_is_said(
     reward: str, settings: list[str], said: list[str], base: list[str], inputs: Path, tmp_path: Path, caplog: Any

@@ -30,6 +30,8 @@ COLLAPSED_GRADIENT = 1e-4
 """Norm of a gradient that no longer changes the policy."""
 COLLAPSED_STEPS = 3
 """Steps in a row without a gradient, where entropy is gone or advantages ask for one."""
+ALIKE_STEPS = 25
+"""Steps in a row whose advantages are all 0; a few are usual at first."""
 SKIPPED_STEPS = 3
 """Steps in a row without any update, since no gradient was finite."""
 KEPT_PROGRESS = 0.9
@@ -54,6 +56,8 @@ GRADIENTS = ("actor/policy_grad_norm", "actor/grad_norm")
 IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference, or, without one, of a step to the next."""
+NO_COLLAPSE = ("critic", "alike")
+"""Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 
 
@@ -104,8 +108,7 @@ class Alarms:
     step: int = 0
     """The last one that was looked at."""
     collapsed_since: int | None = None
-    """The first step of what an alarm has spoken of, since this was last set to None, that says more than that the
-    critic learns nothing."""
+    """The first step of what an alarm that is none of `NO_COLLAPSE` has spoken of, since this was last set to None."""
     first_score: float | None = None
     best_score: float | None = None
     first: dict[str, float] = field(default_factory=dict)
@@ -212,6 +215,17 @@ class Alarms:
         dead = gradient <= COLLAPSED_GRADIENT and (abs(entropy) <= COLLAPSED_ENTROPY or advantages > 0)
         learned = progress > 0 and progress >= KEPT_PROGRESS * best
         self._watch(
+            "alike",
+            metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0 and not learned,
+            ALIKE_STEPS,
+            f"all advantages have been 0 for {ALIKE_STEPS} steps, and the score is {score:.3g} (first "
+            f"{self.first_score:.3g}): the responses to a prompt, or episodes of a group, score alike, and nothing is "
+            "learned. Take prompts or a start that some of them get right, more of them "
+            "(actor_rollout_ref.rollout.n, env.train.group_size), or a higher temperature; try the reward "
+            "(tether reward check)",
+            warn,
+        )
+        self._watch(
             "collapse",
             dead and not learned,
             COLLAPSED_STEPS,
@@ -251,7 +265,7 @@ class Alarms:
             self.since[name] = self.step if since is None else since
         if streak >= needed and name not in self.said:
             self.said.append(name)
-            if name != "critic":
+            if name not in NO_COLLAPSE:
                 self.collapsed_since = min(self.since[name], self.collapsed_since or self.step)
             warn(message)
         elif streak <= -needed and name in self.said:
