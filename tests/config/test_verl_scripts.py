@@ -34,6 +34,7 @@ CASES = {
     "variables": 'A=1\nB="two words"\ncmd $A "$B" $B x$A-${B} \'$A\' a=$B',
     "lists of files": """f=$HOME/a.parquet\ng="['$f', '$HOME/b.parquet']"\ncmd data.train_files="$g" v=$f""",
     "defaults": 'A=set\ncmd ${A:-no} ${B:-"quoted"} ${C:-} x${D:-$A}y "${E:-a b}" ${F-z}',
+    "defaults in defaults": "A=\nB=b\ncmd ${A:-${B:-8}} ${A:-8} ${A-8}x ${C:-${D:-${B}_$B-d}}e ${C:-x{}}",
     "arrays": """A=(a=1 "b=2 3" # comment
   c=$HOME)
 A+=(d=4)

@@ -18,9 +18,8 @@ UNKNOWN = "\0"
 """Stands before and after what is not known, as it is written in the script."""
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
-_PARAMETER = re.compile(
-    rf"\$(?:(?P<name>{_NAME}|[@*])|\{{(?P<braced>{_NAME}|[@*])(?P<all>\[[@*]\])?(?::?-(?P<default>[^}}]*)|:\d+)?\}})"
-)
+_PARAMETER = re.compile(rf"\$({_NAME}|[@*])")
+_BRACED = re.compile(rf"(?P<name>{_NAME})(?P<all>\[[@*]\])?(?P<or>:?-(?P<default>.*))?|[@*](:\d+)?", re.DOTALL)
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
 _WITHIN = {"then", "else", "elif", "do", "!", "{", "}", "time"}
 _BUILTINS = {"export", "declare", "local", "readonly"}
@@ -259,25 +258,29 @@ class _Reader:
     def _expansion(self) -> list[str]:
         """The value of what begins with $; of an array all its elements."""
         begin = self._at
-        match = _PARAMETER.match(self._text, begin)
-        if match:
+        if match := _PARAMETER.match(self._text, begin):
             self._at = match.end()
-            name = match["name"] or match["braced"]
-            if name in "@*":
+            if match[1] in "@*":
                 return []
-            if name in self._variables:
-                values = self._variables[name]
-                return values if match["all"] else values[:1]
-            if match["default"] is not None:
-                return [_Reader(match["default"], {}).filled(self._variables)]
+            if match[1] in self._variables:
+                return self._variables[match[1]][:1]
+        elif self._text.startswith("${", begin):
+            self._at = self._end_of_braces(begin)
+            braced = _BRACED.fullmatch(self._text[begin + 2 : self._at - 1])
+            if braced and braced["name"] is None:
+                return []
+            if braced:
+                values = self._variables.get(braced["name"])
+                is_empty = values in ([], [""]) and (braced["or"] or "").startswith(":")
+                if values is not None and not is_empty:
+                    return values if braced["all"] else values[:1]
+                if braced["default"] is not None:
+                    return [_Reader(braced["default"], {}).filled(self._variables)]
         elif self._text.startswith(("$(", "`"), begin):
-            self._at = self._end_of_substitution()
+            self._at = self._end_of_substitution(begin)
             written = self._text[begin : self._at]
             if written.startswith("$((") and (value := self._arithmetic(written[3:-2])) is not None:
                 return [str(value)]
-        elif self._text.startswith("${", begin):
-            end = self._text.find("}", begin)
-            self._at = len(self._text) if end < 0 else end + 1
         else:
             self._at += 1
             return ["$"]
@@ -298,11 +301,23 @@ class _Reader:
         self._text = f'"{self._text.strip(chr(34))}"'
         return " ".join(self._quoted())
 
-    def _end_of_substitution(self) -> int:
-        if self._text[self._at] == "`":
-            end = self._text.find("`", self._at + 1)
+    def _end_of_braces(self, begin: int) -> int:
+        """Behind a ``${...}``, in whose default others may be."""
+        depth, at = 1, begin + 2
+        while at < len(self._text) and depth:
+            if self._text.startswith("$(", at):
+                at = self._end_of_substitution(at)
+            elif self._text.startswith("${", at):
+                depth, at = depth + 1, at + 2
+            else:
+                depth, at = depth - (self._text[at] == "}"), at + 1
+        return at
+
+    def _end_of_substitution(self, begin: int) -> int:
+        if self._text[begin] == "`":
+            end = self._text.find("`", begin + 1)
             return len(self._text) if end < 0 else end + 1
-        depth, at = 0, self._at + 1
+        depth, at = 0, begin + 1
         while at < len(self._text):
             depth += {"(": 1, ")": -1}.get(self._text[at], 0)
             at += 1
