@@ -52,6 +52,20 @@ cmd "${NONE[@]}" a""",
     "export": "export A=1 B='x y'\nexport A\ncmd $A $B",
     "appended": "A=x\nA+=y\ncmd $A",
     "an empty variable": 'A=\ncmd $A "$A" x$A',
+    "tildes": "D=~/data\nexport E=~\ncmd $D $E ~/x a=~/y '~/z' a.b=~/c x~/y ~",
+    "conditions that hold": "A=1 && B=2 && cmd $A $B\ncd / && cmd a",
+    "a subshell": "A=1\n(A=2; cmd $A)\n(\nB=3\ncmd $B\n)\ncmd $A",
+    "a group": "A=1\n{ A=2; cmd $A; }\ncmd $A",
+    "an argument list": 'set -- a=1 "b c"\ncmd "$@" $1 "$2" x${3}y ${3:-none}',
+    "no arguments": "cmd ${1:-a} ${2-b} x${3:+c}",
+    "forms of an unset variable": ': ${A:=a} "${B:=b c}"\nC=\ncmd $A "$B" ${C:+n}x ${A:+y} ${C+set} ${A?gone} ${C:-d}',
+    "quotes in a default": 'A=a\ncmd ${B:-"x"_\'y\'} "${B:-\'q\'}" ${B:-x\\}y} "${B:-"}"}" ${B:-${C:-"d e"}}',
+    "brackets in quotes": "cat <(echo ')' \"(\") > /dev/null\n: $(echo ')' \"(\" \\( )\ncmd a",
+    "odd ends of heredocs": 'cat > /dev/null <<\\EOF\ncmd a\nEOF\ncat > /dev/null <<"E-1"\ncmd b\nE-1\ncmd c',
+    "a comparison": "if [[ a < b && ( x == y || 1 == 1 ) ]]; then :; fi\ncmd a",
+    "a removed variable": "A=1\nB=2\nunset A\ncmd ${A:-none} $B",
+    "dollars before quotes": "cmd $'a b' $\"c d\" \"$'e'\"",
+    "what follows an exit": "cmd a\nexit\ncmd b",
     "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
 }
 
@@ -84,10 +98,69 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
     )
     found, numbers = [command for command in script.commands if command.words[0] == "cmd"]
     assert all(word.startswith(f"{UNKNOWN}$((") for word in numbers.words[1:])
-    expected = ("n=?$(nvidia-smi | wc -l)?", "m=?$M?", "x=?`id`?", "y=?${Z}?", "$1", "k=1")
+    expected = ("n=?$(nvidia-smi | wc -l)?", "m=?$M?", "x=?`id`?", "y=?${Z}?", "?$1?", "k=1")
     assert found.words[1:] == tuple(word.replace("?", UNKNOWN) for word in expected)
     (note,) = script.notes
     assert note.text == "line 2: if ... is not evaluated; variables that are set in it are unknown"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "test -d /x || A=2",
+        '[ -z "$F" ] && A=2',
+        "[[ -f a && -f b ]] && A=2",
+        "[ -d x ] &&\n  A=2",
+        "[ -d x ] && { A=2; }",
+        "false && (exit) || A=2",
+        "for A in 1 2; do echo $A; done",
+        "case $X in a) A=2 ;; (b|c)\n A=3;; *) A=4;; esac",
+        "f() { A=2; }",
+        "f () {\n  local A=2\n}\nf",
+        "function f { A=2; }",
+        "read -r A",
+        "while read A; do echo; done < file",
+        "printf -v A %s 2",
+        "mapfile -t A < file",
+        "[ -d x ] && unset A",
+        "A[0]=2",
+        "A=([1]=b)",
+        "A=(<(cat x))",
+        "((A++))",
+        "for ((A=0; A<3; A++)); do echo; done",
+        "let A+=1",
+        "[ -d x ] && A+=2",
+        "if x; then A=(b); fi",
+    ],
+)
+def test_a_variable_that_only_a_run_could_tell_is_unknown(setting: str) -> None:
+    (word,) = words_of(f"A=1\nF=\n{setting}\ncmd a=$A")
+    assert UNKNOWN in word[0]
+
+
+@pytest.mark.parametrize("body", ["cmd $1", 'cmd "$@"', "cmd ${2:-b}", "cmd x$*"])
+def test_arguments_of_a_function_are_unknown(body: str) -> None:
+    assert [UNKNOWN in word for (word,) in words_of(f"set -- k\nf() {{\n  {body}\n}}\ncmd $1")] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["source env.sh", ". ./env.sh", 'eval "$(cat x)"'])
+def test_what_another_file_may_set_is_noted(name: str) -> None:
+    (note,) = read_script(f"A=1\n{name}\ncmd $A", {}).notes
+    assert "is not read: variables that it sets" in note.text
+
+
+@pytest.mark.parametrize(
+    "text", ["A=(a;b)", "A=(x.y=(m))", "A=(a|b", "A=(>", "(((", "$((", "${", "`", "<(", "))", "[[ (", "f()"]
+)
+def test_broken_text_ends(text: str) -> None:
+    read_script(text, {})
+
+
+@settings(max_examples=200)
+@given(st.text(alphabet="aA=1 \n;&|()<>{}[]$\"'`\\#~", max_size=24))
+def test_any_text_ends(text: str) -> None:
+    read_script(f"if {text}", {})
+    read_script(text, {})
 
 
 SCRIPT = """set -x

@@ -1,35 +1,37 @@
 """The part of bash that training scripts are written in: variables, quotes, arrays, and commands over many lines.
 
-Nothing is run. What only a run of the script could tell (`$(...)`, `if`, positional parameters) stays unknown: a word
-that depends on it says so, and where.
+Nothing is run. What only a run of the script could tell (`$(...)`, `if`, the arguments of the script) stays unknown: a
+word that depends on it says so, and where.
 """
 
 from __future__ import annotations
 
-import ast
-import math
-import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
+
+from tether.config.importers.verl.arithmetic import assigned_names, whole_number
+from tether.config.importers.verl.brackets import end_of_braces, end_of_substitution
 
 UNKNOWN = "\0"
 """Stands before and after what is not known, as it is written in the script."""
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
-_PARAMETER = re.compile(rf"\$({_NAME}|[@*])")
-_BRACED = re.compile(rf"(?P<name>{_NAME})(?P<all>\[[@*]\])?(?P<or>:?-(?P<default>.*))?|[@*](:\d+)?", re.DOTALL)
-_OPENING, _CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
-_WITHIN = {"then", "else", "elif", "do", "!", "{", "}", "time"}
-_BUILTINS = {"export", "declare", "local", "readonly"}
-_NUMBER = re.compile(r"0|-?[1-9]\d*")
-_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
-_WHOLE = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.FloorDiv: lambda left, right: math.trunc(Fraction(left, right)),  # towards zero, as bash does
-    ast.Mod: lambda left, right: left - right * math.trunc(Fraction(left, right)),
-}  # fmt: skip
+_ELEMENT = re.compile(rf"({_NAME})\[[^]]*\]\+?=")
+_PARAMETER = re.compile(rf"\$({_NAME}|[@*#?$!0-9])")
+_BRACED = re.compile(
+    rf"(?P<name>{_NAME}|\d+|[@*])(?P<all>\[[@*]\])?((?P<colon>:?)(?P<sign>[-=?+])(?P<word>.*))?", re.DOTALL
+)
+_ARGUMENTS_FROM = re.compile(r"[@*]:\d+")
+_BLOCKS, _ENDS = {"if", "for", "while", "until", "select", "case", "{"}, {"fi", "done", "esac", "}"}
+_WITHIN = {"then", "else", "elif", "do", "!", "time"}
+_DECLARING = {"export", "declare", "typeset", "local", "readonly"}
+_READING = {"read", "mapfile", "readarray", "getopts"}
+_SUCCEEDING = {"set", "cd", "pushd", "popd", "mkdir", "echo", "printf", "true", ":", "ulimit", "unset", "shopt"}
+_NOT_READ = {"source", ".", "eval"}
+_HEREDOC = re.compile(r"""<<-?[ \t]*(?:'([^'\n]*)'|"([^"\n]*)"|\\?([^\s;&|<>()'"\\]+))""")
+_ARGUMENTS = "@"
+"""Among the variables: the arguments, where `set -- ...` has set them; without, the script is run without any."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +72,41 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
     return _Reader(text, environment).read()
 
 
+@dataclass(frozen=True)
+class _Block:
+    """What is open: ``if``, ``case``, ``{``, ``(``, ..."""
+
+    kind: str
+    is_conditional: bool
+    outside: Mapping[str, list[str]]
+    """Of a subshell: the variables as they are again when it ends; of a function: the arguments."""
+
+
 class _Reader:
     def __init__(self, text: str, environment: Mapping[str, str]) -> None:
         self._text, self._at = text, 0
         self._variables: dict[str, list[str]] = {name: [value] for name, value in environment.items()}
         self._script = Script()
-        self._depth = 0  # of what depends on a condition
+        self._blocks: list[_Block] = []
+        self._is_certain = True  # whether the next command runs whenever its block does: not after && and ||
+        self._defines = False  # whether the next block is the body of a function
         self._heredocs: list[str] = []  # the last lines of those that begin in the next line
 
     def read(self) -> Script:
         while self._at < len(self._text):
             line = self._line()
-            words = self._command()
-            if words:
-                self._take(line, words)
+            words, end = self._command()
+            kind = self._blocks[-1].kind if self._blocks else ""
+            if kind == "case" and end == ")":
+                words = []  # a pattern
+            is_last = words[:1] == ["exit"] and not self._is_conditional() and kind != "("
+            succeeds = self._take(line, words) if words else True
+            if is_last:
+                break
+            if end == ")" and kind == "(":
+                self._close()
+            if words or end not in ("", "\n"):
+                self._is_certain = end != "||" and (end not in ("&&", "|") or (succeeds and self._is_certain))
         return self._script
 
     def _line(self) -> int:
@@ -92,33 +115,103 @@ class _Reader:
     def _note(self, line: int, text: str, fix: str = "move comments above the command") -> None:
         self._script.notes.append(Note(f"line {line}: {text}", fix))
 
-    def _take(self, line: int, words: list[str]) -> None:
-        """Assign, or note a command."""
-        while words and words[0] in _OPENING | _CLOSING | _WITHIN:
+    def _is_conditional(self) -> bool:
+        return not self._is_certain or any(block.is_conditional for block in self._blocks)
+
+    def _open(self, kind: str) -> None:
+        conditional = kind not in ("{", "(") or self._defines or not self._is_certain
+        of_function = {_ARGUMENTS: self._variables.get(_ARGUMENTS, [])} if self._defines else {}
+        self._blocks.append(_Block(kind, conditional, dict(self._variables) if kind == "(" else of_function))
+        if self._defines:
+            self._variables[_ARGUMENTS] = [_unknown("$@")]  # those that it is called with
+        self._defines, self._is_certain = False, True
+
+    def _close(self) -> None:
+        if not self._blocks:
+            return
+        block = self._blocks.pop()
+        if block.kind == "(":
+            self._variables.clear()
+        self._variables |= block.outside
+
+    def _assign(self, name: str, values: list[str] | None) -> None:
+        """Set a variable; None: to what only a run could tell."""
+        is_known = values is not None and not self._is_conditional()
+        self._variables[name] = values if values is not None and is_known else [_unknown(f"${name}")]
+
+    def _take(self, line: int, words: list[str]) -> bool:
+        """Open and close blocks, assign, or note a command.
+
+        Returns:
+            Whether it succeeds for certain, so that what follows ``&&`` runs.
+        """
+        if words[0] == "function":
+            words, self._defines = words[2:], True
+        while words and words[0] in _BLOCKS | _ENDS | _WITHIN:
             word = words.pop(0)
-            self._depth += (word in _OPENING) - (word in _CLOSING)
-            if word in _OPENING:
+            if word in _ENDS:
+                self._close()
+            elif word in _BLOCKS:
+                self._open(word)
+            if word in _BLOCKS - {"{"}:
                 what = f"{word} ... is not evaluated; variables that are set in it are unknown"
                 self._note(line, what, "take what is to run out of it")
-                return
-        assigned: dict[str, str] = {}
-        is_builtin = bool(words) and words[0] in _BUILTINS
-        rest = words[1:] if is_builtin else words
-        while rest and (match := _ASSIGNMENT.match(rest[0])):
+            if word in ("for", "select", "case"):
+                if word != "case" and words:
+                    self._assign(words[0], None)
+                return False
+        declares = bool(words) and words[0] in _DECLARING
+        rest = words[1:] if declares else words
+        assigned: dict[str, list[str] | None] = {}
+        while rest and (match := _ASSIGNMENT.match(rest[0]) or _ELEMENT.match(rest[0])):
             name, value = match[1], rest.pop(0)[match.end() :]
-            assigned[name] = "".join(self._variables.get(name, [])) + value if match[2] else value
-        if rest and not is_builtin:
-            self._script.commands.append(Command(line, tuple(rest), assigned))
-            return
-        for name, value in assigned.items():
-            self._variables[name] = [_unknown(f"${name}")] if self._depth else [value]
-        if is_builtin and words[0] == "export":
+            before = "".join(self._variables.get(name, [])) if match.re is _ASSIGNMENT and match[2] else ""
+            assigned[name] = [before + value] if match.re is _ASSIGNMENT else None
+        if rest and not declares:
+            environment = {name: "".join(values or [_unknown(f"${name}")]) for name, values in assigned.items()}
+            self._script.commands.append(Command(line, tuple(rest), environment))
+            self._run_builtin(line, rest)
+            return rest[0] in _SUCCEEDING
+        for name, values in assigned.items():
+            self._assign(name, values)
+        if declares and words[0] == "export":
             names = [*assigned, *(word for word in rest if not word.startswith("-"))]
             self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
+        return True
 
-    def _command(self) -> list[str]:
-        """The words up to the end of a command."""
+    def _run_builtin(self, line: int, words: Sequence[str]) -> None:
+        """What a command of bash's own does to the variables."""
+        name, *arguments = words
+        if name in _NOT_READ:
+            what = (
+                f"{' '.join(words[:2])} is not read: variables that it sets are unknown, or keep their earlier values"
+            )
+            self._note(line, what.replace(UNKNOWN, ""), "write what it sets into the script")
+        changed: list[str] = []
+        if name in _READING:
+            changed = [word for word in arguments if re.fullmatch(_NAME, word)]
+        elif name == "printf" and arguments[:1] == ["-v"]:
+            changed = arguments[1:2]
+        elif name == "let":
+            changed = [one for word in arguments for one in assigned_names(word)]
+        for variable in changed:
+            self._assign(variable, None)
+        if name == "unset":
+            for variable in arguments:
+                self._script.exported.pop(variable, None)
+                if self._is_conditional():
+                    self._assign(variable, None)
+                else:
+                    self._variables.pop(variable, None)
+        elif name == "shift":
+            self._assign(_ARGUMENTS, None)
+        elif name == "set" and "--" in arguments:
+            self._assign(_ARGUMENTS, list(arguments[arguments.index("--") + 1 :]))
+
+    def _command(self) -> tuple[list[str], str]:
+        """The words up to the end of a command, and the operator that ends it."""
         words: list[str] = []
+        compares = False  # within [[ ... ]], where operators are part of it
         while self._at < len(self._text):
             char = self._text[self._at]
             if char in " \t":
@@ -126,48 +219,91 @@ class _Reader:
             elif self._text.startswith("\\\n", self._at):
                 self._at += 2
             elif char == "#":
-                self._warn_of_a_comment_in_a_command()
+                self._warn_of_a_comment_in_a_command(words)
                 self._at = self._end_of_line()
-            elif char in "\n;&|":
+            elif compares and char in "&|()<>":
                 self._at += 1
+            elif char in "\n;&|)":
+                end = re.compile(r"&&|\|\||;;|.", re.DOTALL).match(self._text, self._at)
+                assert end
+                self._at = end.end()
                 if char == "\n":
                     self._skip_heredocs()
-                break
-            elif char in "()<>":
-                self._skip_operator(char)
+                return words, end[0]
+            elif char == "(":
+                if ended := self._opened_parenthesis(words):
+                    return words, ended
+            elif char in "<>":
+                if self._text.startswith(("<(", ">("), self._at):
+                    words.append(self._substitution())
+                else:
+                    self._skip_redirection()
             else:
                 self._warn_of_a_broken_continuation()
-                may_assign = all(word in _BUILTINS or _ASSIGNMENT.match(word) for word in words)
+                may_assign = all(word in _DECLARING | _WITHIN or _ASSIGNMENT.match(word) for word in words)
                 words += self._word(may_assign=may_assign)
-        return words
+                compares = bool(words) and (words[-1] == "[[" or (compares and words[-1] != "]]"))
+        return words, ""
 
     def _end_of_line(self) -> int:
         end = self._text.find("\n", self._at)
         return len(self._text) if end < 0 else end
 
-    def _skip_operator(self, char: str) -> None:
+    def _opened_parenthesis(self, words: list[str]) -> str:
+        """Read past a ``(``; returns what ends the command, which is nothing within one."""
+        text = self._text
+        if all(word in _BLOCKS | _WITHIN for word in words) and text.startswith("((", self._at):
+            begin, self._at = self._at, end_of_substitution(text, self._at - 1)
+            for name in assigned_names(text[begin : self._at]):
+                self._assign(name, None)
+            words += ["let"]
+            return ""
+        empty = re.compile(r"\(\s*\)").match(text, self._at)
+        if words and empty:  # the name of a function
+            self._at, self._defines = empty.end(), True
+            words.clear()
+            return "\n"
+        self._at += 1
+        if not words and not (self._blocks and self._blocks[-1].kind == "case"):
+            self._open("(")
+        return ""
+
+    def _skip_redirection(self) -> None:
         heredoc = None if self._text.startswith("<<<", self._at) else _HEREDOC.match(self._text, self._at)
         if heredoc:
-            self._heredocs.append(heredoc[2])
+            self._heredocs.append(heredoc[1] or heredoc[2] or heredoc[3] or "")
             self._at = heredoc.end()
             return
         self._at += 1
-        if char in "<>":  # a redirection, with its target
-            while self._text[self._at : self._at + 1] in ("<", ">", "&", " "):
-                self._at += 1
-            self._word()
+        while self._text[self._at : self._at + 1] in ("<", ">", "&", " "):
+            self._at += 1
+        if self._text.startswith("(", self._at):
+            self._at = end_of_substitution(self._text, self._at - 1)
+        else:
+            self._word()  # its target
 
     def _skip_heredocs(self) -> None:
         for last in self._heredocs:
-            end = re.compile(rf"^\t*{last}$\n?", re.MULTILINE).search(self._text, self._at)
+            end = re.compile(rf"^\t*{re.escape(last)}$\n?", re.MULTILINE).search(self._text, self._at)
             self._at = end.end() if end else len(self._text)
         self._heredocs = []
 
-    def _warn_of_a_comment_in_a_command(self) -> None:
-        """A line of its own between lines that backslashes join, and so the end of them."""
-        joined = re.search(r"\\\n[ \t]*$", self._text[: self._at])
-        if joined and re.compile(r"[^\n]*\n[ \t]*[^\s]").match(self._text, self._at):
+    def _warn_of_a_comment_in_a_command(self, words: Sequence[str]) -> None:
+        """A comment that ends a command whose next line was to belong to it."""
+        begin, end = self._text.rfind("\n", 0, self._at) + 1, self._end_of_line()
+        has_its_own_line = not self._text[begin : self._at].strip() and self._text.endswith("\\\n", 0, begin)
+        below = (
+            self._text[end + 1 : self._text.find("\n", end + 1)]
+            if "\n" in self._text[end + 1 :]
+            else self._text[end + 1 :]
+        )
+        if has_its_own_line and below.strip():
             self._note(self._line(), "a comment between the lines of a command ends it; what is below is not passed")
+        elif words and self._text.endswith("\\", self._at, end) and below.strip():
+            self._note(
+                self._line(),
+                "the backslash is part of a comment, so the command ends here; what is below is not passed",
+            )
 
     def _warn_of_a_broken_continuation(self) -> None:
         if match := re.compile(r"\\[ \t]+(#[^\n]*)?(\n|$)").match(self._text, self._at):
@@ -181,8 +317,8 @@ class _Reader:
         while self._at < len(self._text):
             char = self._text[self._at]
             if char in " \t\n;&|()<>":
-                if char == "(" and _ASSIGNMENT.fullmatch(current):
-                    self._array(current)
+                if char == "(" and (match := _ASSIGNMENT.fullmatch(current)):
+                    self._array(match[1], is_appended=bool(match[2]))
                     return []
                 if char in "<>" and current.isdecimal() and not words:
                     return []  # the file descriptor of a redirection
@@ -201,10 +337,25 @@ class _Reader:
                 is_quoted = is_quoted or bool(parts)
                 words += [current + parts[0], *parts[1:-1]] if len(parts) > 1 else []
                 current = parts[-1] if len(parts) > 1 else current + "".join(parts)
+            elif self._text.startswith(("$'", '$"'), self._at):
+                self._at += 1
+                if self._text[self._at] == "'" and (
+                    match := re.compile(r"'((?:[^'\\]|\\.)*)'").match(self._text, self._at)
+                ):
+                    current += match[1] if "\\" not in match[1] else _unknown("$" + match[0])
+                    is_quoted, self._at = True, match.end()
+            elif (
+                char == "~"
+                and re.compile(r"~(?=[/\s;]|$)").match(self._text, self._at)
+                and (_ASSIGNMENT.fullmatch(current) or not (current or is_quoted))
+            ):
+                self._at += 1
+                current += "".join(self._variables.get("HOME", [_unknown("~")]))
             elif char in "$`":
                 assigns = may_assign and bool(_ASSIGNMENT.match(current))
-                value = " ".join(self._expansion())
-                parts = [value] if assigns or UNKNOWN in value else re.split(r"[ \t\n]+", value)
+                begin, value = self._at, " ".join(self._expansion())
+                is_whole = assigns or UNKNOWN in value or '"' in self._text[begin : self._at]  # a default in quotes
+                parts = [value] if is_whole else re.split(r"[ \t\n]+", value)
                 current += parts[0]
                 if len(parts) > 1:
                     words += [current, *parts[1:-1]] if current or is_quoted else parts[1:-1]
@@ -214,15 +365,15 @@ class _Reader:
                 self._at += 1
         return [*words, current] if current or is_quoted else words
 
-    def _array(self, assignment: str) -> None:
+    def _array(self, name: str, *, is_appended: bool) -> None:
         """``NAME=( ... )``, which may have comments and many lines."""
-        match = _ASSIGNMENT.fullmatch(assignment)
-        assert match
         self._at += 1
         items: list[str] = []
         while self._at < len(self._text) and self._text[self._at] != ")":
             char = self._text[self._at]
-            if char in " \t\n":
+            if self._text.startswith(("<(", ">("), self._at):
+                items.append(self._substitution())
+            elif char in " \t\n;&|<>(":  # bash takes no operator here
                 self._at += 1
             elif self._text.startswith("\\\n", self._at):
                 self._at += 2
@@ -231,8 +382,14 @@ class _Reader:
             else:
                 items += self._word()
         self._at += 1
-        before = self._variables.get(match[1], []) if match[2] else []
-        self._variables[match[1]] = [_unknown(f"${match[1]}")] if self._depth else [*before, *items]
+        has_places = any(re.match(r"\[[^]]*\]=", item) for item in items)
+        before = self._variables.get(name, []) if is_appended else []
+        self._assign(name, None if has_places else [*before, *items])
+
+    def _substitution(self) -> str:
+        """``$(...)``, ``<(...)`` and the like, which only a run could tell."""
+        begin, self._at = self._at, end_of_substitution(self._text, self._at)
+        return _unknown(self._text[begin : self._at])
 
     def _quoted(self) -> list[str]:
         """Text in double quotes; the elements of ``"${NAME[@]}"``, of which there may be none."""
@@ -245,7 +402,7 @@ class _Reader:
                 parts[-1] += "" if follows == "\n" else follows
                 self._at, has_text = self._at + 2, True
             elif char in "$`":
-                values = self._expansion()
+                values = self._expansion(in_quotes=True)
                 has_text = has_text or bool(values)
                 parts = [*parts[:-1], parts[-1] + values[0], *values[1:]] if values else parts
             else:
@@ -255,91 +412,83 @@ class _Reader:
         self._at += 1
         return [] if is_empty_list else parts
 
-    def _expansion(self) -> list[str]:
+    def _expansion(self, *, in_quotes: bool = False) -> list[str]:
         """The value of what begins with $; of an array all its elements."""
         begin = self._at
         if match := _PARAMETER.match(self._text, begin):
             self._at = match.end()
-            if match[1] in "@*":
-                return []
-            if match[1] in self._variables:
-                return self._variables[match[1]][:1]
+            values = self._values(match[1])
+            if values is not None:
+                return values if match[1] in "@*" else values[:1]
         elif self._text.startswith("${", begin):
-            self._at = self._end_of_braces(begin)
-            braced = _BRACED.fullmatch(self._text[begin + 2 : self._at - 1])
-            if braced and braced["name"] is None:
+            self._at = end_of_braces(self._text, begin)
+            inside = self._text[begin + 2 : self._at - 1]
+            if _ARGUMENTS_FROM.fullmatch(inside) and not self._values("@"):
                 return []
-            if braced:
-                values = self._variables.get(braced["name"])
-                is_empty = values in ([], [""]) and (braced["or"] or "").startswith(":")
-                if values is not None and not is_empty:
-                    return values if braced["all"] else values[:1]
-                if braced["default"] is not None:
-                    return [_Reader(braced["default"], {}).filled(self._variables)]
+            if (braced := _BRACED.fullmatch(inside)) and (values := self._braced(braced, in_quotes)) is not None:
+                return values
         elif self._text.startswith(("$(", "`"), begin):
-            self._at = self._end_of_substitution(begin)
+            self._at = end_of_substitution(self._text, begin)
             written = self._text[begin : self._at]
-            if written.startswith("$((") and (value := self._arithmetic(written[3:-2])) is not None:
+            if written.startswith("$((") and (value := whole_number(written[3:-2], self._variables)) is not None:
                 return [str(value)]
         else:
             self._at += 1
             return ["$"]
         return [_unknown(self._text[begin : self._at])]
 
-    def _arithmetic(self, text: str) -> int | None:
-        """The whole number that ``$((...))`` is, where its variables are known."""
-        known = {name: values[0] for name, values in self._variables.items() if values and _NUMBER.fullmatch(values[0])}
-        digits = re.sub(rf"\$?({_NAME})|\$\{{({_NAME})\}}", lambda name: known.get(name[1] or name[2], "?"), text)
-        try:
-            return _whole(ast.parse(digits.replace("/", "//").strip(), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError):
+    def _values(self, name: str) -> list[str] | None:
+        """The elements of a variable, or the arguments; None: unknown, or not set."""
+        if name in "@*":
+            return self._variables.get(_ARGUMENTS, [])
+        if name.isdecimal():
+            arguments = self._variables.get(_ARGUMENTS)
+            is_known = arguments is not None and UNKNOWN not in "".join(arguments) and name != "0"
+            return (arguments[int(name) - 1 : int(name)] or [""]) if arguments and is_known else None
+        return self._variables.get(name)
+
+    def _braced(self, braced: re.Match[str], in_quotes: bool) -> list[str] | None:
+        """The value of ``${NAME}`` and of its forms with a word for where it is not set; None: unknown."""
+        name, sign = braced["name"], braced["sign"]
+        if name.isdecimal() and UNKNOWN in "".join(self._variables.get(_ARGUMENTS, [])):
             return None
+        values = self._values(name)
+        is_set = values is not None and not (values in ([], [""]) and (braced["colon"] or not values))
+        if is_set and values is not None and sign != "+":
+            return values if braced["all"] or name in "@*" else values[:1]
+        if values is not None and any(UNKNOWN in value for value in values):
+            return None
+        if sign is None or sign == "?":
+            return values
+        if sign == "+":
+            return [self._filled(braced["word"], in_quotes)] if is_set else [""]
+        word = self._filled(braced["word"], in_quotes)
+        if sign == "=":
+            self._assign(name, [word])
+        return [word]
 
-    def filled(self, variables: Mapping[str, list[str]]) -> str:
-        """The whole text as in double quotes, with these variables."""
-        self._variables = dict(variables)
-        self._text = f'"{self._text.strip(chr(34))}"'
-        return " ".join(self._quoted())
-
-    def _end_of_braces(self, begin: int) -> int:
-        """Behind a ``${...}``, in whose default others may be."""
-        depth, at = 1, begin + 2
-        while at < len(self._text) and depth:
-            if self._text.startswith("$(", at):
-                at = self._end_of_substitution(at)
-            elif self._text.startswith("${", at):
-                depth, at = depth + 1, at + 2
+    def _filled(self, word: str, in_quotes: bool) -> str:
+        """The word of ``${NAME:-word}``, its variables filled in."""
+        inner = _Reader(word, {})
+        inner._variables = self._variables
+        filled = ""
+        while inner._at < len(word):
+            char = word[inner._at]
+            if char in "$`":
+                filled += " ".join(inner._expansion(in_quotes=in_quotes))
+            elif char == '"':
+                filled += " ".join(inner._quoted())
+            elif char == "'" and not in_quotes:
+                end = word.find("'", inner._at + 1)
+                filled += word[inner._at + 1 : end if end >= 0 else None]
+                inner._at = end + 1 if end >= 0 else len(word)
             else:
-                depth, at = depth - (self._text[at] == "}"), at + 1
-        return at
-
-    def _end_of_substitution(self, begin: int) -> int:
-        if self._text[begin] == "`":
-            end = self._text.find("`", begin + 1)
-            return len(self._text) if end < 0 else end + 1
-        depth, at = 0, begin + 1
-        while at < len(self._text):
-            depth += {"(": 1, ")": -1}.get(self._text[at], 0)
-            at += 1
-            if depth == 0:
-                break
-        return at
-
-
-def _whole(node: ast.expr) -> int:
-    """The value of an expression of whole numbers.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    match node:
-        case ast.Constant(value=int(value)) if type(value) is int:
-            return value
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            return -_whole(operand) if isinstance(node.op, ast.USub) else _whole(operand)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _WHOLE:
-            return int(_WHOLE[type(sign)](_whole(left), _whole(right)))
-    raise ValueError(ast.dump(node))
+                inner._at += char == "\\" and (
+                    not in_quotes or word[inner._at + 1 : inner._at + 2] in ("$", '"', "\\", "}")
+                )
+                filled += word[inner._at : inner._at + 1]
+                inner._at += 1
+        return filled
 
 
 def _unknown(written: str) -> str:
