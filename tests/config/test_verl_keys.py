@@ -200,6 +200,49 @@ def test_verls_megatron_configuration_chooses_megatron(files):
     assert load(path=folder / "mine.yaml").config.critic.strategy == "megatron"
 
 
+def test_verls_model_engine_chooses_the_strategy(files):
+    chosen = [
+        {"overrides": ["model_engine=megatron"]},
+        {"mine": "model_engine: megatron\n"},
+        {"mine": "defaults: [ppo_trainer, {override model_engine: megatron}, _self_]\n"},
+        # a copy of verl's own file
+        {"mine": "defaults: [{model_engine: megatron}, {actor@actor_rollout_ref.actor: '${model_engine}_actor'}]\n"},
+        {"mine": "defaults: [{model_engine: dp}, {critic@critic: '${model_engine}_critic'}]\nmodel_engine: megatron\n"},
+    ]
+    for case in chosen:
+        path = files(mine=case.get("mine", "")) / "mine.yaml"
+        config = load("data.train_batch_size=512", *case.get("overrides", []), path=path).config
+        assert (config.actor_rollout_ref.actor.strategy, config.critic.strategy) == ("megatron", "megatron"), case
+    loaded = load("model_engine=megatron", "actor_rollout_ref.actor.strategy=fsdp2", "data.train_batch_size=512")
+    assert loaded.config.actor_rollout_ref.actor.strategy == "fsdp2"
+    assert load("model_engine=dp", "data.train_batch_size=512").config.actor_rollout_ref.actor.strategy == "fsdp"
+    assert "there are FSDP2 and Megatron here" in problems_of("model_engine=veomni")["model_engine"]
+
+
+def test_a_folder_that_is_mistyped_is_not_verls(files):
+    folder = files(mine="")
+    for arguments in (
+        ["--config-path=/typo", "--config-name=ppo_trainer"],
+        [str(folder / "conf" / "ppo_trainer.yaml")],
+    ):
+        with pytest.raises(ConfigError, match=r"ppo_trainer\.yaml: cannot be read"):
+            command(*arguments)
+
+
+def test_mappings_are_merged_as_hydra_merges_them():
+    key = "actor_rollout_ref.rollout.engine_kwargs"
+    given = [f"{key}={{vllm: {{a: 1, b: {{c: 1}}}}}}", f"+{key}={{vllm: {{b: {{d: 2}}}}}}", f"{key}.vllm={{e: 3}}"]
+    loaded = load(*given, "data.train_batch_size=512")
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"a": 1, "b": {"c": 1, "d": 2}, "e": 3}
+
+
+def test_a_key_that_is_written_twice_is_said(files):
+    folder = files(mine="data.seed: 1\ndata: {seed: 2}\n")
+    assert problems_of(path=folder / "mine.yaml")["data.seed"].startswith(
+        "data.seed: 2 contradicts 1; it is written twice"
+    )
+
+
 def test_a_configuration_is_named_as_hydra_names_it(files):
     files(conf__mine="data: {train_batch_size: 0}\n")
     for name in ("mine", "mine.yaml"):

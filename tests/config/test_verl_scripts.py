@@ -8,7 +8,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from tether.commands.cli import app
 from tether.config import ConfigError, load_config
 from tether.config.importers.verl.command import translate
 from tether.config.importers.verl.shell import UNKNOWN, read_script
@@ -166,7 +168,7 @@ def test_any_text_ends(text: str) -> None:
 SCRIPT = """set -x
 MODEL=${MODEL:-Qwen/Qwen2-7B}
 files="['$HOME/a.parquet', '$HOME/b.parquet']"
-export VERL_USE_MODELSCOPE=True
+export VLLM_ATTENTION_BACKEND=XFORMERS HF_TOKEN=hf_1 WANDB_API_KEY=$TOLD
 %s \\
     algorithm.adv_estimator=gae \\
     data.train_files="$files" data.val_files=$HOME/a.parquet \\
@@ -195,7 +197,8 @@ def test_the_file_loads_to_what_the_script_says(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("HOME", "/home/me")
     text, listing = translate(written(tmp_path, SCRIPT % start), [])
     assert listing == ""
-    assert "# Exported there: VERL_USE_MODELSCOPE=True" in text
+    assert "settings: VLLM_ATTENTION_BACKEND, HF_TOKEN, WANDB_API_KEY" in text.splitlines()[1]
+    assert "hf_1" not in text
     file = tmp_path / "run.yaml"
     file.write_text(text)
     config = load_config(file, []).config
@@ -257,3 +260,93 @@ def test_a_value_that_is_unknown_may_be_given(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         translate(tmp_path / "no.sh", [])
+
+
+M = "python3 -m verl.trainer.main_ppo "
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "trainer.seed=5 trainer={total_epochs:4}",
+        "trainer={seed:5,total_epochs:4} ~trainer.seed",
+        "trainer.seed=5 ~trainer data.seed=1",
+        "trainer.seed=5 ~trainer.seed trainer.seed=6",
+        "actor_rollout_ref.rollout.engine_kwargs={vllm:{a:1}} actor_rollout_ref.rollout.engine_kwargs.vllm.b=2",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.b=2 +actor_rollout_ref.rollout.engine_kwargs={vllm:{a:{c:1}}}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=4 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.actor={ppo_micro_batch_size:4}",
+        "reward.custom_reward_function={name:a} custom_reward_function.name=b",
+        "trainer.logger=[console] trainer.logger=[wandb]",
+        "critic.model.override_config={attention_dropout:0.1} critic.model.override_config.embd_pdrop=0.2",
+    ],
+)
+def test_the_file_loads_to_what_the_settings_load_to(tmp_path: Path, overrides: str) -> None:
+    given = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", *overrides.split()]
+    text, _ = translate(written(tmp_path, M + " ".join(f"'{one}'" for one in given)), [])
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert load_config(file, []).config == load_config(None, given).config
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "export VERL_USE_MODELSCOPE=True\n" + M,
+        "VERL_USE_MODELSCOPE=True " + M,
+        "env VERL_USE_MODELSCOPE=True " + M,
+        """ray job submit --runtime-env-json='{"env_vars": {"VERL_USE_MODELSCOPE": "True"}}' -- """ + M,
+        """ray job submit --runtime-env-json '{"env_vars": {"VERL_USE_MODELSCOPE": "True"}}' -- """ + M,
+    ],
+)
+def test_modelscope_is_told(tmp_path: Path, script: str) -> None:
+    text, listing = translate(written(tmp_path, script + "data.seed=1"), [])
+    assert "VERL_USE_MODELSCOPE=True is set there and no setting" in listing
+    assert "VERL_USE_MODELSCOPE" in text.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    ["recipe.sppo.main_sppo", "recipe.spin.main_spin", "verl.experimental.one_step_off_policy.main_ppo",
+     "verl.experimental.fully_async_policy.fully_async_main", "verl.trainer.main_generation", "verl.trainer.main_eval",
+     "verl.trainer.fsdp_sft_trainer"],
+)  # fmt: skip
+def test_other_trainers_are_refused_by_name(tmp_path: Path, trainer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"line 1 starts {trainer}, which is not verl\.trainer\.main_ppo"):
+        translate(written(tmp_path, f"python -m {trainer} data.seed=1"), [])
+
+
+@pytest.mark.parametrize("option", ["--config-path=", "--config-dir "])
+@pytest.mark.parametrize("folder", ["/my/conf", "/my/config", "conf"])
+def test_a_folder_of_configurations_is_told(tmp_path: Path, option: str, folder: str) -> None:
+    script = f"{M}{option}{folder} --config-name=ppo_trainer data.seed=1"
+    _, listing = translate(written(tmp_path, script), [])
+    assert f"--config-path={folder} was taken for verl's own; if it has a ppo_trainer.yaml" in listing
+
+
+def test_secrets_in_settings_are_told(tmp_path: Path) -> None:
+    _, listing = translate(written(tmp_path, M + "reward_model.server.api_key=s"), [])
+    assert "passwords or keys" in listing
+
+
+def test_a_first_line_behind_a_byte_order_mark_counts(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"S=3\n{M}data.seed=$S", encoding="utf-8-sig")
+    assert yaml.safe_load(translate(script, [])[0]) == {"data": {"seed": 3}}
+
+
+def test_a_backslash_in_a_comment_is_told(tmp_path: Path) -> None:
+    _, listing = translate(written(tmp_path, M + "data.seed=3 # why \\\n  trainer.seed=4\n"), [])
+    assert listing.startswith("line 1: the backslash is part of a comment, so the command ends here")
+
+
+def test_arguments_that_are_passed_on_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\$@: stands in the script, and is known only when it is run"):
+        translate(written(tmp_path, f'run() {{\n{M} data.seed=1 "$@"\n}}\nrun trainer.seed=2'), [])
+
+
+def test_the_script_is_not_written_over(tmp_path: Path) -> None:
+    script = written(tmp_path, M + "data.seed=1")
+    with pytest.raises(ValueError, match=r"run\.sh: is the file that is translated"):
+        CliRunner().invoke(app, ["config", "import-verl", str(script), "-o", str(script)], catch_exceptions=False)
+    assert script.read_text() == M + "data.seed=1"

@@ -355,7 +355,7 @@ def import_rlinf(
     from tether.commands.translation import write_translation
     from tether.config.importers.rlinf.command import translate
 
-    write_translation(*translate(arguments or []), out)
+    write_translation(*translate(arguments or []), out, Path((arguments or [""])[0]))
 
 
 @config_app.command(name="import-verl")
@@ -368,7 +368,7 @@ def import_verl(
     from tether.commands.translation import write_translation
     from tether.config.importers.verl.command import translate
 
-    write_translation(*translate(script, overrides or []), out)
+    write_translation(*translate(script, overrides or []), out, script)
 
 
 @config_app.command()

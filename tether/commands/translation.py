@@ -7,12 +7,14 @@ from pathlib import Path
 import typer
 
 
-def write_translation(yaml: str, listing: str, out: Path | None) -> None:
+def write_translation(yaml: str, listing: str, out: Path | None, source: Path) -> None:
     """Write the YAML to a file, or print it; the listing goes to stderr.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: the file cannot be written, or is the source of the translation.
     """
+    if out is not None and out.exists() and out.samefile(source):
+        raise ValueError(f"--out {out}: is the file that is translated. give another one")
     if out is None:
         typer.echo(yaml)
     else:

@@ -38,11 +38,43 @@ PRESET = "size: 1\nkind: preset\n"
         ("[model/small@_here_]", {"size": 1, "kind": "preset"}),
         ("[{optional model: null}, _self_]", {}),
         ("[override hydra/job_logging: stdout]", {}),
+        ("[optional model/missing, optional gone@here, {optional model: none}]", {}),
+        ("[model/top]", {"size": 5}),
+        ("[model/top@a]", {"a": {"size": 5}}),
+        ("[{kind: small}, {model@m: '${kind}'}]", {"kind": 1, "m": {"size": 1, "kind": "preset"}}),
         ("[hybrid_engines/fsdp@actor.fsdp_config, weight_syncer/patch@weight_syncer]", {}),
     ],
 )
 def test_where_presets_are_mounted(composed, defaults, tree):
-    assert composed({"run.yaml": f"defaults: {defaults}\n", "model/small.yaml": PRESET}) == (tree, [])
+    files = {"model/small.yaml": PRESET, "model/top.yaml": "# a\n# @package _global_\nsize: 5\n"}
+    files["kind/small.yaml"] = "# @package _global_\nkind: 1\n"
+    assert composed(files | {"run.yaml": f"defaults: {defaults}\n"}) == (tree, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "size"),
+    [("override model: large", 2), ("override /model: large", 2), ("override model@m: large", None), ("hydra: x", 1)],
+)
+def test_a_choice_in_place_of_that_of_a_preset(composed, override, size):
+    tree, problems = composed(
+        {
+            "run.yaml": f"defaults: [base, {{{override}}}, _self_]\n",
+            "base.yaml": "defaults: [{model: small}]\n",
+            "model/small.yaml": "size: 1\n",
+            "model/large.yaml": "size: 2\n",
+            "hydra/x.yaml": "",
+        }
+    )
+    if size is None:
+        assert "nothing above chooses model@m" in str(problems[0])
+    else:
+        assert (tree["model"]["size"], problems) == (size, [])
+
+
+def test_a_choice_within_a_preset_is_told(composed):
+    files = {"run.yaml": "defaults: [a]\n", "a.yaml": "defaults: [{m: x}, {override m: y}]\n", "m/x.yaml": "b: 1\n"}
+    _, problems = composed(files)
+    assert [str(one) for one in problems] == ["defaults: override m: is not in the run's own file. write m: y there"]
 
 
 def test_the_file_goes_over_its_presets_unless_it_says_otherwise(composed):

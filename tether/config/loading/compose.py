@@ -1,15 +1,17 @@
 """Hydra's `defaults:` list: preset files, each mounted where its entry says, under the file's own keys.
 
 An entry is `group/name@where` or `{group@where: name}`, relative to the group of the file that it stands in unless it
-begins with a slash. Without `@where` a preset is mounted at its group, and one without a group at the top. Presets are
-looked up beside the file, then in `hydra.searchpath`.
+begins with a slash. Without `@where` a preset is mounted where its `# @package` line says, else at its group, and one
+without a group at the top. `optional` before an entry: it may be missing; `override` before a group: its choice takes
+the place of that in a preset's list. Presets are looked up beside the file, then in `hydra.searchpath`.
 """
 
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -20,6 +22,10 @@ from tether.config.problems import Problem
 
 OWN = "_self_"
 HERE, TOP = "_here_", "_global_"
+_OPTIONAL, _OVERRIDE = "optional ", "override "
+_PACKAGE = re.compile(r"(?:\s*(?:#[^\n]*)?\n)*?\s*#\s*@package\s+(\S+)")
+_CHOSEN = re.compile(r"\$\{([\w/]+)\}")
+"""In a choice: the choice of another group, which stands above it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,9 @@ class Entry:
     """Group and name, as `env/libero_10`; or `_self_`."""
     where: str
     """Dotted key under which its keys are mounted; empty: the top."""
+    parent: str | None = None
+    """Where the naming file is mounted, to which its own `# @package` line is relative; None: that does not count."""
+    is_optional: bool = False
 
 
 def compose(
@@ -45,20 +54,38 @@ def compose(
     Raises:
         ConfigError: a preset is no YAML file.
     """
-    problems: list[Problem] = []
     folders = (path.parent, *_search_path(tree))
-    lookup = _Lookup(folders, built_in, problems)
+    lookup = _Lookup(folders, built_in, [], _overrides(tree.get("defaults")))
     layers = list(_layers(tree, Entry(path.stem, ""), lookup, (path.stem,)))
     merged = OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=False)
     assert isinstance(merged, dict)
-    return {str(name): value for name, value in merged.items()}, problems
+    return {str(name): value for name, value in merged.items()}, lookup.problems
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Lookup:
     folders: Sequence[Path]
     built_in: Callable[[str], Mapping[object, object] | None]
     problems: list[Problem]
+    overrides: Mapping[str, object]
+    """Of the file's own list: group, with its @where -> the choice in place of that of a preset's list."""
+    chosen: dict[str, object] = field(default_factory=dict)
+    """Group, with its @where -> what was chosen so far."""
+    has_built_in: bool = False
+    """Whether something shipped was put in, whose own list is not here to be changed."""
+
+
+def _overrides(defaults: object) -> dict[str, object]:
+    """The choices of ``override GROUP: NAME`` lines, but for Hydra's own groups, such as its logging."""
+    pairs = (
+        [pair for item in defaults if isinstance(item, dict) for pair in item.items()]
+        if isinstance(defaults, list)
+        else []
+    )
+    groups = {
+        str(left).removeprefix(_OVERRIDE).lstrip("/"): name for left, name in pairs if str(left).startswith(_OVERRIDE)
+    }
+    return {group: name for group, name in groups.items() if not group.startswith("hydra/")}
 
 
 def _layers(
@@ -66,39 +93,82 @@ def _layers(
 ) -> Iterator[dict[str, object]]:
     """The keys of every preset, then or in between those of the tree itself, each as a tree from the top."""
     own = {name: value for name, value in tree.items() if name not in ("defaults", "hydra")}
-    entries = list(_entries(tree.get("defaults") or [], of))
-    if all(entry.name != OWN for entry in entries):
-        entries.append(Entry(OWN, of.where))
-    for entry in entries:
+    has_own = False
+    for entry in _entries(tree.get("defaults") or [], of, lookup):
         if entry.name == OWN:
+            has_own = True
             yield _mounted(own, of.where)
             continue
         file = next((found for folder in lookup.folders if (found := folder / f"{entry.name}.yaml").is_file()), None)
         if file is not None and entry.name not in stack:
-            yield from _layers(read_yaml(file), entry, lookup, (*stack, entry.name))
+            preset = read_yaml(file)
+            package = _PACKAGE.match(file.read_text(encoding="utf-8"))
+            if package and entry.parent is not None:
+                entry = replace(entry, where=_mount_point(entry.name, package[1], entry.parent))
+            yield from _layers(preset, entry, lookup, (*stack, entry.name))
         elif file is not None:
             lookup.problems.append(Problem("defaults", f"{entry.name} includes itself", "take the entry out"))
         elif (shipped := lookup.built_in(entry.name)) is not None:
-            yield from _layers(shipped, entry, lookup, stack) if shipped else ()
-        else:
+            lookup.has_built_in = True
+            at_top = shipped.get(TOP)
+            if isinstance(at_top, dict):
+                yield at_top
+            elif shipped:
+                yield from _layers(shipped, entry, lookup, stack)
+        elif not entry.is_optional:
             lookup.problems.append(_missing(entry, lookup.folders))
+    if not has_own:
+        yield _mounted(own, of.where)
 
 
-def _entries(defaults: object, of: Entry) -> Iterator[Entry]:
-    """The lines of the defaults list of a file."""
+def _entries(defaults: object, of: Entry, lookup: _Lookup) -> Iterator[Entry]:
+    """The lines of the defaults list of a file, each read when what stands above it was put in."""
     for item in defaults if isinstance(defaults, list) else [defaults]:
         pairs = item.items() if isinstance(item, dict) else [(item, None)]
-        for left, chosen in pairs:
-            group, _, package = str(left).removeprefix("optional ").partition("@")
-            if isinstance(item, dict) and (chosen is None or group.startswith("override ")):
-                continue  # nothing chosen, or a choice of Hydra's own, such as its logging
-            for name in chosen if isinstance(chosen, list) else [chosen]:
+        for left, choice in pairs:
+            written = str(left).removeprefix(_OPTIONAL)
+            group, _, package = written.removeprefix(_OVERRIDE).partition("@")
+            key = _key(group, package, of)
+            if written.startswith(_OVERRIDE):
+                is_own = key in lookup.overrides
+                if key.startswith("hydra/") or (is_own and key in lookup.chosen):
+                    continue
+                if not is_own or not lookup.has_built_in:
+                    what = f"{written}: " + (
+                        f"nothing above chooses {key}" if is_own else "is not in the run's own file"
+                    )
+                    lookup.problems.append(Problem("defaults", what, f"write {key}: {choice} there"))
+                    continue
+            elif isinstance(item, dict):
+                choice = lookup.overrides.get(key, choice)
+            if isinstance(item, dict):
+                choice = (
+                    _CHOSEN.sub(lambda name: str(lookup.chosen.get(name[1], name[0])), choice)
+                    if isinstance(choice, str)
+                    else choice
+                )
+                lookup.chosen[key] = choice
+                if choice is None:
+                    continue
+            for name in choice if isinstance(choice, list) else [choice]:
                 full = group if name is None else f"{group}/{name}"
                 if full == OWN:
                     yield Entry(OWN, of.where)
                 else:
-                    absolute = posixpath.normpath(posixpath.join("/", posixpath.dirname(of.name), full))[1:]
-                    yield Entry(absolute, _mount_point(full.removeprefix("/"), package, of.where))
+                    where = _mount_point(full.removeprefix("/"), package, of.where)
+                    parent = None if package else of.where
+                    yield Entry(_from_the_top(full, of), where, parent, str(left).startswith(_OPTIONAL))
+
+
+def _from_the_top(group: str, of: Entry) -> str:
+    """A group or a preset as it is called from the top folder; in a list it may be relative to the file."""
+    return posixpath.normpath(posixpath.join("/", posixpath.dirname(of.name), group))[1:]
+
+
+def _key(group: str, package: str, of: Entry) -> str:
+    """A group as an ``override`` line of the file calls it."""
+    where = _mount_point(f"{group}/", package, of.where) if package else ""
+    return _from_the_top(group, of) + (f"@{where or TOP}" if package else "")
 
 
 def _mount_point(name: str, package: str, where: str) -> str:

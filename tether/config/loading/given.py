@@ -20,12 +20,14 @@ from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.loading.typos import unknown_key
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.problems import Problem
+from tether.config.schema.engine import STRATEGY
 from tether.config.support.verl_keys import composed_files, is_unread_section, renamed, unread
 
 if TYPE_CHECKING:
     from tether.config.importers.rlinf.importer import Imported
 
 COMMAND_LINE = "command line"
+MODEL_ENGINE = "model_engine"
 STAND_IN = "?"
 """Value of a required key while the rest of a config without it is checked."""
 
@@ -63,7 +65,7 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     problems: list[Problem] = []
     notes: list[str] = []
     parsed, unreadable = parse_overrides(overrides)
-    shipped = composed_files().get(path.stem) if path is not None and not path.is_file() else None
+    shipped = composed_files().get(path.stem) if path is not None and _may_be_verls(path) else None
     tree = shipped if shipped is not None else {} if path is None else read_yaml(path)
     if path is not None and is_rlinf(tree):  # imported here: its tables take a moment to load
         imported = importlib.import_module("tether.config.importers.rlinf.importer").import_file(path, parsed)
@@ -83,6 +85,7 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     problems += unreadable
     for position, override in enumerate(parsed, start=1):
         problems += _apply(given, override, position)
+    _choose_engine(given)
     if ENV_KEY not in given and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
         given[ENV_KEY] = Setting(STAND_IN, COMMAND_LINE, 0)  # it is no text run, which would lack other keys
     if ENV_KEY in given and given[ENV_KEY].value == MISSING:
@@ -90,6 +93,11 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
         problems.append(Problem(ENV_KEY, "missing: no simulator is named", fix))
         given[ENV_KEY] = replace(given[ENV_KEY], value=STAND_IN)
     return given, problems, notes
+
+
+def _may_be_verls(path: Path) -> bool:
+    """Whether a file that is not here may be one of verl's, which lie in the folder config beside its main_ppo."""
+    return not path.is_file() and path.parent.name in ("", "config")
 
 
 def _composed(path: Path, tree: dict[object, object]) -> tuple[dict[object, object], list[Problem]]:
@@ -188,9 +196,9 @@ def _store(given: Given, items: Iterable[Item | Problem], source: str, position:
                 _make_room(given, path)
             given[path] = Setting(value, source, position, written)
         elif value is not None and value != rival and not interpolates(value):
-            what = (
-                f"{show(value)} contradicts {show(rival)}; {written or given[path].written} is another name of the key"
-            )
+            other = written or given[path].written
+            named = f"{other} is another name of the key" if other else "it is written twice"
+            what = f"{show(value)} contradicts {show(rival)}; {named}"
             problems.append(Problem(path, what, f"keep {path}"))
     return problems
 
@@ -208,7 +216,8 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
     if path in sections() and not override.delete and not isinstance(override.value, dict):
         return [_not_a_value(path, override.value)]
     if not override.delete:
-        return _store(given, _flatten(path, override.value, written), COMMAND_LINE, position)
+        items = _flatten(path, override.value, written)
+        return _store(given, (_over(given, item) for item in items), COMMAND_LINE, position)
     if path not in keys() and path not in sections() and unread(path) is None and not is_unread_section(path):
         return [unknown_key(override.path)]
     held = given[path].value if path in given else keys()[path].default if path in keys() else None
@@ -217,6 +226,14 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
         return [Problem(override.path, what, f"write ~{override.path}")]
     _forget(given, path)
     return []
+
+
+def _choose_engine(given: Given) -> None:
+    """verl's ``model_engine=megatron`` chooses the files of actor and critic, and those say the strategy."""
+    chosen = given.get(MODEL_ENGINE)
+    if chosen is not None and chosen.value == "megatron":
+        del given[MODEL_ENGINE]
+        given.setdefault(STRATEGY, replace(chosen, written=MODEL_ENGINE))
 
 
 def _forget(given: Given, path: str) -> None:
@@ -242,7 +259,22 @@ def _mapping_key(path: str) -> str | None:
 def _put(mapping: object, path: list[str], value: object) -> dict[str, object]:
     old = mapping if isinstance(mapping, dict) else {}
     first, *rest = path
-    return {**old, first: _put(old.get(first), rest, value) if rest else value}
+    return {**old, first: _put(old.get(first), rest, value) if rest else merged(old.get(first), value)}
+
+
+def _over(given: Given, item: Item | Problem) -> Item | Problem:
+    """A mapping with what was given of it before."""
+    if isinstance(item, Problem) or item[0] not in given or item[0] not in keys() or not keys()[item[0]].is_mapping:
+        return item
+    path, value, written = item
+    return path, merged(given[path].value, value), written
+
+
+def merged(old: object, new: object) -> object:
+    """A value over another, as Hydra puts it: mappings are merged, all else is replaced."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return old | {name: merged(old.get(name), value) for name, value in new.items()}
 
 
 def _drop(mapping: object, path: list[str]) -> dict[str, object]:

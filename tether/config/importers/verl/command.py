@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from tether.config.importers.verl.shell import UNKNOWN, Command, Script, read_script
-from tether.config.loading.interpolation import nest
+from tether.config.keys import keys
+from tether.config.loading.given import merged
 from tether.config.loading.load import load_config
 from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
+from tether.config.secrets import has_secrets
+from tether.config.support.verl_keys import renamed
 
-_TRAINER = re.compile(r"(\w+\.)*main_\w+|(\S*/)?main_\w+\.py")
+_STARTED = re.compile(
+    r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
+)
+_PPO = re.compile(
+    r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?dapo[./]main_dapo(?:\.py)?"
+)
+"""The trainers whose algorithm is the one here: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
-_CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp")
+_MODELSCOPE = "VERL_USE_MODELSCOPE"
+_CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """The words after the trainer's name."""
+    """The command that starts the trainer."""
 
     line: int
     trainer: str
     settings: tuple[str, ...]
     config_name: str | None
+    config_path: str | None
     options: tuple[str, ...]
     """Of Hydra, that no configuration has."""
+    environment: Mapping[str, str]
+    """Of the command alone."""
 
 
 def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
@@ -48,7 +63,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         ConfigError: the script cannot be read, starts verl not once, or gives settings that cannot be read.
     """
     try:
-        text = script.read_text(encoding="utf-8")
+        text = script.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(script), f"cannot be read ({error})", "give a shell script")]) from None
     read = read_script(text, os.environ)
@@ -60,83 +75,169 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     if problems or unreadable:
         broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
         raise ConfigError([*broken, *problems, *unreadable])
-    heading = [
-        f"# The settings of {script.name}, line {launch.line} ({launch.trainer}).",
-        *(f"# Exported there: {name}={value}" for name, value in read.exported.items() if UNKNOWN not in value),
-    ]
     body = _settings(overrides)
-    if launch.config_name:
-        body = {"defaults": [launch.config_name, "_self_"], **body}
-    dumped = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+    environment = {**read.exported, **launch.environment}
+    heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer})."]
+    if environment:  # their names alone: values may be secrets
+        heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
+    tree = {"defaults": [launch.config_name, "_self_"], **body} if launch.config_name else body
+    dumped = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+    written = "\n".join(heading) + "\n" + dumped
     listing = [
         *(note.text for note in read.notes),
         *(f"{option} is no setting and was left out" for option in launch.options),
+        *_remarks(launch, environment, body),
+        *_obstacles(written, script),
     ]
-    return "\n".join(heading) + "\n" + dumped, "\n".join([*listing, *_obstacles(launch, overrides)])
+    return written, "\n".join(listing)
 
 
 def _launch(script: Path, read: Script) -> _Launch:
     """The one command that starts a trainer of verl's.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: there is none, there are several, or it is another than PPO's.
     """
-    found = [(command, place) for command in read.commands if (place := _place_of_trainer(command)) is not None]
+    started = [(command, place) for command in read.commands if (place := _place_of_trainer(command)) is not None]
+    found = [(command, place) for command, place in started if _PPO.fullmatch(command.words[place])]
+    if started and not found:
+        command, place = started[0]
+        what = f"line {command.line} starts {command.words[place]}, which is not verl.trainer.main_ppo"
+        fix = (
+            "give a script of PPO; where its algorithm is PPO's all the same, with verl.trainer.main_ppo in that place"
+        )
+        raise ConfigError([Problem(str(script), what, fix)])
     if len(found) != 1:
         lines = ", ".join(str(command.line) for command, _ in found)
         what = f"starts verl {len(found)} times, in lines {lines}" if found else "starts no trainer of verl's"
         raise ConfigError(
             [Problem(str(script), what, "give a script with one python -m verl.trainer.main_ppo KEY=VALUE ...")]
         )
-    (command, place), name = found[0], None
+    (command, place), name, folder = found[0], None, None
     settings, options = [], []
     words = list(command.words[place + 1 :])
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
         if option in (*_CONFIG_NAME, *_CONFIG_PATH):
-            value = value if equals else words.pop(0) if words else ""
-            name = value.removesuffix(".yaml") if option in _CONFIG_NAME else name
+            value = (value if equals else words.pop(0) if words else "").replace(UNKNOWN, "")
+            if option in _CONFIG_NAME:
+                name = value.removesuffix(".yaml")
+            else:
+                folder = value
         elif word.startswith("-"):
-            options.append(word)
+            options.append(word.replace(UNKNOWN, ""))
         elif word.strip():
             settings.append(word)
     if name and name not in _PREDEFINED:
         fix = f"give {name}.yaml itself to tether train, with the settings of the script"
         raise ConfigError([Problem(f"--config-name={name}", "is a file of the script's own", fix)])
-    return _Launch(command.line, command.words[place], tuple(settings), name, tuple(options))
+    environment = {**command.environment, **_environment(command.words[:place])}
+    trainer = command.words[place]
+    return _Launch(command.line, trainer, tuple(settings), name, folder, tuple(options), environment)
 
 
 def _place_of_trainer(command: Command) -> int | None:
     """Where among the words the trainer's name stands; before it may be python, ray job submit, nsys, env, ..."""
     for place, word in enumerate(command.words):
         before = command.words[place - 1] if place else ""
-        if _TRAINER.fullmatch(word) and (before == "-m" or word.endswith(".py")):
+        if _STARTED.fullmatch(word) and (before == "-m" or word.endswith(".py")):
             return place
     return None
 
 
+def _environment(before: Sequence[str]) -> dict[str, str]:
+    """Variables that the words before the trainer set: of ``env NAME=VALUE``, and of Ray's ``--runtime-env-json``."""
+    pairs = (word.partition("=") for word in before)
+    found = {name: value for name, equals, value in pairs if equals and name.isidentifier()}
+    for place, word in enumerate(before):
+        option, equals, value = word.partition("=")
+        if option == "--runtime-env-json":
+            try:
+                tree = json.loads(value if equals else before[place + 1])
+            except (ValueError, IndexError):
+                continue
+            inner = tree.get("env_vars") if isinstance(tree, dict) else None
+            found |= {str(name): str(one) for name, one in inner.items()} if isinstance(inner, dict) else {}
+    return found
+
+
 def _unknown(word: str) -> Problem:
-    key, _, value = word.replace(UNKNOWN, "").partition("=")
+    key, equals, value = word.replace(UNKNOWN, "").partition("=")
     parts = ", ".join(word.split(UNKNOWN)[1::2])
+    if not equals:
+        return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
     fix = f"export what it needs, or add {key}=VALUE to this command"
     return Problem(key, f"is {value} in the script, and {parts} is known only when it is run", fix)
 
 
 def _settings(overrides: Sequence[Override]) -> dict[str, object]:
-    """The last value of each key, nested."""
-    values: dict[str, object] = {}
+    """What the overrides leave, nested: as Hydra has it, the last value of a key, and mappings merged."""
+    tree: dict[str, object] = {}
     for override in overrides:
-        values.pop(override.path, None)
-        if not override.delete:
-            values[override.path] = override.value
-    return nest(values)
+        path = override.path.split(".")
+        if override.delete:
+            _take_out(tree, path)
+            continue
+        for key in _leaves(override.path, override.value):  # the same quantity by another name: the last one counts
+            for other in [one for one in _leaves("", tree) if one != key and _quantity(one) == _quantity(key)]:
+                _take_out(tree, other.split("."))
+        inner = tree
+        for name in path[:-1]:
+            below = inner.get(name)
+            inner[name] = inner = below if isinstance(below, dict) else {}
+        inner[path[-1]] = merged(inner.get(path[-1]), override.value)
+    return tree
 
 
-def _obstacles(launch: _Launch, overrides: Sequence[Override]) -> list[str]:
+def _quantity(key: str) -> str:
+    name = renamed(key)
+    return (keys()[name].alias_of or name) if name in keys() else name
+
+
+def _leaves(path: str, value: object) -> list[str]:
+    if not isinstance(value, dict):
+        return [path]
+    return [leaf for name, inner in value.items() for leaf in _leaves(f"{path}.{name}" if path else str(name), inner)]
+
+
+def _take_out(tree: dict[str, object], path: Sequence[str]) -> None:
+    """Take out a key, and the sections that it leaves empty."""
+    first, *rest = path
+    inner = tree.get(first)
+    if rest and isinstance(inner, dict):
+        _take_out(inner, rest)
+    if not rest or inner == {}:
+        tree.pop(first, None)
+
+
+def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str, object]) -> list[str]:
+    """What the file does not say, and what is in it that others should not read."""
+    remarks = []
+    folder = launch.config_path
+    path = Path(folder or "config")
+    if not (path.match("trainer/config") if path.is_absolute() else path.name == "config"):
+        name = launch.config_name or _PREDEFINED[0]
+        remarks.append(
+            f"--config-path={folder} was taken for verl's own; if it has a {name}.yaml, give that to tether train"
+        )
+    if environment.get(_MODELSCOPE, "").lower() in ("1", "true", "yes"):
+        remarks.append(
+            f"{_MODELSCOPE}={environment[_MODELSCOPE]} is set there and no setting: set it for tether train too, or "
+            "write modelscope: before the names of models"
+        )
+    if has_secrets(body):
+        remarks.append("the file has passwords or keys of the script in it: keep it to yourself")
+    return remarks
+
+
+def _obstacles(written: str, script: Path) -> list[str]:
     """Reasons why the file cannot be run as it is."""
-    try:
-        load_config(Path(f"{launch.config_name}.yaml") if launch.config_name else None, overrides)
-    except ConfigError as error:
-        return ["to be changed before it runs:", *(f"  {problem}" for problem in error.problems)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{script.stem}.yaml"
+        file.write_text(written, encoding="utf-8")
+        try:
+            load_config(file, [])
+        except ConfigError as error:
+            return ["to be changed before it runs:", *(f"  {problem}" for problem in error.problems)]
     return []
