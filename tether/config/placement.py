@@ -18,7 +18,7 @@ a row.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from tether.config.problems import Problem
@@ -31,6 +31,8 @@ COMPONENTS = (
 )  # fmt: skip
 CLUSTER, NODES = "cluster", "node"
 """Labels that need no entry in `cluster.node_groups`: all accelerators, and all nodes without their accelerators."""
+MOST_RANKS = 1_000_000
+"""Each is one entry of a list, so that a slip of the finger would fill the memory."""
 FORM = "a map of ranks is for example 0-7, or 0-1:0-3,2-3"
 
 Processes = tuple[tuple[int, ...], ...]
@@ -53,7 +55,7 @@ class Placement:
         return None if self.processes is None else tuple(sorted({rank for own in self.processes for rank in own}))
 
 
-def parse_node_groups(groups: Iterable[object] | None, num_nodes: int) -> tuple[dict[str, int | None], list[Problem]]:
+def parse_node_groups(groups: object, num_nodes: int) -> tuple[dict[str, int | None], list[Problem]]:
     """Read `cluster.node_groups`.
 
     Args:
@@ -65,6 +67,9 @@ def parse_node_groups(groups: Iterable[object] | None, num_nodes: int) -> tuple[
         knows, else nodes; and what is wrong.
     """
     sizes: dict[str, int | None] = {NODES: num_nodes}
+    fix = "a group is {label: a800, node_ranks: 0-3}"
+    if groups is not None and not isinstance(groups, list):
+        return sizes, [Problem("cluster.node_groups", f"{groups!r} is no list of groups", fix)]
     problems: list[Problem] = []
     for number, group in enumerate(groups or []):
         try:
@@ -78,12 +83,13 @@ def parse_node_groups(groups: Iterable[object] | None, num_nodes: int) -> tuple[
             hardware = group.get("hardware") or {}
             sizes[label] = len(nodes) if group.get("ignore_hardware") else _hardware(hardware)
         except ValueError as error:
-            fix = "a group is {label: a800, node_ranks: 0-3}"
             problems.append(Problem(f"cluster.node_groups[{number}]", str(error), fix))
     return sizes, problems
 
 
-def _hardware(hardware: Mapping[str, object]) -> int | None:
+def _hardware(hardware: object) -> int | None:
+    if not isinstance(hardware, Mapping):
+        raise ValueError(f"hardware={hardware!r} is no section with type and configs")
     configs = hardware.get("configs")
     return len(configs) if isinstance(configs, Sized) and len(configs) else None
 
@@ -271,6 +277,8 @@ def _span(text: str) -> range:
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise ValueError(f"{text!r} ends before it begins")
+    if last >= MOST_RANKS:
+        raise ValueError(f"{text!r} is beyond {MOST_RANKS} ranks")
     return range(first, last + 1)
 
 

@@ -12,13 +12,14 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.loading.yaml_file import read_yaml
-from tether.config.problems import Problem
+from tether.config.problems import ConfigError, Problem
 
 OWN = "_self_"
 HERE, TOP = "_here_", "_global_"
@@ -52,14 +53,21 @@ def compose(
         built_in: of a group and name, what a preset says that may be missing; None: it may not.
 
     Raises:
-        ConfigError: a preset is no YAML file.
+        ConfigError: a preset is no YAML file, or has a list where another has a section.
     """
-    folders = (path.parent, *_search_path(tree))
-    lookup = _Lookup(folders, built_in, [], _overrides(tree.get("defaults")))
+    problems: list[Problem] = []
+    folders = (path.parent, *_search_path(tree, problems))
+    lookup = _Lookup(folders, built_in, problems, _overrides(tree.get("defaults")))
     layers = list(_layers(tree, Entry(path.stem, ""), lookup, (path.stem,)))
-    merged = OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=False)
+    try:
+        merged = OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=False)
+    except OmegaConfBaseException as error:
+        clashes = (_clash(one, other) for one, other in combinations(layers, 2))
+        key = next(filter(None, clashes), "a key")
+        what = f"{key} is a list in one of the file and its presets, and a section of keys in another"
+        raise ConfigError([Problem(str(path), what, "write the same in both")]) from error
     assert isinstance(merged, dict)
-    return {str(name): value for name, value in merged.items()}, lookup.problems
+    return {str(name): value for name, value in merged.items()}, problems
 
 
 @dataclass
@@ -119,6 +127,18 @@ def _layers(
             lookup.problems.append(_missing(entry, lookup.folders))
     if not has_own:
         yield _mounted(own, of.where)
+
+
+def _clash(one: Mapping[str, object], other: Mapping[str, object]) -> str | None:
+    """The first key that is a list in one tree and a section in the other."""
+    for name in one.keys() & other.keys():
+        pair = one[name], other[name]
+        if isinstance(pair[0], dict) and isinstance(pair[1], dict):
+            if inner := _clash(pair[0], pair[1]):
+                return f"{name}.{inner}"
+        elif {dict, list} == {type(value) for value in pair}:
+            return str(name)
+    return None
 
 
 def _entries(defaults: object, of: Entry, lookup: _Lookup) -> Iterator[Entry]:
@@ -185,11 +205,14 @@ def _mounted(tree: Mapping[object, object], where: str) -> dict[str, object]:
     return mounted
 
 
-def _search_path(tree: Mapping[object, object]) -> list[Path]:
+def _search_path(tree: Mapping[object, object], problems: list[Problem]) -> list[Path]:
     """Folders of `hydra.searchpath`; those that name an unset environment variable are left out."""
     hydra = tree.get("hydra")
     listed = (hydra.get("searchpath") or []) if isinstance(hydra, dict) else []
     folders: list[Path] = []
+    if not isinstance(listed, list):
+        problems.append(Problem("hydra.searchpath", f"{listed!r} is no list", "write it as [file://FOLDER]"))
+        return folders
     for item in listed:
         try:
             (text,) = OmegaConf.create([item])

@@ -31,6 +31,7 @@ from tether.config.importers.rlinf.sampling import OLDER, TODAY, sampling
 from tether.config.importers.rlinf.schedule import fsdp_schedule
 from tether.config.importers.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
 from tether.config.schema.env import VLA_TYPES
+from tether.types import JsonObject
 
 OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
@@ -76,11 +77,16 @@ def env_id(role: str) -> Convert:
     """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
 
     def convert(value: object, values: Values) -> object:
-        params = values.get(f"env.{role}.init_params") or {}
-        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), params.get("id"))
+        own = values.get(f"env.{role}.init_params")
+        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), _arguments(own).get("id"))
         return next((name for name in named if name is not None), UNSET)
 
     return convert
+
+
+def _arguments(written: object) -> JsonObject:
+    """The constructor's arguments as a copy; none where something else stands, which has its refusal at its key."""
+    return dict(written) if isinstance(written, dict) else {}
 
 
 def env_arguments(role: str) -> Convert:
@@ -88,7 +94,10 @@ def env_arguments(role: str) -> Convert:
 
     def convert(value: object, values: Values) -> object:
         own = values.get(f"env.{role}.init_params")
-        arguments = dict((values.get("env.train.init_params") if own is None else own) or {})
+        arguments = _arguments(values.get("env.train.init_params") if own is None else own)
+        if own is not None and not isinstance(own, dict):
+            why = "arguments of an environment are a section, as {id: Pendulum-v1}"
+            raise Unsupported(why, f"env.{role}.init_params")
         arguments.pop("id", None)
         if values.get(f"env.{role}.env_type") == MANISKILL:
             for name in ("num_envs", "render_mode"):
@@ -123,7 +132,7 @@ def env_type(role: str) -> Convert:
     """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
 
     def convert(value: object, values: Values) -> object:
-        observed = (values.get(f"env.{role}.init_params") or {}).get("obs_mode", "state")
+        observed = _arguments(values.get(f"env.{role}.init_params")).get("obs_mode", "state")
         fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
         if value not in fine:
             raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
 from tether.config.importers.rlinf.marks import ENV_KEY, MARKS
@@ -25,15 +26,16 @@ from tether.config.importers.rlinf.rows import (
     Values,
 )
 from tether.config.importers.rlinf.text import OLDER_LOSSES, TEXT
-from tether.config.importers.rlinf.values import values_of
+from tether.config.importers.rlinf.values import section_at, values_of
 from tether.config.keys import show
 from tether.config.loading.compose import compose
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import nearest
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
-from tether.config.problems import Problem
+from tether.config.problems import ConfigError, Problem
 from tether.config.support.patterns import look_up
+from tether.types import JsonObject
 
 Task = Literal["embodied", "reasoning"]
 Status = Literal["mapped", "defaulted", "no effect", "not supported"]
@@ -103,7 +105,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
         overrides: those in RLinf's keys go over the file before interpolations are resolved, the others are left over.
 
     Raises:
-        ConfigError: the file or a preset of it cannot be read at all.
+        ConfigError: the file or a preset of it cannot be read at all, or an override cannot be put over it.
     """
     tree, problems = compose(path, read_yaml(path), _without_effect)
     tree = _override(tree, [override for override in overrides if _section(override) in MARKS])
@@ -157,6 +159,8 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
         else:
             problems.append(_unknown(key, table, other))
     for line in (*_defaults(table, values), *_fixed(fixed)):
+        if line.status == "not supported" and line.key not in refused:
+            lines.append(line)
         added = {name: value for name, value in line.native.items() if name not in native}
         if added:
             lines.append(Line(line.key, line.value, "defaulted", added, line.why))
@@ -196,7 +200,7 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
         if error.key not in (None, key):  # which has a row, and so a refusal, of its own
             return Line(key, value, "mapped")
         return Line(key, value, "not supported", why=str(error))
-    except (TypeError, ValueError, AttributeError):  # a conversion met a value of another type than it is for
+    except (TypeError, ValueError, AttributeError, ArithmeticError):  # a value that no conversion is for
         return Line(key, value, "not supported", why=f"{show(value)} is of the wrong type")
 
 
@@ -208,7 +212,11 @@ def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
 def _defaults(table: Table, values: Values) -> Iterator[Line]:
     for key, row in table.items():
         if isinstance(row, Mapped) and row.default is not UNSET and key not in values:
-            yield Line(key, row.default, "defaulted", _converted(row, row.default, values))
+            try:
+                yield Line(key, row.default, "defaulted", _converted(row, row.default, values))
+            except Unsupported as error:  # a key that the file has is to blame; without a name it says so itself
+                if error.key is not None:
+                    yield Line(error.key, values[error.key], "not supported", why=str(error))
 
 
 def _fixed(fixed: Mapping[str, object]) -> Iterator[Line]:
@@ -220,17 +228,21 @@ def _section(override: Override) -> str:
     return override.path.split(".")[0]
 
 
-def _override(tree: dict[str, object], overrides: Sequence[Override]) -> dict[str, object]:
+def _override(tree: JsonObject, overrides: Sequence[Override]) -> JsonObject:
     changed = OmegaConf.create(tree)
     for override in overrides:
         section, _, name = override.path.rpartition(".")
-        if override.delete:
-            parent = OmegaConf.select(changed, section) if section else changed
-            if parent is not None:
-                parent.pop(name, None)
-        else:
-            clears = override.value == {}  # any other mapping goes over the file's, as Hydra has it
-            OmegaConf.update(changed, override.path, override.value, merge=not clears, force_add=True)
+        try:
+            if override.delete:
+                parent = OmegaConf.select(changed, section) if section else changed
+                if isinstance(parent, DictConfig):
+                    parent.pop(name, None)
+            else:
+                over = isinstance(override.value, dict) and bool(override.value)  # the file's, as Hydra has it
+                OmegaConf.update(changed, override.path, override.value, merge=over, force_add=True)
+        except (OmegaConfBaseException, TypeError, ValueError) as error:  # a name in a list is one of the last two
+            what = f"does not fit what the file has there ({str(error).splitlines()[0]})"
+            raise ConfigError([Problem(override.path, what, "write it in the file")]) from error
     plain = OmegaConf.to_container(changed, resolve=False)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
@@ -241,9 +253,8 @@ def _means_something(key: str) -> bool:
     return look_up(EMBODIED, key) is not None or any(row.startswith(f"{key}.") for row in EMBODIED)
 
 
-def _task(tree: Mapping[str, Any]) -> Task | Problem:
-    runner, algorithm = tree.get("runner") or {}, tree.get("algorithm") or {}
-    named = runner.get("task_type")
+def _task(tree: JsonObject) -> Task | Problem:
+    algorithm, named = section_at(tree, "algorithm"), section_at(tree, "runner").get("task_type")
     if named is None:
         embodied = "env" in tree or algorithm.get("loss_type") in ("actor_critic", "decoupled_actor_critic")
         return "embodied" if embodied else "reasoning"
@@ -286,7 +297,7 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     critic = bool(values.get("critic.use_critic_model"))
     if task == "embodied":
         return check_embodied(placements)
-    older = values.get(TASK_KEY) == OLDER_TASK or values.get("algorithm.loss_type") in OLDER_LOSSES
+    older = values.get(TASK_KEY) == OLDER_TASK or str(values.get("algorithm.loss_type")) in OLDER_LOSSES
     return check_reasoning(placements, critic, reward=not older)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tether.config.importers.rlinf.values import section_at
 from tether.config.loading.overrides import Override
 from tether.types import JsonObject
 
@@ -34,7 +35,7 @@ def without_old_simulator(
         The keys that were taken out.
     """
     given = {override.path: override.value for override in overrides if not override.delete}
-    train = _section(tree, "env.train")
+    train = section_at(tree, "env.train")
     old_type, old_id = train.get("env_type"), _task(train)
     new_type = given.get("env.train.env_type", old_type)
     new_id = next((given[key] for key in _names_of("train") if key in given), old_id)
@@ -47,10 +48,10 @@ def without_old_simulator(
     own_tests = new_type == old_type and any(key in given for key in _names_of("eval"))
     left_out = []
     for role in ("train",) if own_tests else ("train", "eval"):
-        its_own = [name for name in _section(tree, f"env.{role}") if not is_known(f"env.{role}.{name}")]
+        its_own = [name for name in section_at(tree, f"env.{role}") if not is_known(f"env.{role}.{name}")]
         for name in (*dropped, *(its_own if new_type != old_type else ())):
             section, _, last = f"env.{role}.{name}".rpartition(".")
-            holder = _section(tree, section)
+            holder = section_at(tree, section)
             if last in holder:
                 holder.pop(last)
                 left_out.append(f"{section}.{last}")
@@ -62,14 +63,8 @@ def names_task(override: Override) -> bool:
     return override.path in (*_names_of("train"), *_names_of("eval"))
 
 
-def _section(tree: JsonObject, path: str) -> JsonObject:
-    for name in path.split("."):
-        tree = tree.get(name) or {}
-    return tree
-
-
 def _task(section: JsonObject) -> Any:
-    named = (section.get("id"), section.get("gym_id"), (section.get("init_params") or {}).get("id"))
+    named = (section.get("id"), section.get("gym_id"), section_at(section, "init_params").get("id"))
     return next((name for name in named if name is not None), None)
 
 

@@ -10,14 +10,39 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from tether.config.importers.rlinf.rows import NoEffect, Table
+from tether.config.keys import show
 from tether.config.loading.yaml_file import MISSING
 from tether.config.problems import Problem
+from tether.types import JsonObject
+
+
+def section_at(tree: JsonObject, path: str) -> JsonObject:
+    """The section at a dotted path; empty where there is none, or where something else stands."""
+    for name in path.split("."):
+        inner = tree.get(name)
+        tree = inner if isinstance(inner, dict) else {}
+    return tree
+
+
+def _number(value: object) -> float:
+    """Python multiplies a text, too: 8 times '8' would be '88888888'."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is no number; write it as one, without quotes")
+    return value
+
+
+def _not(value: object) -> bool:
+    """Python takes every text for true, the text 'False' as well."""
+    if isinstance(value, str):
+        raise ValueError(f"{value!r} is a text, neither true nor false; write it without quotes")
+    return not value
+
 
 RESOLVERS: Mapping[str, Callable[..., object]] = {
-    "multiply": lambda left, right: left * right,
-    "int_div": lambda left, right: left // right,
-    "subtract": lambda left, right: left - right,
-    "not": lambda value: not value,
+    "multiply": lambda left, right: _number(left) * _number(right),
+    "int_div": lambda left, right: _number(left) // _number(right),
+    "subtract": lambda left, right: _number(left) - _number(right),
+    "not": _not,
     "torch.dtype": str,
     "now": lambda form: datetime.now().strftime(form),
 }
@@ -71,12 +96,24 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
             elif value is None and path not in table and _is_section(path, table):
                 continue  # a section of which all lines are gone
             else:
-                yield path, OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+                plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+                yield (path, plain) if path in table or not _is_section(path, table) else _no_section(path, plain)
         except MissingMandatoryValue:
             yield Problem(path, f"{MISSING} stands for a value still to be given", f"give it, for example {path}=...")
         except OmegaConfBaseException as error:
-            what = f"does not resolve ({str(error).splitlines()[0]})"
-            yield Problem(path, what, "name an existing key, or set the environment variable")
+            yield _unresolved(path, written[name], str(error).splitlines()[0])
+
+
+def _unresolved(path: str, written: object, why: str) -> Problem:
+    kind, in_resolver, refused = why.partition(" raised while resolving interpolation: ")
+    if in_resolver and kind != "KeyError":  # which is an environment variable that is not set
+        return Problem(path, f"{written} does not resolve ({refused})", "correct its arguments")
+    return Problem(path, f"does not resolve ({why})", "name an existing key, or set the environment variable")
+
+
+def _no_section(path: str, value: object) -> Problem:
+    what = f"{show(value)} stands where a section of keys belongs"
+    return Problem(path, what, "write its keys below it, or leave it out")
 
 
 def _is_section(path: str, table: Table) -> bool:
