@@ -182,6 +182,7 @@ STARTS = (
     "CUDA_VISIBLE_DEVICES=0 python -u -m verl.trainer.main_ppo",
     "ray job submit --no-wait -- python3 -m verl.trainer.main_ppo",
     "nsys profile -o x python verl/trainer/main_ppo.py",
+    "cd /verl && python -m recipe.dapo.src.main_dapo",
     "python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_trainer'",
 )
 

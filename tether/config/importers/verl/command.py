@@ -25,9 +25,7 @@ from tether.config.support.verl_keys import renamed
 _STARTED = re.compile(
     r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
 )
-_PPO = re.compile(
-    r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?dapo[./]main_dapo(?:\.py)?"
-)
+_PPO = re.compile(r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?main_dapo(?:\.py)?")
 """The trainers whose algorithm is the one here: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
 _MODELSCOPE = "VERL_USE_MODELSCOPE"
