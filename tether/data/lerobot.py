@@ -13,11 +13,9 @@ Read as 2.0, 2.1 or 3.0, which packs several episodes into a file; pictures that
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import datasets
@@ -26,14 +24,25 @@ import pyarrow
 import pyarrow.parquet
 
 from tether.data.demonstrations import TASK, Demonstration
+from tether.data.lerobot_columns import png, read_columns
+from tether.data.lerobot_meta import (
+    ACTION,
+    DONE,
+    EPISODE,
+    FRAME,
+    OBSERVATION,
+    REWARD,
+    SUCCESS,
+    TASK_INDEX,
+    VERSION,
+    Meta,
+    read_meta,
+)
 from tether.observations import Array
 from tether.types import JsonObject
 
-VERSION, READABLE = "v2.1", ("v2.0", "v2.1", "v3.0")
 DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 CHUNK = 1000
-OBSERVATION, ACTION, REWARD, DONE, SUCCESS = "observation.", "action", "next.reward", "next.done", "next.success"
-COUNTERS = ("frame_index", "episode_index", "index", "task_index")
 
 
 def write_dataset(folder: Path, episodes: Iterable[Demonstration], *, fps: int, robot: str) -> int:
@@ -87,38 +96,36 @@ def read_dataset(folder: Path) -> list[Demonstration]:
     """Read all episodes, in order.
 
     Raises:
-        ValueError: it is no such dataset, of another version, with videos, or holds a number that is not finite.
+        ValueError: it is no such dataset, of another version, with videos, holds a number that is not finite, or its
+            files do not agree: on the episodes and their lengths, or on types and shapes.
     """
-    info_file = folder / "meta" / "info.json"
-    if not info_file.is_file():
-        raise ValueError(
-            f"{folder}: no dataset of episodes here (meta/info.json is missing). `tether collect` makes one."
-        )
-    info = json.loads(info_file.read_text())
-    if info["codebase_version"] not in READABLE:
-        raise ValueError(
-            f"{info_file}: codebase_version={info['codebase_version']}, but only {', '.join(READABLE)} are read"
-        )
-    features = info["features"]
-    for name, feature in features.items():
-        if feature["dtype"] == "video":
-            raise ValueError(
-                f"{info_file}: {name} is stored as videos. Store its pictures in the parquet files instead."
-            )
+    meta = read_meta(folder)
     files = sorted((folder / "data").rglob("*.parquet"))
     if not files:
-        raise ValueError(f"{folder / 'data'}: no parquet files here, though {info_file} describes some")
-    table = pyarrow.concat_tables([pyarrow.parquet.read_table(file).replace_schema_metadata() for file in files])
-    table = table.sort_by([("episode_index", "ascending"), ("frame_index", "ascending")])
-    columns = {name: _read_column(table, name, feature) for name, feature in features.items()}
-    if any(feature["dtype"] == "image" for feature in features.values()):
-        columns |= _pictures(table, features)
-    columns[TASK] = _read_tasks(folder / "meta")[columns["task_index"]]
-    starts = np.flatnonzero(np.diff(columns["episode_index"], prepend=-1))
-    bounds = zip(starts, [*starts[1:], len(table)], strict=True)
-    episodes = [_episode({name: column[start:stop] for name, column in columns.items()}) for start, stop in bounds]
-    for number, episode in enumerate(episodes):
-        _check(episode, folder, number)
+        raise ValueError(f"{folder / 'data'}: no parquet files here, though {folder / 'meta'} describes some")
+    parts = [read_columns(file, meta) for file in files]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in meta.features}
+    order = np.lexsort((columns[FRAME], columns[EPISODE]))
+    columns = {name: column[order] for name, column in columns.items()}
+    ends = np.cumsum([len(part[FRAME]) for part in parts])
+
+    def place(frame: int) -> str:
+        """The row that a frame stands in."""
+        i = int(np.searchsorted(ends, order[frame], side="right"))
+        return f"{files[i]}: row {order[frame] - (ends[i - 1] if i else 0)}"
+
+    columns[TASK] = _tasks(columns[TASK_INDEX], meta, place)
+    numbers, starts = np.unique(columns[EPISODE], return_index=True)
+    stops = [*starts[1:], len(order)]
+    for number, start, stop in zip(numbers, starts, stops, strict=True):
+        _check_frames(int(number), columns[FRAME][start:stop], int(start), place)
+    _check_lengths(folder, meta, dict(zip(numbers.tolist(), (stops - starts).tolist(), strict=True)))
+    episodes = [
+        _episode({name: column[start:stop] for name, column in columns.items()})
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    for number, episode in zip(numbers, episodes, strict=True):
+        _check_finite(episode, folder, int(number))
     return episodes
 
 
@@ -157,7 +164,7 @@ def _write_parquet(path: Path, columns: Mapping[str, Array], features: JsonObjec
         {name: _arrow_feature(feature) for name, feature in features.items()}
     ).arrow_schema
     cells = {
-        name: [{"bytes": _png().encode_png(picture), "path": f"frame_{t:06d}.png"} for t, picture in enumerate(column)]
+        name: [{"bytes": png().encode_png(picture), "path": f"frame_{t:06d}.png"} for t, picture in enumerate(column)]
         if _is_picture(column)
         else (column[:, 0] if column.shape[1:] == (1,) else column).tolist()
         for name, column in columns.items()
@@ -194,32 +201,42 @@ def _line(file: Any, value: JsonObject) -> None:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def _read_column(table: pyarrow.Table, name: str, feature: JsonObject) -> Array:
-    """A column [T, ...] of numbers; nothing yet of a picture."""
-    if feature["dtype"] == "image":
-        return np.zeros(len(table))
-    if name in COUNTERS or name in (REWARD, DONE, SUCCESS, "timestamp"):
-        return np.array(table[name].to_pylist(), dtype=feature["dtype"]).reshape(len(table))
-    return np.array(table[name].to_pylist(), dtype=feature["dtype"]).reshape(len(table), -1)
+def _tasks(numbers: Array, meta: Meta, place: Callable[[int], str]) -> Array:
+    """The text of each frame."""
+    for number, first in zip(*np.unique(numbers, return_index=True), strict=True):
+        if number not in meta.tasks:
+            what = f"{TASK_INDEX}={number} is none of the {len(meta.tasks)} tasks that the folder meta lists"
+            raise ValueError(f"{place(int(first))}: {what}. Add it there.")
+    return np.array([meta.tasks[number] for number in numbers.tolist()])
 
 
-def _pictures(table: pyarrow.Table, features: JsonObject) -> dict[str, Array]:
-    decode = _png().decode_png
-    return {
-        name: np.stack([decode(cell["bytes"]) for cell in table[name].to_pylist()])
-        for name, feature in features.items()
-        if feature["dtype"] == "image"
-    }
+def _check_frames(number: int, frames: Array, start: int, place: Callable[[int], str]) -> None:
+    """Refuse an episode, from frame `start` of all on, whose own frames are not 0, 1, 2, ..., once each."""
+    wrong = np.flatnonzero(frames != np.arange(len(frames)))
+    if not len(wrong):
+        return
+    i = int(wrong[0])
+    if i and frames[i] == frames[i - 1]:
+        what = f"{FRAME}={frames[i]} of episode {number} is in {place(start + i - 1)}, too"
+        raise ValueError(f"{place(start + i)}: {what}. Take one away, or give each episode a number of its own.")
+    what = f"{FRAME}={frames[i]} where frame {i} of episode {number} is expected"
+    raise ValueError(f"{place(start + i)}: {what}. Fetch the file again, or leave the episode out.")
 
 
-def _read_tasks(meta: Path) -> Array:
-    """The text of each task by its number."""
-    if (meta / "tasks.jsonl").is_file():
-        rows = [json.loads(line) for line in (meta / "tasks.jsonl").read_text().splitlines()]
-    else:  # version 3.0: the text is pandas' index
-        rows = pyarrow.parquet.read_table(meta / "tasks.parquet").to_pylist()
-        rows = [{"task": row.get(TASK, row.get("__index_level_0__")), **row} for row in rows]
-    return np.array([row["task"] for row in sorted(rows, key=lambda row: row["task_index"])])
+def _check_lengths(folder: Path, meta: Meta, found: Mapping[int, int]) -> None:
+    """Refuse other episodes than the dataset lists."""
+    fix = "Fetch the dataset again, or correct the number."
+    listed = found if meta.lengths is None else meta.lengths
+    for number in sorted(found.keys() | listed.keys()):
+        length, rows = listed.get(number, 0), found.get(number, 0)
+        if length != rows:
+            what = f"episode {number} has {length} frames, and {rows} rows in {folder / 'data'}"
+            raise ValueError(f"{meta.list}: {what}. {fix}")
+    totals = {"total_episodes": len(found), "total_frames": sum(found.values())}
+    for name, total in meta.totals.items():
+        if total != totals[name]:
+            what = f"{name}={total!r}, but {totals[name]} are in {folder / 'data'}"
+            raise ValueError(f"{folder / 'meta' / 'info.json'}: {what}. {fix}")
 
 
 def _episode(columns: Mapping[str, Array]) -> Demonstration:
@@ -231,7 +248,7 @@ def _episode(columns: Mapping[str, Array]) -> Demonstration:
     )
 
 
-def _check(episode: Demonstration, folder: Path, number: int) -> None:
+def _check_finite(episode: Demonstration, folder: Path, number: int) -> None:
     """Refuse a number that is not finite, so that no policy learns from it."""
     numbers = {name: part for name, part in episode.observations.items() if part.dtype.kind == "f"}
     for name, column in (numbers | {ACTION: episode.actions}).items():
@@ -242,10 +259,3 @@ def _check(episode: Demonstration, folder: Path, number: int) -> None:
                 f"{folder}: episode {number}, frame {t}: entry {entry} of {name} is {column[t, entry]}. "
                 "Leave the episode out."
             )
-
-
-def _png() -> ModuleType:
-    try:
-        return importlib.import_module("tether.data.png")
-    except ModuleNotFoundError as error:
-        raise ValueError("pictures need the package Pillow. Run: pip install 'tether[vla]'") from error

@@ -17,6 +17,16 @@ def encode_png(picture: NDArray[np.uint8]) -> bytes:
 
 
 def decode_png(data: bytes) -> NDArray[np.uint8]:
-    """The picture [H, W, C] in a file; any format that Pillow reads."""
-    picture = np.asarray(Image.open(BytesIO(data)))
+    """The picture [H, W, C] in a file of any format that Pillow reads.
+
+    Raises:
+        ValueError: its numbers are no bytes, as those of a depth picture.
+        OSError, SyntaxError: it is broken.
+    """
+    image: Image.Image = Image.open(BytesIO(data))
+    if image.mode in ("1", "P", "CMYK", "YCbCr"):  # whose numbers are no colours, or others
+        image = image.convert("RGB")
+    if image.mode not in ("L", "RGB", "RGBA"):
+        raise ValueError(f"a picture of mode {image.mode} is not read: store 8 bits of grey, RGB or RGBA.")
+    picture = np.asarray(image)
     return picture[:, :, None] if picture.ndim == 2 else picture
