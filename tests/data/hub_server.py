@@ -72,6 +72,8 @@ class Handler(BaseHTTPRequestHandler):
         elif path.startswith("/lfs/"):
             name = path.removeprefix("/lfs/")
             self.file(self.server.lies.get(name, self.server.files[name]), {"Accept-Ranges": "bytes"})
+        elif path.startswith(f"{api}/revision/"):
+            self.send(404, b'{"error":"Invalid rev id"}', {"X-Error-Code": "RevisionNotFound"})
         else:
             self.send(404, b'{"error":"Repository not found"}', {"X-Error-Code": "RepoNotFound"})
 
@@ -79,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
         status, begin = 200, 0
         if wanted := self.headers["Range"]:
             status, begin = 206, int(wanted.removeprefix("bytes=").partition("-")[0])
+            if begin >= len(content):
+                self.send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+                return
             headers |= {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"}
         self.send(status, content[begin:], headers)
 

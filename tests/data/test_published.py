@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -140,6 +141,167 @@ def test_damage_is_found_and_mended_by_another_pull(hub: HubServer, tmp_path: Pa
     with pytest.raises(ValueError, match=r"^main/train-00000-of-00002.parquet row 2: no #### number at the end of"):
         pull("gsm8k", tmp_path / "rows", revision="main")
     assert len(load_rows(str(tmp_path / "rows" / "train.parquet"))) == 42  # the earlier one
+
+
+def test_files_change_together(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file of a later commit is wrong; then it is right, and the process ends between the two files."""
+    rows, newer = tmp_path / "rows", {"main/train-00000-of-00002.parquet": parquet(sums(7))}
+    pull("gsm8k", rows)
+    before = {file.name: file.read_bytes() for file in rows.iterdir()}
+    hub.files, hub.commit = (
+        GSM8K | newer | {"main/test-00000-of-00001.parquet": parquet([{"question": "1?"}])},
+        "6" * 40,
+    )
+    with pytest.raises(ValueError, match=r"^main/test-00000-of-00001.parquet row 0: no text in `answer`"):
+        pull("gsm8k", rows, revision="main")
+    assert {file.name: file.read_bytes() for file in rows.iterdir()} == before
+
+    hub.files, hub.commit = GSM8K | newer | {"main/test-00000-of-00001.parquet": parquet(sums(8))}, "7" * 40
+    replace = Path.replace
+
+    def dying(self: Path, target: Path) -> Path:
+        if target == rows / "test.parquet":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            pull("gsm8k", rows, revision="main")
+    assert [len(load_rows(str(rows / name))) for name in ("train.parquet", "test.parquet")] == [9, 3]
+    pull("gsm8k", rows, revision="main")
+    assert [len(load_rows(str(rows / name))) for name in ("train.parquet", "test.parquet")] == [9, 8]
+    assert sorted(file.name for file in rows.iterdir()) == ["pulled.json", "test.parquet", "train.parquet"]
+
+
+@pytest.mark.parametrize("made", ["a file", "a folder", "changed"])
+def test_files_of_others_are_left_alone(hub: HubServer, tmp_path: Path, made: str) -> None:
+    file = tmp_path / "rows" / "test.parquet"
+    if made == "changed":
+        pull("gsm8k", tmp_path / "rows")
+        file.write_bytes(b"mine")
+    else:
+        file.parent.mkdir()
+        file.mkdir() if made == "a folder" else file.write_bytes(b"mine")
+    asked = len(hub.asked)
+    what = "was changed since it was pulled" if made == "changed" else "is not of tether data pull"
+    with pytest.raises(ValueError, match=rf"^{file}: is there, and {what}. move it away, or give another folder with"):
+        pull("gsm8k", tmp_path / "rows")
+    assert len(hub.asked) == asked
+    assert made == "a folder" or file.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("note", ["", "[1]", '{"a": 1}', '{"written": [1]}', "5", "\xff"])
+def test_a_note_that_is_none_is_named(hub: HubServer, tmp_path: Path, note: str) -> None:
+    (tmp_path / "pulled.json").write_bytes(note.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"pulled.json: is no note of tether data pull"):
+        pull("gsm8k", tmp_path)
+
+
+@pytest.mark.parametrize("left", [1, 100_000])
+def test_a_download_that_is_longer_than_its_file_begins_anew(hub: HubServer, tmp_path: Path, left: int) -> None:
+    pull("gsm8k", tmp_path / "rows")
+    (folder,) = tmp_path.glob("cache/datasets/*/*/main")
+    whole = folder / "test-00000-of-00001.parquet"
+    content = whole.read_bytes()
+    whole.unlink()
+    whole.with_name(f"{whole.name}.partial").write_bytes(content + b"x" * left if left > 1 else content)
+    pull("gsm8k", tmp_path / "again")
+    assert len(load_rows(str(tmp_path / "again" / "test.parquet"))) == 3
+
+
+def test_folders_that_are_none_are_named(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/x")):
+        with pytest.raises(ValueError, match=rf"^{out}.*: cannot be (read|written)"):
+            pull("gsm8k", out)
+    assert hub.asked == []
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        ValueError, match=r"cannot be written \(Not a directory\)\. make room, or name another .*TETHER_CACHE"
+    ):
+        pull("gsm8k", tmp_path / "rows")
+
+
+@pytest.mark.parametrize("limit", [300, 1500])
+def test_a_full_disk_is_named(hub: HubServer, tmp_path: Path, limit: int) -> None:
+    """While a file is downloaded, and while rows are written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit > 1000:
+        pull("gsm8k", tmp_path / "other")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot be written \(.*[Ff]ile too large.*\)\. make room, or"):
+            pull("gsm8k", tmp_path / "rows")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    pull("gsm8k", tmp_path / "rows")
+    assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 3
+
+
+def test_a_revision_that_is_not_there_is_named(hub: HubServer, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^openai/gsm8k at gone: .*it has no such revision\); correct the commit, branch"
+    ):
+        pull("gsm8k", tmp_path / "rows", revision="gone")
+    with pytest.raises(
+        ValueError, match=r"^owner/none: .*there is none of that name, or it is private\); correct the name"
+    ):
+        pull("gsm8k", tmp_path / "rows", repository="owner/none")
+
+
+def row_of_eurus(**extra: object) -> Record:
+    prompt = [{"role": "user", "content": "1 + 1?"}]
+    ruled = {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0}}
+    return {"data_source": "numina", "prompt": prompt, "ability": "math", **ruled, **extra}
+
+
+def pulled_eurus(ask: Callable[[str], None], out: Path, *shards: bytes, ending: str = ".parquet") -> list[Record]:
+    files = {f"train-{number}{ending}": shard for number, shard in enumerate(shards)}
+    with serving("PRIME-RL/Eurus-2-RL-Data", files | {"validation.parquet": shards[0]}) as server:
+        ask(server.url)
+        pull("eurus2", out)
+    rows: list[Record] = pq.read_table(out / "train.parquet").to_pylist()
+    return rows
+
+
+def test_columns_of_any_file_stay(ask: Callable[[str], None], tmp_path: Path) -> None:
+    second = row_of_eurus(level=3, extra_info={"split": "train", "index": 1, "source": "b"})
+    first, last = pulled_eurus(ask, tmp_path / "rows", parquet([row_of_eurus()]), parquet([second]))
+    assert (first["level"], last["level"]) == (None, 3)
+    assert (first["extra_info"]["source"], last["extra_info"]["source"]) == (None, "b")
+
+
+@pytest.mark.parametrize(
+    ("shard", "said"),
+    [
+        (parquet([row_of_eurus(level="hard")]), r"^train-0.parquet, train-1.parquet: differ in the type .*level"),
+        (b"no parquet", r"^train-1.parquet: is no parquet file that can be read"),
+        (parquet([row_of_eurus(prompt=None)]), r"^train-1.parquet row 0: "),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named(ask: Callable[[str], None], tmp_path: Path, shard: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        pulled_eurus(ask, tmp_path / "rows", parquet([row_of_eurus(level=1)]), shard)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "line 2: is no JSON"),
+        (b'{"question": "\xff"}', "line 2: is no JSON"),
+        (b"[1]", r"line 2: is \[1\], not a row of named columns"),
+        (b'{"question": "1?"}', "row 1: no text in `answer`"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(ask: Callable[[str], None], tmp_path: Path, line: bytes, said: str) -> None:
+    good = json.dumps(sums(1)[0]).encode()
+    with serving("openai/gsm8k", {"train.jsonl": good + b"\n" + line, "test.jsonl": good}) as server:
+        ask(server.url)
+        with pytest.raises(ValueError, match=rf"^train.jsonl {said}"):
+            pull("gsm8k", tmp_path / "rows")
 
 
 def test_a_hub_that_is_not_there(ask: Callable[[str], None], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shlex
@@ -21,6 +20,7 @@ from tether.commands.data import data_app
 from tether.commands.models import model_app
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
+from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.printable import printable
 from tether.runtime.terminal import Screen, replace_what_the_terminal_cannot_write
 from tether.runtime.user_files import raised_by_tether
@@ -432,7 +432,6 @@ def check_reward(
         raise typer.Exit(1)
 
 
-OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 NOBODY_READS = 128 + signal.SIGPIPE
 
 

@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from huggingface_hub import constants
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
+from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.hubs import refusal
 
 NAME = "the Hugging Face hub"
@@ -23,13 +30,25 @@ def asking_hugging_face(asked: str, fix: str) -> Iterator[None]:
 
     Raises:
         ValueError: the hub does not have it or does not give it, cannot be reached, or HF_HUB_OFFLINE is set.
+        OSError: the disk is full, or cannot be written to.
     """
     try:
         yield
+    except RevisionNotFoundError as error:
+        raise refusal(asked, NAME, "it has no such revision", f"correct the commit, branch or tag, or {fix}") from error
+    except GatedRepoError as error:
+        raise refusal(
+            asked, NAME, "its owner asks for a login", f"ask for access and set HF_TOKEN, or {fix}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        why = "there is none of that name, or it is private"
+        raise refusal(asked, NAME, why, f"correct the name or set HF_TOKEN, or {fix}") from error
     except HfHubHTTPError as error:
         raise refusal(asked, NAME, str(error).strip().splitlines()[-1], fix) from error
     except OfflineModeIsEnabled as error:
         raise refusal(asked, NAME, "HF_HUB_OFFLINE is set", f"unset it, or {fix}") from error
     except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
+        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+            raise
         why = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
         raise refusal(asked, NAME, why, fix) from error

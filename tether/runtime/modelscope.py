@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import requests
 from modelscope_hub.errors import HubError
 
+from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.hubs import refusal
 
 NAME = "ModelScope"
@@ -19,9 +20,12 @@ def asking_modelscope(asked: str, fix: str) -> Iterator[None]:
 
     Raises:
         ValueError: ModelScope does not have it, or cannot be reached.
+        OSError: the disk is full, or cannot be written to.
     """
     try:
         yield
     except (HubError, requests.RequestException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise refusal(asked, NAME, lines[0], fix) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
@@ -12,8 +14,21 @@ from huggingface_hub.utils import build_hf_headers
 from tether.data.published.hub import Listing, RemoteFile
 from tether.runtime.hugging_face import asking_hugging_face
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 DATASET = "dataset"
 FIX = "the same command goes on where it stopped, and HF_ENDPOINT names another hub"
+
+
+class _Unbuffered(io.FileIO):
+    """A file that keeps what came, whatever ends the process, and raises where the disk takes less than it is given."""
+
+    def write(self, content: Buffer) -> int:
+        left = memoryview(content)
+        while left:
+            left = left[super().write(left) :]
+        return memoryview(content).nbytes
 
 
 class HuggingFace:
@@ -21,7 +36,7 @@ class HuggingFace:
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         """See `tether.data.published.hub.Hub`."""
-        with asking_hugging_face(f"{repository}:", FIX):
+        with asking_hugging_face(f"{repository}{f' at {revision}' if revision else ''}:", FIX):
             info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
                 repository, revision=revision, files_metadata=True, timeout=30
             )
@@ -36,13 +51,17 @@ class HuggingFace:
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
         """See `tether.data.published.hub.Hub`."""
         size = listing.files[path].size
+        if to.exists() and to.stat().st_size > size:  # of another file, or damaged
+            to.unlink()
+        if to.exists() and to.stat().st_size == size:  # whole, and nothing is left to ask for
+            return
         with asking_hugging_face(f"{repository}/{path}:", FIX):
             url = hf_hub_url(
                 repository, path, repo_type=DATASET, revision=listing.revision, endpoint=constants.ENDPOINT
             )
             location = get_hf_file_metadata(url, timeout=30).location
             headers = build_hf_headers() if urlsplit(location).netloc == urlsplit(url).netloc else {}
-            with to.open("ab", buffering=0) as file:  # what came stays, whatever ends the process
+            with _Unbuffered(to, "ab") as file:
                 begun = file.tell()
                 http_get(
                     location, file, resume_size=begun, headers=headers, expected_size=size, displayed_filename=path

@@ -26,7 +26,7 @@ class ModelScope:
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         """See `tether.data.published.hub.Hub`."""
         branch = revision or NEWEST
-        with asking_modelscope(f"{repository}:", FIX):
+        with asking_modelscope(f"{repository}{f' at {revision}' if revision else ''}:", FIX):
             found = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
         files = {file.path: RemoteFile(file.size or 0, file.sha256) for file in found if file.type != "tree"}
         content = json.dumps({path: [file.size, file.sha256] for path, file in sorted(files.items())})
@@ -36,6 +36,9 @@ class ModelScope:
         """See `tether.data.published.hub.Hub`; what an earlier call left is in a folder beside the path."""
         folder = to.with_name(f"{to.name}.modelscope")
         branch = listing.revision.rpartition("@")[0]
+        size = listing.files[path].size
+        if any(file.is_file() and file.stat().st_size > size for file in folder.rglob("*")):
+            shutil.rmtree(folder)  # of another file, or damaged
         with asking_modelscope(f"{repository}/{path}:", FIX):
             file = HubApi().download_file(
                 repository.removeprefix(MODELSCOPE),
@@ -43,7 +46,7 @@ class ModelScope:
                 path,
                 revision=branch,
                 local_dir=folder,
-                file_size=listing.files[path].size,
+                file_size=size,
             )
         file.replace(to)
         shutil.rmtree(folder)

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from tether.data.pairs import pair_problems
 from tether.data.published.catalogue import Dataset, Part, as_it_is
 from tether.data.published.hub import Hub, Listing, damage, hub_of
 from tether.data.rows import raise_problems, record_problems
+from tether.runtime.disk import writing
 from tether.types import JsonObject
 
 NOTE = "pulled.json"
@@ -33,37 +35,68 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
     Args:
         dataset: which files to write.
         repository: where the hub has it; see `tether.data.published.hub.hub_of`.
-        out: folder of the files.
+        out: folder of the files. They change together, when all rows are there and right.
         cache: folder of downloads, which a later call goes on with.
         revision: of the hub; None: the newest, or the one that `out` was made of.
         say: shows a line to the user.
 
     Raises:
         ValueError: the hub cannot be reached or does not have it, a download is damaged, or rows are not what they
-            should be; up to ten, by file and row.
+            should be; up to ten, by file and row. Or `out` has files that are not of an earlier call, or the disk is
+            full.
     """
     hub, repository = hub_of(repository)
     note = _note(out)
-    if note and revision in (None, note["revision"]) and note["repository"] == repository and _is_whole(out, note):
-        say(f"{out} has {repository} at {note['revision'][:12]} already")
+    if note and revision in (None, note.revision) and note.repository == repository and _is_whole(out, note):
+        say(f"{out} has {repository} at {note.revision[:12]} already")
         return
+    _refuse_files_of_others(out, dataset, note)
+    _check_folder(out)
     listing = hub.listing_of(repository, revision)
     sources = {name: _sources(part, listing, repository) for name, part in dataset.parts.items()}
     folder = cache / "datasets" / quote(repository, safe="") / quote(listing.revision, safe="@")
     hashes = {}
-    for path in sorted({path for paths in sources.values() for path in paths}):
-        hashes[path] = _download(hub, repository, listing, path, folder / path)
-    written = {}
-    for name, part in dataset.parts.items():
-        rows = _write(part, [(path, folder / path) for path in sources[name]], out / name)
-        written[name] = {"rows": rows, "sha256": _sha256(out / name)}
-        say(f"{out / name}: {rows} rows")
-    content = {"repository": repository, "revision": listing.revision, "read": hashes, "written": written}
+    with writing(folder, "make room, or name another folder by TETHER_CACHE"):
+        for path in sorted({path for paths in sources.values() for path in paths}):
+            hashes[path] = _download(hub, repository, listing, path, folder / path)
+    with writing(out, "make room, or give another folder with --out"), ExitStack() as stack:
+        made: dict[str, Path] = {}
+        written: dict[str, JsonObject] = {}
+        for name, part in dataset.parts.items():
+            made[name] = file = _beside(out / name)
+            stack.callback(file.unlink, missing_ok=True)
+            rows = _write(part, [(path, folder / path) for path in sources[name]], file)
+            written[name] = {"rows": rows, "sha256": _sha256(file)}
+        content = {"repository": repository, "revision": listing.revision, "read": hashes, "written": written}
+        # If this process ends within the next lines, the next one knows the files of before as its own, too.
+        before = {name: _sha256(out / name) for name in made if (out / name).exists()}
+        _write_note(out, content | {"before": before})
+        for name, file in made.items():
+            file.replace(out / name)
+            say(f"{out / name}: {written[name]['rows']} rows")
+        _write_note(out, content)
 
-    def write_note(file: Path) -> None:
-        file.write_text(json.dumps(content, indent=2) + "\n")
 
-    _replace(out / NOTE, write_note)
+@dataclass(frozen=True)
+class _Note:
+    """What an earlier call wrote into the folder."""
+
+    repository: str
+    revision: str
+    written: Mapping[str, str]
+    """File -> sha256."""
+    before: Mapping[str, str]
+    """The same of files that it was about to replace when it ended."""
+
+
+def _refuse_files_of_others(out: Path, dataset: Dataset, note: _Note | None) -> None:
+    """Raise ValueError where a file to be written is there, and not of an earlier call."""
+    for name in dataset.parts:
+        file = out / name
+        known = (note.written.get(name), note.before.get(name)) if note else ()
+        if file.exists() and not (file.is_file() and _sha256(file) in known):
+            what = "was changed since it was pulled" if any(known) else "is not of tether data pull"
+            raise ValueError(f"{file}: is there, and {what}. move it away, or give another folder with --out")
 
 
 def _sources(part: Part, listing: Listing, repository: str) -> list[str]:
@@ -94,14 +127,14 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path) 
 
 
 def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> int:
-    """Convert and check all rows; the file appears whole or not at all."""
+    """Convert and check all rows; returns how many there are."""
     problems: list[str] = []
     count = 0
 
     def rows() -> Iterator[JsonObject]:
         nonlocal count
         for name, file in sources:
-            for number, record in enumerate(_records(file)):
+            for number, record in enumerate(_records(name, file)):
                 try:
                     row = part.convert(record, part.split, count)
                     wrong = list(pair_problems(row) if part.pairs else record_problems(row))
@@ -112,54 +145,114 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> int:
                     count += 1
                     yield row
 
-    def write(file: Path) -> None:
-        schema, left = pq.read_schema(sources[0][1]) if part.convert is as_it_is else None, rows()
-        with ExitStack() as stack:
-            writer = None
-            while some := list(islice(left, ROWS_AT_ONCE)):
+    names = ", ".join(name for name, _ in sources)
+    schema, left = _schema(sources) if part.convert is as_it_is else None, rows()
+    with ExitStack() as stack:
+        writer = None
+        while some := list(islice(left, ROWS_AT_ONCE)):
+            try:
                 table = pa.Table.from_pylist(some, schema=schema)
-                schema = table.schema
-                writer = writer or stack.enter_context(pq.ParquetWriter(file, schema))
-                writer.write_table(table)
-        raise_problems(problems)
-        if not count:
-            raise ValueError(f"{', '.join(name for name, _ in sources)}: no rows")
-
-    _replace(to, write)
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise ValueError(
+                    f"{names}: rows differ in their types ({error}). name an earlier --revision"
+                ) from error
+            schema = table.schema
+            writer = writer or stack.enter_context(pq.ParquetWriter(to, schema))
+            writer.write_table(table)
+    raise_problems(problems)
+    if not count:
+        raise ValueError(f"{names}: no rows")
     return count
 
 
-def _records(file: Path) -> Iterator[JsonObject]:
-    if file.suffix == ".jsonl":
-        with file.open() as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-        return
-    with pq.ParquetFile(file) as table:
-        for batch in table.iter_batches(ROWS_AT_ONCE):
-            yield from batch.to_pylist()
-
-
-def _replace(to: Path, write: Callable[[Path], None]) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    partial = to.with_name(f".{to.name}.{os.getpid()}")
+def _schema(sources: list[tuple[str, Path]]) -> pa.Schema:
+    """The columns of all files together; what a file does not have is null in its rows."""
+    schemas = []
+    for name, file in sources:
+        with _reading(name):
+            schemas.append(pq.read_schema(file))
     try:
-        write(partial)
-        partial.replace(to)
+        return pa.unify_schemas(schemas, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        names = ", ".join(name for name, _ in sources)
+        raise ValueError(f"{names}: differ in the type of a column ({error}). name an earlier --revision") from error
+
+
+def _check_folder(out: Path) -> None:
+    """Raise ValueError, before anything is downloaded, where `out` cannot be written to."""
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
+    with writing(out, "give another folder with --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            folder.rmdir()
+    if not new and not os.access(out, os.W_OK):
+        raise ValueError(f"{out}: may not be written to. give another folder with --out")
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{name}: is no parquet file that can be read ({why}). name an earlier --revision") from error
+
+
+def _records(name: str, file: Path) -> Iterator[JsonObject]:
+    if file.suffix != ".jsonl":
+        with _reading(name), pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(ROWS_AT_ONCE):
+                yield from batch.to_pylist()
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # no JSON, or no UTF-8
+                raise ValueError(f"{name} line {number}: is no JSON ({error}). name an earlier --revision") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{name} line {number}: is {record!r:.60}, not a row of named columns")
+            yield record
+
+
+def _beside(file: Path) -> Path:
+    """Where a file is written until it is whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file.with_name(f".{file.name}.{os.getpid()}")
+
+
+def _write_note(out: Path, content: Mapping[str, object]) -> None:
+    partial = _beside(out / NOTE)
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(out / NOTE)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _note(out: Path) -> JsonObject | None:
+def _note(out: Path) -> _Note | None:
+    """The note in a folder; None: there is none.
+
+    Raises:
+        ValueError: it is something else, or `out` is no folder that can be read.
+    """
+    file = out / NOTE
     try:
-        note: JsonObject = json.loads((out / NOTE).read_text())
-    except (OSError, ValueError):
+        tree = json.loads(file.read_bytes())
+        hashes = {str(name): str(made["sha256"]) for name, made in tree["written"].items()}
+        return _Note(str(tree["repository"]), str(tree["revision"]), hashes, dict(tree.get("before", {})))
+    except FileNotFoundError:
         return None
-    return note
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror}). give a folder with --out") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: is no note of tether data pull. move it away, or give another --out") from error
 
 
-def _is_whole(out: Path, note: Mapping[str, JsonObject]) -> bool:
-    files = note["written"].items()
-    return all((out / name).is_file() and _sha256(out / name) == made["sha256"] for name, made in files)
+def _is_whole(out: Path, note: _Note) -> bool:
+    return all((out / name).is_file() and _sha256(out / name) == made for name, made in note.written.items())
 
 
 def _sha256(file: Path) -> str:
