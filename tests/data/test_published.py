@@ -250,6 +250,8 @@ def test_a_revision_that_is_not_there_is_named(hub: HubServer, tmp_path: Path) -
         ValueError, match=r"^owner/none: .*there is none of that name, or it is private\); correct the name"
     ):
         pull("gsm8k", tmp_path / "rows", repository="owner/none")
+    with pytest.raises(ValueError, match=r"^a/b/c: .*; correct the name, or"):
+        pull("gsm8k", tmp_path / "rows", repository="a/b/c")
 
 
 def row_of_eurus(**extra: object) -> Record:

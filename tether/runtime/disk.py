@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says, and a network never does."""
+OF_THE_DISK = (errno.EACCES, errno.EPERM, *_FULL)
 OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTEMPTY)
+
+
+def of_a_full_disk(error: BaseException | None) -> OSError | None:
+    """The error of a disk that takes no more, which `error` is or was raised from; None: it is of something else."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

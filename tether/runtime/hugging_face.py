@@ -9,12 +9,13 @@ from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
-from tether.runtime.disk import OF_THE_DISK
+from tether.runtime.disk import of_a_full_disk
 from tether.runtime.hubs import refusal
 
 NAME = "the Hugging Face hub"
@@ -45,10 +46,12 @@ def asking_hugging_face(asked: str, fix: str) -> Iterator[None]:
         raise refusal(asked, NAME, why, f"correct the name or set HF_TOKEN, or {fix}") from error
     except HfHubHTTPError as error:
         raise refusal(asked, NAME, str(error).strip().splitlines()[-1], fix) from error
+    except HFValidationError as error:
+        raise refusal(asked, NAME, str(error), f"correct the name, or {fix}") from error
     except OfflineModeIsEnabled as error:
         raise refusal(asked, NAME, "HF_HUB_OFFLINE is set", f"unset it, or {fix}") from error
     except Exception as error:  # of whichever HTTP client the installed huggingface_hub uses
-        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
-            raise
+        if full := of_a_full_disk(error):
+            raise full from None
         why = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
         raise refusal(asked, NAME, why, fix) from error

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import requests
 from modelscope_hub.errors import HubError
 
-from tether.runtime.disk import OF_THE_DISK
+from tether.runtime.disk import of_a_full_disk
 from tether.runtime.hubs import refusal
 
 NAME = "ModelScope"
@@ -25,7 +25,7 @@ def asking_modelscope(asked: str, fix: str) -> Iterator[None]:
     try:
         yield
     except (HubError, requests.RequestException, OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
-            raise
+        if full := of_a_full_disk(error):
+            raise full from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise refusal(asked, NAME, lines[0], fix) from error

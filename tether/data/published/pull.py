@@ -170,7 +170,7 @@ def _schema(sources: list[tuple[str, Path]]) -> pa.Schema:
     schemas = []
     for name, file in sources:
         with _reading(name):
-            schemas.append(pq.read_schema(file))
+            schemas.append(pq.read_schema(file).remove_metadata())  # which describes one file
     try:
         return pa.unify_schemas(schemas, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -210,7 +210,7 @@ def _records(name: str, file: Path) -> Iterator[JsonObject]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # no JSON, or no UTF-8
+            except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
                 raise ValueError(f"{name} line {number}: is no JSON ({error}). name an earlier --revision") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{name} line {number}: is {record!r:.60}, not a row of named columns")
