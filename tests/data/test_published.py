@@ -1,5 +1,6 @@
 """`tether data pull` through huggingface_hub itself, from a local endpoint that speaks a hub's HTTP."""
 
+import errno
 import hashlib
 import io
 import json
@@ -20,10 +21,11 @@ from tests.data.hub_server import COMMIT, HubServer, serving
 from tests.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.commands.data import pull
 from tether.data.pairs import load_pairs
-from tether.data.published import catalogue
+from tether.data.published import DATASETS, catalogue, pull_dataset
 from tether.data.published.catalogue import boxed, gsm8k, searched
 from tether.data.sources import load_rows
 from tether.rewards.rules.search import exact_match
+from tether.runtime.user_files import raised_by_tether
 
 Record = dict[str, object]
 
@@ -174,6 +176,33 @@ def test_files_change_together(hub: HubServer, tmp_path: Path, monkeypatch: pyte
     assert sorted(file.name for file in rows.iterdir()) == ["pulled.json", "test.parquet", "train.parquet"]
 
 
+def test_a_pull_that_nobody_reads_of_is_whole(hub: HubServer, tmp_path: Path) -> None:
+    """As in `tether data pull gsm8k | true`."""
+
+    def unread(line: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, line)
+
+    with pytest.raises(BrokenPipeError):
+        pull_dataset(DATASETS["gsm8k"], "openai/gsm8k", tmp_path / "rows", tmp_path / "cache", None, unread)
+    asked = len(hub.asked)
+    pull("gsm8k", tmp_path / "rows")
+    assert len(hub.asked) == asked
+    assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 3
+
+
+def test_a_folder_is_of_one_dataset(hub: HubServer, tmp_path: Path) -> None:
+    pull("gsm8k", tmp_path / "rows")
+    says = (
+        r"rows: has test.parquet, train.parquet of openai/gsm8k, and pulled.json is of one dataset. give another folder"
+    )
+    with pytest.raises(ValueError, match=says):
+        pull("dapo_math_17k", tmp_path / "rows")
+    note = tmp_path / "rows" / "pulled.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"written": {}}))
+    with pytest.raises(ValueError, match=r"train.parquet: is there, and is not of tether data pull"):
+        pull("gsm8k", tmp_path / "rows")
+
+
 @pytest.mark.parametrize("made", ["a file", "a folder", "changed"])
 def test_files_of_others_are_left_alone(hub: HubServer, tmp_path: Path, made: str) -> None:
     file = tmp_path / "rows" / "test.parquet"
@@ -296,14 +325,16 @@ def test_a_file_that_does_not_fit_is_named(ask: Callable[[str], None], tmp_path:
         (b'{"question": "\xff"}', "line 2: is no JSON"),
         (b"[1]", r"line 2: is \[1\], not a row of named columns"),
         (b'{"question": "1?"}', "row 1: no text in `answer`"),
+        (b'{"question": "1?", "answer": "\\ud800 #### 1"}', "row 1: does not fit into columns .*surrogates"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(ask: Callable[[str], None], tmp_path: Path, line: bytes, said: str) -> None:
     good = json.dumps(sums(1)[0]).encode()
     with serving("openai/gsm8k", {"train.jsonl": good + b"\n" + line, "test.jsonl": good}) as server:
         ask(server.url)
-        with pytest.raises(ValueError, match=rf"^train.jsonl {said}"):
+        with pytest.raises(ValueError, match=rf"^train.jsonl {said}") as error:
             pull("gsm8k", tmp_path / "rows")
+    assert raised_by_tether(error.value)
 
 
 def test_a_hub_that_is_not_there(ask: Callable[[str], None], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
     """
     hub, repository = hub_of(repository)
     note = _note(out)
-    if note and revision in (None, note.revision) and note.repository == repository and _is_whole(out, note):
+    if note and revision in (None, note.revision) and note.repository == repository and _is_whole(out, dataset, note):
         say(f"{out} has {repository} at {note.revision[:12]} already")
         return
     _refuse_files_of_others(out, dataset, note)
@@ -73,8 +73,9 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
         _write_note(out, content | {"before": before})
         for name, file in made.items():
             file.replace(out / name)
-            say(f"{out / name}: {written[name]['rows']} rows")
         _write_note(out, content)
+    for name, about in written.items():  # only now: nobody may be there to read it, which is an error
+        say(f"{out / name}: {about['rows']} rows")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,12 @@ class _Note:
 
 
 def _refuse_files_of_others(out: Path, dataset: Dataset, note: _Note | None) -> None:
-    """Raise ValueError where a file to be written is there, and not of an earlier call."""
+    """Raise ValueError where a file to be written is there, and not of an earlier call, or the note knows others."""
+    if note and (others := sorted(set(note.written) - set(dataset.parts))):
+        raise ValueError(
+            f"{out}: has {', '.join(others)} of {note.repository}, and {NOTE} is of one dataset. give another folder "
+            "with --out"
+        )
     for name in dataset.parts:
         file = out / name
         known = (note.written.get(name), note.before.get(name)) if note else ()
@@ -131,7 +137,7 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> int:
     problems: list[str] = []
     count = 0
 
-    def rows() -> Iterator[JsonObject]:
+    def rows() -> Iterator[tuple[str, JsonObject]]:
         nonlocal count
         for name, file in sources:
             for number, record in enumerate(_records(name, file)):
@@ -143,26 +149,35 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> int:
                 problems.extend(f"{name} row {number}: {problem}" for problem in wrong)
                 if not wrong:
                     count += 1
-                    yield row
+                    yield f"{name} row {number}", row
 
-    names = ", ".join(name for name, _ in sources)
     schema, left = _schema(sources) if part.convert is as_it_is else None, rows()
     with ExitStack() as stack:
         writer = None
         while some := list(islice(left, ROWS_AT_ONCE)):
-            try:
-                table = pa.Table.from_pylist(some, schema=schema)
-            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-                raise ValueError(
-                    f"{names}: rows differ in their types ({error}). name an earlier --revision"
-                ) from error
+            table = _table(some, schema)
             schema = table.schema
             writer = writer or stack.enter_context(pq.ParquetWriter(to, schema))
             writer.write_table(table)
     raise_problems(problems)
     if not count:
-        raise ValueError(f"{names}: no rows")
+        raise ValueError(f"{', '.join(name for name, _ in sources)}: no rows")
     return count
+
+
+def _table(rows: list[tuple[str, JsonObject]], schema: pa.Schema | None) -> pa.Table:
+    """The table of rows, each after its place; None: with the columns that they have.
+
+    Raises:
+        ValueError: half a character, too large a number, or a value of another type than in the rows before.
+    """
+    try:
+        return pa.Table.from_pylist([row for _, row in rows], schema=schema)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError, OverflowError) as error:
+        if len(rows) > 1:
+            for row in rows:  # to name the one
+                schema = _table([row], schema).schema
+        raise ValueError(f"{rows[0][0]}: does not fit into columns ({error}). name an earlier --revision") from error
 
 
 def _schema(sources: list[tuple[str, Path]]) -> pa.Schema:
@@ -251,8 +266,8 @@ def _note(out: Path) -> _Note | None:
         raise ValueError(f"{file}: is no note of tether data pull. move it away, or give another --out") from error
 
 
-def _is_whole(out: Path, note: _Note) -> bool:
-    return all((out / name).is_file() and _sha256(out / name) == made for name, made in note.written.items())
+def _is_whole(out: Path, dataset: Dataset, note: _Note) -> bool:
+    return all((out / name).is_file() and _sha256(out / name) == note.written.get(name) for name in dataset.parts)
 
 
 def _sha256(file: Path) -> str:
