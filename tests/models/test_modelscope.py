@@ -1,5 +1,6 @@
 """Models of ModelScope through its own client, from a local endpoint that answers as its API does."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_model_that_is_not_there_or_damaged(tmp_path: Path, server: ModelScope
     server.lies = {"model.safetensors": bytes(len(FILES["model.safetensors"]))}
     with pytest.raises(ValueError, match=r"^owner/tiny: ModelScope does not give it \("):
         resolve_model_path("modelscope:owner/tiny", tmp_path / "damaged")
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tether.models.language.modelscope.snapshot_download", download)
+    says = rf"^{tmp_path}: cannot be written \(No space left on device\)\. make room, .*TETHER_CACHE$"
+    with pytest.raises(ValueError, match=says):
+        resolve_model_path("modelscope:owner/tiny", tmp_path)
 
 
 def test_a_folder_wins_and_the_hub_of_hugging_face_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

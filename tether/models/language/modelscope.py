@@ -9,6 +9,7 @@ from modelscope import snapshot_download
 from modelscope.hub.api import HubApi
 from modelscope_hub.errors import HubError
 
+from tether.runtime.disk import writing
 from tether.runtime.modelscope import asking_modelscope
 
 FIX = (
@@ -26,9 +27,9 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
         cache_dir: of tether; MODELSCOPE_CACHE wins.
 
     Raises:
-        ValueError: ModelScope does not have it, or cannot be reached.
+        ValueError: ModelScope does not have it, or cannot be reached, or the disk is full.
     """
-    with asking_modelscope(f"{name}:", FIX):
+    with writing(cache_dir, "make room, or name another folder by TETHER_CACHE"), asking_modelscope(f"{name}:", FIX):
         return Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
 
 
