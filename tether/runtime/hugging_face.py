@@ -45,7 +45,10 @@ def asking_hugging_face(asked: str, fix: str) -> Iterator[None]:
         why = "there is none of that name, or it is private"
         raise refusal(asked, NAME, why, f"correct the name or set HF_TOKEN, or {fix}") from error
     except HfHubHTTPError as error:
-        raise refusal(asked, NAME, str(error).strip().splitlines()[-1], fix) from error
+        lines = [
+            line for line in str(error).splitlines() if line.strip() and not line.startswith("For more information")
+        ]
+        raise refusal(asked, NAME, " ".join(lines[:2]) or type(error).__name__, fix) from error
     except HFValidationError as error:
         raise refusal(asked, NAME, str(error), f"correct the name, or {fix}") from error
     except OfflineModeIsEnabled as error:
