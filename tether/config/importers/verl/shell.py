@@ -161,13 +161,19 @@ class _Reader:
                     self._assign(words[0], None)
                 return False
         declares = bool(words) and words[0] in _DECLARING
-        rest = words[1:] if declares else words
+        is_arithmetic = declares and words[0] != "export" and any(re.match("-[a-zA-Z]*i", word) for word in words[1:])
+        rest = [word for word in words[1:] if not word.startswith("-")] if declares else words
         assigned: dict[str, list[str] | None] = {}
-        while rest and (match := _ASSIGNMENT.match(rest[0]) or _ELEMENT.match(rest[0])):
-            name, value = match[1], rest.pop(0)[match.end() :]
-            before = "".join(self._variables.get(name, [])) if match.re is _ASSIGNMENT and match[2] else ""
-            assigned[name] = [before + value] if match.re is _ASSIGNMENT else None
-        if rest and not declares:
+        names: list[str] = []
+        while rest and (declares or _ASSIGNMENT.match(rest[0]) or _ELEMENT.match(rest[0])):
+            word = rest.pop(0)
+            if match := _ASSIGNMENT.match(word):
+                before = "".join(self._variables.get(match[1], [])) if match[2] else ""
+                assigned[match[1]] = None if is_arithmetic else [before + word[match.end() :]]
+            elif match := _ELEMENT.match(word):
+                assigned[match[1]] = None
+            names.append(match[1] if match else word)
+        if rest:
             environment = {name: "".join(values or [_unknown(f"${name}")]) for name, values in assigned.items()}
             self._script.commands.append(Command(line, tuple(rest), environment))
             self._run_builtin(line, rest)
@@ -175,7 +181,6 @@ class _Reader:
         for name, values in assigned.items():
             self._assign(name, values)
         if declares and words[0] == "export":
-            names = [*assigned, *(word for word in rest if not word.startswith("-"))]
             self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
         return True
 
@@ -292,18 +297,13 @@ class _Reader:
         """A comment that ends a command whose next line was to belong to it."""
         begin, end = self._text.rfind("\n", 0, self._at) + 1, self._end_of_line()
         has_its_own_line = not self._text[begin : self._at].strip() and self._text.endswith("\\\n", 0, begin)
-        below = (
-            self._text[end + 1 : self._text.find("\n", end + 1)]
-            if "\n" in self._text[end + 1 :]
-            else self._text[end + 1 :]
-        )
-        if has_its_own_line and below.strip():
+        if not re.compile(r"\n[^\n]*\S").match(self._text, end):  # nothing is below
+            return
+        if has_its_own_line:
             self._note(self._line(), "a comment between the lines of a command ends it; what is below is not passed")
-        elif words and self._text.endswith("\\", self._at, end) and below.strip():
-            self._note(
-                self._line(),
-                "the backslash is part of a comment, so the command ends here; what is below is not passed",
-            )
+        elif words and self._text.endswith("\\", self._at, end):
+            what = "the backslash is part of a comment, so the command ends here; what is below is not passed"
+            self._note(self._line(), what)
 
     def _warn_of_a_broken_continuation(self) -> None:
         if match := re.compile(r"\\[ \t]+(#[^\n]*)?(\n|$)").match(self._text, self._at):
