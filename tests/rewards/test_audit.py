@@ -117,3 +117,9 @@ def test_abstentions_are_no_scores() -> None:
     empty = next(probe for probe in audited.wrong if probe.kind == "empty")
     assert math.isnan(empty.mean)
     assert verdicts(audited) == []
+
+
+def test_wrong_replies_that_all_abstain_are_no_fault() -> None:
+    audited = tried(lambda r: exact(r) or Abstention())
+    assert not any(probe.scores for probe in audited.wrong)
+    assert verdicts(audited) == []

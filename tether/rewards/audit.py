@@ -161,8 +161,8 @@ def verdicts(audited: Audit) -> list[Verdict]:
         )
     else:
         for probe in audited.wrong:
-            share = (probe.mean - worst) / (truth.mean - worst)
-            if probe.scores and share > LOOK:
+            share = (probe.mean - worst) / (truth.mean - worst) if probe.scores else 0.0
+            if share > LOOK:
                 message = (
                     f"{probe.kind}: scores {probe.mean:.3g} on average, the ground truth {truth.mean:.3g}; a policy "
                     f"can find this. For example {_shown(_best(probe))}"

@@ -13,8 +13,8 @@ from tether.spelling import did_you_mean
 
 FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """Names that a template may have in braces."""
-NUMBER = r"Score:\s*(-?\d+(?:\.\d+)?)"
-"""The parser by default."""
+NUMBER = r"Score:\s*([-+]?\.?\d(?:[\w.,]*\w)?)"
+"""The parser by default. It takes all that may belong to a number, so that 1,000 is an error and not 1."""
 _SHOWN = 200  # characters at the end of an answer that says nothing
 Messages: TypeAlias = list[dict[str, str]]
 

@@ -1,6 +1,7 @@
 """The layouts that tests come in, and what does not parse."""
 
 import base64
+import contextlib
 import json
 import pickle
 import zlib
@@ -27,6 +28,39 @@ def test_apps_taco_and_verl_rows():
 def test_calls():
     found = parse_tests({"fn_name": "add", "inputs": [[1, {"2": 3}], "[1, 2]\n7"], "outputs": [[3], "9"]})
     assert found == [CallTest("add", [1, {2: 3}], [3]), CallTest("add", [[1, 2], 7], 9)]
+
+
+def test_texts_that_are_returned_stay_texts():
+    """Beside arguments that are values, as in APPS; beside arguments in JSON the result is JSON, too."""
+    assert parse_tests({"fn_name": "f", "inputs": [["a"]], "outputs": ["5"]}) == [CallTest("f", ["a"], "5")]
+    assert parse_tests({"fn_name": "f", "inputs": ['"a"'], "outputs": ["5"]}) == [CallTest("f", ["a"], 5)]
+
+
+def test_a_function_may_be_named_as_a_builtin():
+    (test,) = parse_tests({"test_list": ["assert sum(10, 15) == 6"]})
+    assert test.functions == {"sum": "sum"}
+
+
+@pytest.mark.parametrize("line", ["", "# nothing", "pass", "None", "'doc'", None, 3])
+def test_an_assertion_that_asserts_nothing_is_refused(line):
+    with pytest.raises(ValueError, match=r"assertion 1 (of the row asserts nothing|is .*, not a text)"):
+        parse_tests({"test_list": ["assert f(1)", line]})
+    if isinstance(line, str):
+        row = {"prompt": "", "test": f"def check(candidate):\n    pass\n    {line}", "entry_point": "f"}
+        with pytest.raises(ValueError, match="test of the row asserts nothing"):
+            parse_tests(row)
+
+
+@pytest.mark.parametrize("row", [
+    {"public_test_cases": [STDIN], "metadata": "[1]"},
+    {"public_test_cases": [STDIN | {"metadata": "{}"}]},
+    {"public_test_cases": [STDIN], "private_test_cases": base64.b64encode(zlib.compress(b"K\x01K\x01a.")).decode()},
+    {"fn_name": "f", "inputs": [[{"--1": 2}]], "outputs": [1]},
+])  # fmt: skip
+def test_rows_that_are_malformed_within_are_read_or_refused(row):
+    """Whatever else is raised would be an error of each response."""
+    with contextlib.suppress(ValueError):
+        parse_tests(row)
 
 
 def test_livecodebench_rows():

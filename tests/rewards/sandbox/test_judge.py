@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tether.rewards.sandbox.cases import CallTest, StdioTest
+from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest
 from tether.rewards.sandbox.harness import decode, encode
 from tether.rewards.sandbox.judge import Answer, find_answer, job_for, same_output
 from tether.rewards.sandbox.limits import Finished
@@ -43,6 +43,9 @@ def test_a_completion_needs_no_block():
         ("0.3333333", "0.33333334", True),
         ("0.3333", "0.33333334", False),
         ("2.0", "2", True),
+        ("1000000000.0", "1000000007", False),
+        ("12e5", "1200000", True),
+        ("2000000.0000001", "2000000.0", True),
         ("10000001", "10000000", False),  # whole numbers, within 1e-6
         ("yes", "Yes", False),
         ("", "3", False),
@@ -63,6 +66,10 @@ def test_outputs(printed, expected, same):
         ({1: 2}, {"1": 2}, True),
         (0.1 + 0.2, 0.3, True),
         (10**20 + 1, 10**20, False),
+        (1000000000.0, 1000000007, False),
+        (7.0, 7, True),
+        (10**400, 1.5, False),
+        (1.5, 10**400, False),
         ("3", 3, False),
         (None, None, True),
         (object(), [], False),
@@ -72,6 +79,16 @@ def test_results(result, expected, passes):
     job = job_for(CallTest("f", [], expected), Answer("python", ""))
     assert job.passed(Finished("exit", 0, json.dumps(encode(result)).encode(), b"", 0.0)) is passes
     assert not job.passed(Finished("exit", 0, b"no json", b"", 0.0))
+
+
+def test_tests_that_ran_through_are_proven():
+    """By a word that only the process of the tests knows: any process may end the sandbox with 0."""
+    test = AssertTest("assert f(1)", {"f": "f"})
+    job, other = (job_for(test, Answer("python", "")) for _ in range(2))
+    proof = json.loads(job.stdin)["proof"].encode()
+    assert job.passed(Finished("exit", 0, b"printed by tests\n" + proof, b"", 0.0))
+    assert not other.passed(Finished("exit", 0, b"\n" + proof, b"", 0.0))
+    assert not job.passed(Finished("exit", 0, b"", b"", 0.0))
 
 
 def test_plain_data_survives_the_way_through_json():

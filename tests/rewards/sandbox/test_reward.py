@@ -1,5 +1,6 @@
 """Programs scored on this machine, in every language that is installed, from the call to the pool."""
 
+import platform
 import shutil
 import threading
 import time
@@ -92,6 +93,32 @@ def test_functions_are_called(code, tests, expected, unconfined):
 def test_an_answer_that_only_says_that_it_passes_does_not(code, unconfined):
     """Rewards that run asserts beside the answer in one process give full marks to the first three."""
     assert score(code, HUMANEVAL, unconfined=unconfined)["score"] == 0
+
+
+ENDS_THE_SANDBOX = """
+import os, struct, time
+def total(xs):
+    # Code for the first process: write 1 to what bwrap waits for, the status of a good end, and exit.
+    done = next(int(f) for f in os.listdir('/proc/1/fd') if 'eventfd' in os.readlink('/proc/1/fd/' + f))
+    at = int(open('/proc/1/syscall').read().split()[-1], 16)
+    code = bytes.fromhex('b801000000bf') + struct.pack('<I', done) + bytes.fromhex('488d3515000000ba080000000f05')
+    code += bytes.fromhex('b8e700000031ff0f05') + bytes(5) + struct.pack('<Q', 1)
+    with open('/proc/1/mem', 'r+b', buffering=0) as memory:
+        memory.seek(at)
+        memory.write(code)
+    if os.fork() == 0:  # which the first process has to wait for
+        if os.fork() == 0:
+            time.sleep(0.2)
+        os._exit(0)
+    os.wait()
+    time.sleep(60)
+"""
+
+
+@confined
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it is code of x86-64")
+def test_an_answer_that_ends_the_sandbox_does_not_pass():
+    assert score(ENDS_THE_SANDBOX, HUMANEVAL)["score"] == 0
 
 
 @confined

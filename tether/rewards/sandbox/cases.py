@@ -58,7 +58,11 @@ def parse_tests(ground_truth: object) -> list[Test]:
     Raises:
         ValueError: no known layout, no test, or tests that cannot be read.
     """
-    return _parsed(_json(ground_truth, "ground_truth") if isinstance(ground_truth, str) else ground_truth)
+    found = _json(ground_truth, "ground_truth") if isinstance(ground_truth, str) else ground_truth
+    try:
+        return _parsed(found)
+    except (TypeError, AttributeError, LookupError) as error:  # a list where keys belong, and the like
+        raise ValueError(f"the tests of the row cannot be read ({error}). Give {_LAYOUTS}") from error
 
 
 def _parsed(found: Any) -> list[Test]:
@@ -66,11 +70,12 @@ def _parsed(found: Any) -> list[Test]:
         case {"input_output": inner}:
             return parse_tests(inner)
         case {"test": str(test), "entry_point": str(function), "prompt": str(prompt)}:
+            _refuse_idle(test, "test")
             tests = f"{prompt}\n{_compiled(test, 'test')}\ncheck(candidate)\n"
             return [AssertTest(_compiled(tests, "prompt"), {"candidate": function}, prompt)]
         case {"assert_case": list(asserts)} | {"test_list": list(asserts)} if asserts:
             setup = found.get("test_setup_code") or ""
-            return [_assertion(f"{setup}\n{line}", number) for number, line in enumerate(asserts)]
+            return [_assertion(line, setup, number) for number, line in enumerate(asserts)]
         case {"inputs": list(inputs), "outputs": list(outputs)}:
             return _pairs(inputs, outputs, found.get("fn_name"))
         case {"public_test_cases": public}:
@@ -111,35 +116,49 @@ def _listed_test(item: Any, metadata: Any, number: int) -> Test:
 
 
 def _call(function: str, given: object, expected: object, number: int) -> CallTest:
-    """A call: its arguments are a list, or text with the JSON of one on each line."""
+    """A call: arguments and result are values, or text: the JSON of an argument on each line, and of the result."""
     if isinstance(given, str):
         given = [_json(line, f"input {number}") for line in given.splitlines() if line.strip()]
+        if isinstance(expected, str):
+            with contextlib.suppress(ValueError):  # a plain text
+                expected = json.loads(expected)
     if not isinstance(given, list):
         raise ValueError(f"input {number} is {str(given)[:80]!r}, not a list of arguments")
-    if isinstance(expected, str):
-        with contextlib.suppress(ValueError):  # a plain text
-            expected = json.loads(expected)
     return CallTest(function, [_with_numbers(argument) for argument in given], expected)
 
 
 def _with_numbers(value: object) -> object:
     """Keys of JSON objects are texts; those that are whole numbers were numbers."""
-    if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
+    if isinstance(value, dict) and value and all(key.removeprefix("-").isdecimal() for key in value):
         return {int(key): item for key, item in value.items()}
     return value
 
 
-def _assertion(line: str, number: int) -> AssertTest:
-    tree = ast.parse(_compiled(line, f"assertion {number}"))
+def _assertion(line: object, setup: str, number: int) -> AssertTest:
+    what = f"assertion {number}"
+    if not isinstance(line, str):
+        raise ValueError(f"{what} is {line!r:.80}, not a text")
+    _refuse_idle(line, what)
+    tests = f"{setup}\n{line}"
+    tree = ast.parse(_compiled(tests, what))
     named = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    bound = {node.id for node in named if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
+    bound = {node.id for node in named if not isinstance(node.ctx, ast.Load)}
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
             bound.add(node.asname or node.name.split(".")[0])
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             bound.add(node.name)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return AssertTest(line, {name: name for name in sorted(called - bound)})
+    # Where nothing but builtins is called, the answer defines a function of such a name: MBPP asks for a `sum`.
+    asked = called - bound - set(dir(builtins)) or called - bound
+    return AssertTest(tests, {name: name for name in sorted(asked)})
+
+
+def _refuse_idle(tests: str, what: str) -> None:
+    """Raise ValueError where tests are no Python, or do nothing that an answer could fail."""
+    tree = ast.parse(_compiled(tests, what))
+    if not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(tree)):
+        raise ValueError(f"{what} of the row asserts nothing, so every answer would be right: {tests[:80]!r}")
 
 
 def _compiled(source: str, what: str) -> str:

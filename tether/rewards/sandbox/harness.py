@@ -1,8 +1,9 @@
 """The program beside an answer that is called: it runs as text in the sandbox, and imports nothing of tether.
 
 Standard input holds a JSON object: ``code``, and ``function`` and ``arguments`` of a call, or ``tests``, a program in
-which the names of ``functions`` stand for functions of the code. The first prints the result; the second exits with 0
-if `tests` runs through. There the code is in a process of its own, which sees neither the tests nor a way to pass them.
+which the names of ``functions`` stand for functions of the code. The first prints the result; the second prints
+``proof`` if `tests` runs through. There the code is in a process of its own, which sees neither the tests nor the
+proof; an exit code alone could come from any process that the code gets hold of.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class Answers:
         self._other.wait()
 
 
-def check(code: str, tests: str, functions: Dict[str, str]) -> None:  # noqa: UP006
-    """Run the tests; what they call is answered by the process of the code."""
+def check(code: str, tests: str, functions: Dict[str, str], proof: str) -> None:  # noqa: UP006
+    """Run the tests, and print the proof; what they call is answered by the process of the code."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process may look into this one
     answers = Answers(code)
     names: Dict[str, Any] = {"__name__": "tests"}  # noqa: UP006
@@ -140,13 +141,15 @@ def check(code: str, tests: str, functions: Dict[str, str]) -> None:  # noqa: UP
         names[name] = lambda *arguments, function=function, **keywords: answers.call(function, *arguments, **keywords)
     exec(compile(tests, "tests.py", "exec"), names)
     answers.close()
+    sys.stdout.flush()
+    os.write(1, ("\n" + proof).encode())
 
 
 def main() -> None:
     """Do what standard input asks for."""
     request = json.loads(sys.stdin.read())
     if "tests" in request:
-        return check(request["code"], request["tests"], request["functions"])
+        return check(request["code"], request["tests"], request["functions"], request["proof"])
     output = private_output()
     result = find(load(request["code"]), request["function"])(*decode(request["arguments"]))
     print(json.dumps(encode(result)), file=output, flush=True)

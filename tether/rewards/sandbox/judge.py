@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,9 @@ def job_for(test: Test, answer: Answer) -> Job:
         result = test.expected
         request = {"code": answer.source, "function": test.function, "arguments": harness.encode(test.arguments)}
         return _harnessed(request, lambda end: _same_result(end.stdout, result))
-    code = f"{test.prompt}\n{answer.source}"
-    return _harnessed({"code": code, "tests": test.tests, "functions": test.functions}, lambda _: True)
+    code, proof = f"{test.prompt}\n{answer.source}", secrets.token_hex(16)
+    asked: dict[str, object] = {"code": code, "tests": test.tests, "functions": test.functions, "proof": proof}
+    return _harnessed(asked, lambda end: end.stdout.endswith(proof.encode()))
 
 
 def _harnessed(request: dict[str, object], passed: Callable[[Finished], bool]) -> Job:
@@ -84,7 +86,7 @@ def _harnessed(request: dict[str, object], passed: Callable[[Finished], bool]) -
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs have the same words in the same lines; decimal numbers may differ by 1e-6.
+    """Whether two outputs have the same words in the same lines; expected decimal numbers may be missed by 1e-6.
 
     Spaces between and behind words, and empty lines at the end, do not count.
     """
@@ -98,11 +100,13 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
     )
 
 
-def _near(one: str, other: str) -> bool:
-    if not {".", "e", "E"} & set(one + other):
+def _near(printed: str, expected: str) -> bool:
+    if not {".", "e", "E"} & set(printed + expected):
         return False  # whole numbers are equal or not
     try:
-        return math.isclose(float(one), float(other), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        if expected.lstrip("-").isdecimal():
+            return float(printed).is_integer() and int(float(printed)) == int(expected)
+        return math.isclose(float(printed), float(expected), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     except ValueError:
         return False
 
@@ -131,7 +135,12 @@ def _equal(result: object, expected: object) -> bool:
         and isinstance(result, int | float)
         and isinstance(expected, int | float)
     ):
-        return math.isclose(result, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        try:
+            return result == expected or (
+                not isinstance(expected, int) and math.isclose(result, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+            )
+        except OverflowError:  # a whole number above all floats
+            return False
     if isinstance(result, list) and isinstance(expected, list):
         return len(result) == len(expected) and all(map(_equal, result, expected))
     return bool(result == expected)
