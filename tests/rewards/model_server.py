@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -30,7 +30,7 @@ class ModelServer(ThreadingHTTPServer):
         self.raw: bytes | None = None
         """Sent instead of an answer."""
         self.misbehaves = ""
-        """hang, drip, or reset."""
+        """hang, drip, drip the body, or reset."""
         self.wants_key = False
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
@@ -70,6 +70,12 @@ class Handler(BaseHTTPRequestHandler):
             for _ in range(60):
                 self.wfile.write(b"X-Wait: 1\r\n")
                 time.sleep(0.05)
+        elif self.server.misbehaves == "drip the body":
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n")
+            with suppress(OSError):
+                for _ in range(60):
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
         elif self.server.misbehaves == "reset":
             self.connection.close()
         elif self.server.raw is not None:

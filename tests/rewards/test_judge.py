@@ -176,7 +176,7 @@ def test_a_refusal_is_not_repeated_and_hides_the_key(server: ModelServer) -> Non
     assert len(server.bodies) == 2
 
 
-@pytest.mark.parametrize("misbehaves", ["hang", "drip", "reset"])
+@pytest.mark.parametrize("misbehaves", ["hang", "drip", "drip the body", "reset"])
 def test_a_slow_or_broken_server_is_an_error_in_time(server: ModelServer, misbehaves: str) -> None:
     server.misbehaves = misbehaves
     begun = time.monotonic()

@@ -90,19 +90,21 @@ def post_json(url: str, body: object, headers: Mapping[str, str], within: float)
     assert parts.hostname
     connection = kind(parts.hostname, parts.port, timeout=within)
     late = threading.Event()
+    opened: list[socket.socket] = []  # of which `connection` forgets one that is closed behind the answer
     path = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
 
     def cut() -> None:
         late.set()
-        if connection.sock is not None:
+        for one in opened:
             with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                one.shutdown(socket.SHUT_RDWR)
 
     watch = threading.Timer(within, cut)
     watch.daemon = True
     watch.start()
     try:
         connection.connect()
+        opened.append(connection.sock)
         connection.sock.settimeout(max(until - time.monotonic(), 1e-3))
         connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
