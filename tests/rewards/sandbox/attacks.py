@@ -106,6 +106,12 @@ GREED = {
     "takes_memory_bit_by_bit": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "exit memory"),
     "takes_shared_memory": (
         "m = mmap.mmap(-1, 1 << 30)\nfor n in range(0, 1 << 30, 4096): m[n] = 1\nescaped()", "memory"),
+    "holds_shared_memory_that_it_gave_back": (
+        "held = []\nfor n in range(128):\n    m = mmap.mmap(-1, 8 << 20)\n    m[:] = b'x' * (8 << 20)\n"
+        "    m.madvise(mmap.MADV_DONTNEED)\n    held.append(m)\nescaped()", "memory"),
+    "holds_pages_of_dev_zero_that_it_gave_back": (
+        "held, zero = [], os.open('/dev/zero', os.O_RDWR)\nfor n in range(128):\n    m = mmap.mmap(zero, 8 << 20)\n"
+        "    m[:] = b'x' * (8 << 20)\n    m.madvise(mmap.MADV_DONTNEED)\n    held.append(m)\nescaped()", "memory"),
     "takes_memory_in_many_processes": (
         "for n in range(8):\n    if not os.fork(): x = bytearray(b'x') * (100 << 20); time.sleep(60)\ntime.sleep(60)",
         "memory"),

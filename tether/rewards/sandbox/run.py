@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,7 +219,7 @@ class _Exchange:
         if self._started.status is not None:
             self._started.read_status()
         first = self._started.init or self._started.process.pid
-        if _memory(first, exact=False) > self._limits.memory_mb << 20 < _memory(first, exact=True):
+        if _takes_more(first, self._limits.memory_mb << 20):
             return "memory"
         return "files" if self._started.init and _inodes(self._started.init) > self._limits.inodes else None
 
@@ -254,24 +254,56 @@ class _Exchange:
                 pass
 
 
-def _memory(first: int, *, exact: bool) -> int:
-    """Bytes in memory of a process and all below it; memory that they share counts once where it has to be exact."""
-    total, waiting = 0, [first]
+def _takes_more(first: int, limit: int) -> bool:
+    """Whether a process and all below it take more bytes of memory; what they share counts once.
+
+    Shared memory without a file counts as it was asked for: its pages stay where a process gives them back.
+    """
+    resident, mapped, processes = 0, 0, list(_processes(first))
+    for process in processes:
+        with contextlib.suppress(OSError, ValueError):  # gone meanwhile
+            pages = (process / "statm").read_text().split()
+            mapped, resident = mapped + int(pages[0]) * _PAGE, resident + int(pages[1]) * _PAGE
+    shared = _shared_without_file(processes) if mapped > limit else 0
+    return resident + shared > limit and _exactly(processes, shared) > limit
+
+
+def _processes(first: int) -> Iterator[Path]:
+    waiting = [first]
     while waiting:
         process = Path("/proc", str(waiting.pop()))
-        with contextlib.suppress(OSError, ValueError):  # gone meanwhile
-            total += _shared_out(process) if exact else int((process / "statm").read_text().split()[1]) * _PAGE
+        yield process
+        with contextlib.suppress(OSError, ValueError):
             for task in (process / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
-    return total
 
 
-def _shared_out(process: Path) -> int:
-    try:
-        lines = (process / "smaps_rollup").read_text().splitlines()
-    except PermissionError:
-        return int((process / "statm").read_text().split()[1]) * _PAGE
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+def _shared_without_file(processes: Sequence[Path]) -> int:
+    """Bytes of the mappings that processes share, or may share with those that they start."""
+    sizes: dict[tuple[str, str], int] = {}
+    for process in processes:
+        with contextlib.suppress(OSError, ValueError):
+            for line in (process / "maps").read_text().splitlines():
+                if "/dev/zero" in line and len(parts := line.split()) > 5 and parts[1].endswith("s"):
+                    begin, end = (int(at, 16) for at in parts[0].split("-"))
+                    key = (parts[3], parts[4])
+                    sizes[key] = max(sizes.get(key, 0), int(parts[2], 16) + end - begin)
+    return sum(sizes.values())
+
+
+def _exactly(processes: Sequence[Path], shared: int) -> int:
+    """Bytes of processes, each page divided among those that have it; of shared memory at least so many."""
+    own, resident_shared = 0, 0
+    for process in processes:
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                lines = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+                sizes = {line[0]: int(line[1]) << 10 for line in lines}
+                in_shared = sizes.get("Pss_Shmem:", 0)
+                own, resident_shared = own + sizes["Pss:"] - in_shared, resident_shared + in_shared
+            except PermissionError:
+                own += int((process / "statm").read_text().split()[1]) * _PAGE
+    return own + max(shared, resident_shared)
 
 
 def _inodes(init: int) -> int:
