@@ -231,7 +231,7 @@ def _check_lengths(folder: Path, meta: Meta, found: Mapping[int, int]) -> None:
         length, rows = listed.get(number, 0), found.get(number, 0)
         if length != rows:
             what = f"episode {number} has {length} frames, and {rows} rows in {folder / 'data'}"
-            raise ValueError(f"{meta.list}: {what}. {fix}")
+            raise ValueError(f"{meta.listed}: {what}. {fix}")
     totals = {"total_episodes": len(found), "total_frames": sum(found.values())}
     for name, total in meta.totals.items():
         if total != totals[name]:

@@ -1,4 +1,4 @@
-"""What the folder `meta` of a dataset in LeRobot's layout says: features, tasks, and how long each episode is."""
+"""The folder `meta` of a dataset in LeRobot's layout: features, tasks, and the length of each episode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Meta:
-    """What a dataset says of itself."""
+    """Metadata of a dataset."""
 
     features: Mapping[str, Feature]
     """The columns that are read."""
@@ -46,8 +46,8 @@ class Meta:
     """Number -> text."""
     lengths: Mapping[int, int] | None
     """Episode -> frames; None: there is no list of episodes."""
-    list: Path
-    """Where they are listed."""
+    listed: Path
+    """The file or folder that lists them."""
     totals: Mapping[str, object]
     """`total_episodes` and `total_frames`, as far as they are there."""
 

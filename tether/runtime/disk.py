@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk says, and a network never does."""
+"""Errors that a disk reports and a network never does."""
 OF_THE_DISK = (errno.EACCES, errno.EPERM, *_FULL)
 OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTEMPTY)
 

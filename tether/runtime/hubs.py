@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 MODELSCOPE = "modelscope:"
 """Before the name of a model or dataset of ModelScope."""
 
 
-def uses_modelscope() -> bool:
-    """Whether names of models and datasets are ModelScope's: verl's ``VERL_USE_MODELSCOPE``."""
-    return os.environ.get("VERL_USE_MODELSCOPE", "").lower() in ("1", "true", "yes")
+USE_MODELSCOPE = "VERL_USE_MODELSCOPE"
+"""The environment variable of verl's that makes names ModelScope's."""
+
+
+def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether names of models and datasets are ModelScope's."""
+    return environment.get(USE_MODELSCOPE, "").lower() in ("1", "true", "yes")
 
 
 def refusal(asked: str, hub: str, why: str, fix: str) -> ValueError:

@@ -85,14 +85,9 @@ class _Lookup:
 
 def _overrides(defaults: object) -> dict[str, object]:
     """The choices of ``override GROUP: NAME`` lines, but for Hydra's own groups, such as its logging."""
-    pairs = (
-        [pair for item in defaults if isinstance(item, dict) for pair in item.items()]
-        if isinstance(defaults, list)
-        else []
-    )
-    groups = {
-        str(left).removeprefix(_OVERRIDE).lstrip("/"): name for left, name in pairs if str(left).startswith(_OVERRIDE)
-    }
+    items = [item for item in defaults if isinstance(item, dict)] if isinstance(defaults, list) else []
+    lines = [(str(left), name) for item in items for left, name in item.items()]
+    groups = {left.removeprefix(_OVERRIDE).lstrip("/"): name for left, name in lines if left.startswith(_OVERRIDE)}
     return {group: name for group, name in groups.items() if not group.startswith("hydra/")}
 
 
@@ -110,8 +105,7 @@ def _layers(
         file = next((found for folder in lookup.folders if (found := folder / f"{entry.name}.yaml").is_file()), None)
         if file is not None and entry.name not in stack:
             preset = read_yaml(file)
-            package = _PACKAGE.match(file.read_text(encoding="utf-8"))
-            if package and entry.parent is not None:
+            if entry.parent is not None and (package := _PACKAGE.match(file.read_text(encoding="utf-8"))):
                 entry = replace(entry, where=_mount_point(entry.name, package[1], entry.parent))
             yield from _layers(preset, entry, lookup, (*stack, entry.name))
         elif file is not None:
@@ -144,30 +138,11 @@ def _clash(one: Mapping[str, object], other: Mapping[str, object]) -> str | None
 def _entries(defaults: object, of: Entry, lookup: _Lookup) -> Iterator[Entry]:
     """The lines of the defaults list of a file, each read when what stands above it was put in."""
     for item in defaults if isinstance(defaults, list) else [defaults]:
-        pairs = item.items() if isinstance(item, dict) else [(item, None)]
-        for left, choice in pairs:
+        for left, choice in item.items() if isinstance(item, dict) else [(item, None)]:
             written = str(left).removeprefix(_OPTIONAL)
             group, _, package = written.removeprefix(_OVERRIDE).partition("@")
-            key = _key(group, package, of)
-            if written.startswith(_OVERRIDE):
-                is_own = key in lookup.overrides
-                if key.startswith("hydra/") or (is_own and key in lookup.chosen):
-                    continue
-                if not is_own or not lookup.has_built_in:
-                    what = f"{written}: " + (
-                        f"nothing above chooses {key}" if is_own else "is not in the run's own file"
-                    )
-                    lookup.problems.append(Problem("defaults", what, f"write {key}: {choice} there"))
-                    continue
-            elif isinstance(item, dict):
-                choice = lookup.overrides.get(key, choice)
-            if isinstance(item, dict):
-                choice = (
-                    _CHOSEN.sub(lambda name: str(lookup.chosen.get(name[1], name[0])), choice)
-                    if isinstance(choice, str)
-                    else choice
-                )
-                lookup.chosen[key] = choice
+            if isinstance(item, dict) or written.startswith(_OVERRIDE):
+                choice = _choice(written, _key(group, package, of), choice, lookup)
                 if choice is None:
                     continue
             for name in choice if isinstance(choice, list) else [choice]:
@@ -178,6 +153,24 @@ def _entries(defaults: object, of: Entry, lookup: _Lookup) -> Iterator[Entry]:
                     where = _mount_point(full.removeprefix("/"), package, of.where)
                     parent = None if package else of.where
                     yield Entry(_from_the_top(full, of), where, parent, str(left).startswith(_OPTIONAL))
+
+
+def _choice(written: str, key: str, choice: object, lookup: _Lookup) -> object:
+    """The preset that a line puts in for a group; None: it puts in nothing."""
+    if written.startswith(_OVERRIDE):
+        is_own = key in lookup.overrides
+        if key.startswith("hydra/") or (is_own and key in lookup.chosen):
+            return None
+        if not is_own or not lookup.has_built_in:
+            why = f"nothing above chooses {key}" if is_own else "is not in the run's own file"
+            lookup.problems.append(Problem("defaults", f"{written}: {why}", f"write {key}: {choice} there"))
+            return None
+    else:
+        choice = lookup.overrides.get(key, choice)
+    if isinstance(choice, str):
+        choice = _CHOSEN.sub(lambda name: str(lookup.chosen.get(name[1], name[0])), choice)
+    lookup.chosen[key] = choice
+    return choice
 
 
 def _from_the_top(group: str, of: Entry) -> str:

@@ -96,7 +96,7 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
 
 
 def _may_be_verls(path: Path) -> bool:
-    """Whether a file that is not here may be one of verl's, which lie in the folder config beside its main_ppo."""
+    """Whether a missing file may stand for one of verl's own, which its main_ppo looks up in a folder `config`."""
     return not path.is_file() and path.parent.name in ("", "config")
 
 
@@ -210,7 +210,7 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
     if owner is not None:
         inner = path.removeprefix(owner + ".").split(".")
         old = given[owner].value if owner in given else {}
-        changed = _drop(old, inner) if override.delete else _put(old, inner, override.value)
+        changed = _drop(old, inner) if override.delete else put(old, inner, override.value)
         item = _grammar_problem(owner, changed) or (owner, changed, written)
         return _store(given, [item], COMMAND_LINE, position)
     if path in sections() and not override.delete and not isinstance(override.value, dict):
@@ -256,25 +256,26 @@ def _mapping_key(path: str) -> str | None:
     return next((prefix for prefix in prefixes if prefix in keys() and keys()[prefix].is_mapping), None)
 
 
-def _put(mapping: object, path: list[str], value: object) -> dict[str, object]:
+def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object]:
+    """A mapping with a value at a path, as Hydra has it: mappings are merged, everything else is replaced."""
     old = mapping if isinstance(mapping, dict) else {}
     first, *rest = path
-    return {**old, first: _put(old.get(first), rest, value) if rest else merged(old.get(first), value)}
+    return {**old, first: put(old.get(first), rest, value) if rest else _merged(old.get(first), value)}
 
 
 def _over(given: Given, item: Item | Problem) -> Item | Problem:
     """A mapping with what was given of it before."""
-    if isinstance(item, Problem) or item[0] not in given or item[0] not in keys() or not keys()[item[0]].is_mapping:
+    if isinstance(item, Problem):
         return item
     path, value, written = item
-    return path, merged(given[path].value, value), written
+    is_mapping = path in given and path in keys() and keys()[path].is_mapping
+    return (path, _merged(given[path].value, value), written) if is_mapping else item
 
 
-def merged(old: object, new: object) -> object:
-    """A value over another, as Hydra puts it: mappings are merged, all else is replaced."""
+def _merged(old: object, new: object) -> object:
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    return old | {name: merged(old.get(name), value) for name, value in new.items()}
+    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
 
 
 def _drop(mapping: object, path: list[str]) -> dict[str, object]:

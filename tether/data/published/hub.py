@@ -40,6 +40,11 @@ class Hub(Protocol):
         """Write a file of a listing to a path, going on where an earlier call was cut off."""
 
 
+def asked_for(repository: str, revision: str | None) -> str:
+    """A dataset and its revision, as messages begin."""
+    return f"{repository} at {revision}:" if revision else f"{repository}:"
+
+
 def hub_of(repository: str) -> tuple[Hub, str]:
     """The hub that has a dataset, and the dataset's name, which begins with ``modelscope:`` where it is ModelScope's.
 

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
-from tether.data.published.hub import Listing, RemoteFile
+from tether.data.published.hub import Listing, RemoteFile, asked_for
 from tether.runtime.hugging_face import asking_hugging_face
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class HuggingFace:
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         """See `tether.data.published.hub.Hub`."""
-        with asking_hugging_face(f"{repository}{f' at {revision}' if revision else ''}:", FIX):
+        with asking_hugging_face(asked_for(repository, revision), FIX):
             info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
                 repository, revision=revision, files_metadata=True, timeout=30
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from modelscope_hub import HubApi
 
-from tether.data.published.hub import Listing, RemoteFile
+from tether.data.published.hub import Listing, RemoteFile, asked_for
 from tether.runtime.hubs import MODELSCOPE
 from tether.runtime.modelscope import asking_modelscope
 
@@ -26,7 +26,7 @@ class ModelScope:
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         """See `tether.data.published.hub.Hub`."""
         branch = revision or NEWEST
-        with asking_modelscope(f"{repository}{f' at {revision}' if revision else ''}:", FIX):
+        with asking_modelscope(asked_for(repository, revision), FIX):
             found = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
         files = {file.path: RemoteFile(file.size or 0, file.sha256) for file in found if file.type != "tree"}
         content = json.dumps({path: [file.size, file.sha256] for path, file in sorted(files.items())})

@@ -80,7 +80,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
 
 @dataclass(frozen=True)
 class _Note:
-    """What an earlier call wrote into the folder."""
+    """The note of an earlier call: the files it wrote, by hash."""
 
     repository: str
     revision: str

@@ -262,8 +262,8 @@ def _takes_more(first: int, limit: int) -> bool:
     resident, mapped, processes = 0, 0, list(_processes(first))
     for process in processes:
         with contextlib.suppress(OSError, ValueError):  # gone meanwhile
-            pages = (process / "statm").read_text().split()
-            mapped, resident = mapped + int(pages[0]) * _PAGE, resident + int(pages[1]) * _PAGE
+            all_of_it, in_memory = _sizes(process)
+            mapped, resident = mapped + all_of_it, resident + in_memory
     shared = _shared_without_file(processes) if mapped > limit else 0
     return resident + shared > limit and _exactly(processes, shared) > limit
 
@@ -276,6 +276,12 @@ def _processes(first: int) -> Iterator[Path]:
         with contextlib.suppress(OSError, ValueError):
             for task in (process / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
+
+
+def _sizes(process: Path) -> tuple[int, int]:
+    """Bytes that a process has mapped, and those of them in memory."""
+    mapped, resident, *_ = (process / "statm").read_text().split()
+    return int(mapped) * _PAGE, int(resident) * _PAGE
 
 
 def _shared_without_file(processes: Sequence[Path]) -> int:
@@ -302,7 +308,7 @@ def _exactly(processes: Sequence[Path], shared: int) -> int:
                 in_shared = sizes.get("Pss_Shmem:", 0)
                 own, resident_shared = own + sizes["Pss:"] - in_shared, resident_shared + in_shared
             except PermissionError:
-                own += int((process / "statm").read_text().split()[1]) * _PAGE
+                own += _sizes(process)[1]
     return own + max(shared, resident_shared)
 
 

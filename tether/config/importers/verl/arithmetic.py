@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-_NAME = r"[A-Za-z_]\w*"
+NAME = r"[A-Za-z_]\w*"
+"""Of a variable."""
 _NUMBER = re.compile(r"0|-?[1-9]\d*")
-_ASSIGNED = re.compile(rf"({_NAME})(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*({_NAME})")
+_ASSIGNED = re.compile(rf"({NAME})(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*({NAME})")
 _WHOLE = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: lambda left, right: math.trunc(Fraction(left, right)),  # towards zero, as bash does
@@ -26,7 +27,7 @@ def whole_number(text: str, variables: Mapping[str, Sequence[str]]) -> int | Non
         values = variables.get(name[1] or name[2], ())
         return values[0] if values and _NUMBER.fullmatch(values[0]) else "?"
 
-    digits = re.sub(rf"\$?({_NAME})|\$\{{({_NAME})\}}", number, text)
+    digits = re.sub(rf"\$?({NAME})|\$\{{({NAME})\}}", number, text)
     try:
         return _whole(ast.parse(digits.replace("/", "//").strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):

@@ -14,13 +14,14 @@ import yaml
 
 from tether.config.importers.verl.shell import UNKNOWN, Command, Script, read_script
 from tether.config.keys import keys
-from tether.config.loading.given import merged
+from tether.config.loading.given import put
 from tether.config.loading.load import load_config
 from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
 from tether.config.secrets import has_secrets
 from tether.config.support.verl_keys import renamed
+from tether.runtime.hubs import USE_MODELSCOPE, uses_modelscope
 
 _STARTED = re.compile(
     r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
@@ -28,7 +29,6 @@ _STARTED = re.compile(
 _PPO = re.compile(r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?main_dapo(?:\.py)?")
 """The trainers whose algorithm is the one here: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
-_MODELSCOPE = "VERL_USE_MODELSCOPE"
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
 
@@ -170,7 +170,7 @@ def _unknown(word: str) -> Problem:
 
 
 def _settings(overrides: Sequence[Override]) -> dict[str, object]:
-    """What the overrides leave, nested: as Hydra has it, the last value of a key, and mappings merged."""
+    """The settings that result from the overrides, nested; later ones win, and mappings are merged, as in Hydra."""
     tree: dict[str, object] = {}
     for override in overrides:
         path = override.path.split(".")
@@ -180,11 +180,7 @@ def _settings(overrides: Sequence[Override]) -> dict[str, object]:
         for key in _leaves(override.path, override.value):  # the same quantity by another name: the last one counts
             for other in [one for one in _leaves("", tree) if one != key and _quantity(one) == _quantity(key)]:
                 _take_out(tree, other.split("."))
-        inner = tree
-        for name in path[:-1]:
-            below = inner.get(name)
-            inner[name] = inner = below if isinstance(below, dict) else {}
-        inner[path[-1]] = merged(inner.get(path[-1]), override.value)
+        tree = put(tree, path, override.value)
     return tree
 
 
@@ -210,7 +206,7 @@ def _take_out(tree: dict[str, object], path: Sequence[str]) -> None:
 
 
 def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str, object]) -> list[str]:
-    """What the file does not say, and what is in it that others should not read."""
+    """Warnings about what the file lacks, and about secrets in it."""
     remarks = []
     folder = launch.config_path
     path = Path(folder or "config")
@@ -219,10 +215,10 @@ def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str,
         remarks.append(
             f"--config-path={folder} was taken for verl's own; if it has a {name}.yaml, give that to tether train"
         )
-    if environment.get(_MODELSCOPE, "").lower() in ("1", "true", "yes"):
+    if uses_modelscope(environment):
         remarks.append(
-            f"{_MODELSCOPE}={environment[_MODELSCOPE]} is set there and no setting: set it for tether train too, or "
-            "write modelscope: before the names of models"
+            f"{USE_MODELSCOPE}={environment[USE_MODELSCOPE]} is set there and no setting: set it for tether train too, "
+            "or write modelscope: before the names of models"
         )
     if has_secrets(body):
         remarks.append("the file has passwords or keys of the script in it: keep it to yourself")

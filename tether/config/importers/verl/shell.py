@@ -10,17 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tether.config.importers.verl.arithmetic import assigned_names, whole_number
+from tether.config.importers.verl.arithmetic import NAME, assigned_names, whole_number
 from tether.config.importers.verl.brackets import end_of_braces, end_of_substitution
 
 UNKNOWN = "\0"
 """Stands before and after what is not known, as it is written in the script."""
-_NAME = r"[A-Za-z_]\w*"
-_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
-_ELEMENT = re.compile(rf"({_NAME})\[[^]]*\]\+?=")
-_PARAMETER = re.compile(rf"\$({_NAME}|[@*#?$!0-9])")
+_ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
+_ELEMENT = re.compile(rf"({NAME})\[[^]]*\]\+?=")
+_PARAMETER = re.compile(rf"\$({NAME}|[@*#?$!0-9])")
 _BRACED = re.compile(
-    rf"(?P<name>{_NAME}|\d+|[@*])(?P<all>\[[@*]\])?((?P<colon>:?)(?P<sign>[-=?+])(?P<word>.*))?", re.DOTALL
+    rf"(?P<name>{NAME}|\d+|[@*])(?P<all>\[[@*]\])?((?P<colon>:?)(?P<sign>[-=?+])(?P<word>.*))?", re.DOTALL
 )
 _ARGUMENTS_FROM = re.compile(r"[@*]:\d+")
 _BLOCKS, _ENDS = {"if", "for", "while", "until", "select", "case", "{"}, {"fi", "done", "esac", "}"}
@@ -69,12 +68,12 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
         text: of the script.
         environment: variables that it finds set, such as HOME.
     """
-    return _Reader(text, environment).read()
+    return _Reader(text, {name: [value] for name, value in environment.items()}).read()
 
 
 @dataclass(frozen=True)
 class _Block:
-    """What is open: ``if``, ``case``, ``{``, ``(``, ..."""
+    """A compound command that has not ended yet: ``if``, ``case``, ``{``, ``(``, ..."""
 
     kind: str
     is_conditional: bool
@@ -83,9 +82,9 @@ class _Block:
 
 
 class _Reader:
-    def __init__(self, text: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, text: str, variables: dict[str, list[str]]) -> None:
         self._text, self._at = text, 0
-        self._variables: dict[str, list[str]] = {name: [value] for name, value in environment.items()}
+        self._variables = variables  # which it changes
         self._script = Script()
         self._blocks: list[_Block] = []
         self._is_certain = True  # whether the next command runs whenever its block does: not after && and ||
@@ -136,8 +135,7 @@ class _Reader:
 
     def _assign(self, name: str, values: list[str] | None) -> None:
         """Set a variable; None: to what only a run could tell."""
-        is_known = values is not None and not self._is_conditional()
-        self._variables[name] = values if values is not None and is_known else [_unknown(f"${name}")]
+        self._variables[name] = [_unknown(f"${name}")] if values is None or self._is_conditional() else values
 
     def _take(self, line: int, words: list[str]) -> bool:
         """Open and close blocks, assign, or note a command.
@@ -185,7 +183,7 @@ class _Reader:
         return True
 
     def _run_builtin(self, line: int, words: Sequence[str]) -> None:
-        """What a command of bash's own does to the variables."""
+        """Apply the effect of a builtin of bash on the variables."""
         name, *arguments = words
         if name in _NOT_READ:
             what = (
@@ -194,7 +192,7 @@ class _Reader:
             self._note(line, what.replace(UNKNOWN, ""), "write what it sets into the script")
         changed: list[str] = []
         if name in _READING:
-            changed = [word for word in arguments if re.fullmatch(_NAME, word)]
+            changed = [word for word in arguments if re.fullmatch(NAME, word)]
         elif name == "printf" and arguments[:1] == ["-v"]:
             changed = arguments[1:2]
         elif name == "let":
@@ -469,8 +467,7 @@ class _Reader:
 
     def _filled(self, word: str, in_quotes: bool) -> str:
         """The word of ``${NAME:-word}``, its variables filled in."""
-        inner = _Reader(word, {})
-        inner._variables = self._variables
+        inner = _Reader(word, self._variables)
         filled = ""
         while inner._at < len(word):
             char = word[inner._at]
