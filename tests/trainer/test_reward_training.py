@@ -182,6 +182,11 @@ def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
     [
         ({"chosen": "yes"}, "row 1: has no `rejected`, so nothing is compared"),
         ({"chosen": "yes", "rejected": ""}, "row 1: has no `rejected`"),
+        ({"chosen": " \n", "rejected": "no"}, "row 1: has no `chosen`"),
+        (
+            {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, *CHAT, *GOOD]},
+            "row 1: `chosen` and `rejected` differ before the assistant's first message: they answer different prompts",
+        ),
         ({"chosen": "yes", "rejected": "yes"}, "row 1: `chosen` and `rejected` are the same"),
         ({"chosen": 1, "rejected": "no"}, "row 1: `chosen` is neither text nor a list of {role, content}"),
         ({"chosen": [{"role": "user"}], "rejected": "no"}, "row 1: `chosen` is neither text"),

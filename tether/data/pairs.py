@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
@@ -108,7 +109,7 @@ def pair_problems(record: object) -> Iterator[str]:
         yield "`prompt` is neither text nor a list of {role, content}"
     for side in SIDES:
         value = record.get(side)
-        if not value:
+        if not (value.strip() if isinstance(value, str) else value):
             yield f"has no `{side}`, so nothing is compared"
         elif not isinstance(value, str) and not _is_conversation(value):
             yield f"`{side}` is neither text nor a list of {{role, content}}"
@@ -116,11 +117,19 @@ def pair_problems(record: object) -> Iterator[str]:
             yield f"`{side}` ends with a message of the role {last}, and what is compared is the assistant's"
     if not record.get("prompt") and {type(record.get(side)) for side in SIDES} == {str, list}:
         yield "one of `chosen` and `rejected` is a text, the other is not; write both alike, or give a `prompt`"
+    chosen, rejected = (record.get(side) for side in SIDES)
+    if chosen and rejected and _asked(chosen) != _asked(rejected):
+        yield "`chosen` and `rejected` differ before the assistant's first message: they answer different prompts"
     if all(record.get(side) for side in SIDES) and record["chosen"] == record["rejected"]:
         yield "`chosen` and `rejected` are the same, so nothing is preferred; leave it out"
 
 
-def _is_conversation(value: object) -> bool:
+def _asked(side: object) -> list[Message]:
+    """The messages of a conversation before the assistant's first."""
+    return list(takewhile(lambda message: message["role"] != "assistant", side)) if _is_conversation(side) else []
+
+
+def _is_conversation(value: object) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and all(
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)

@@ -95,6 +95,12 @@ def test_assertions_name_the_functions_that_they_call():
     assert len(parse_tests({"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]})) == 2
 
 
+def test_assertions_name_the_functions_that_they_pass_on():
+    line = "try:\n    assert list(map(f, sorted([1], key=lambda x: -x))) == [math.pi]\nexcept ValueError as e:\n    e"
+    (test,) = parse_tests({"test_list": [line]})
+    assert test.functions == {"f": "f"}
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("called",))
@@ -108,6 +114,8 @@ class Evil:
         ({"a": 1}, r"no known layout: \['a'\]"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": [], "outputs": []}, "has no test"),
+        ({"inputs": ["1", "2"], "outputs": [3, None]}, "output 1 is 'None', not a text or its lines"),
+        ({"inputs": ["1", ["2", {"a": 1}]], "outputs": ["3", "4"]}, "input 1 is .*, not a text or its lines"),
         ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "input 0 is '1', not a list of arguments"),
         ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is no JSON"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "fn_name is 3"),

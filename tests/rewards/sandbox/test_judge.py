@@ -16,6 +16,7 @@ from tether.rewards.sandbox.limits import Finished
         ("so:\n```python\na\n```\nor\n```python\nb\n```", ("python",), ("python", "b\n")),
         ("```py\na\n```\n```\nb\n```", ("python",), ("python", "a\n")),
         ("```\na\n```", ("cpp", "python"), ("cpp", "a\n")),
+        ("``` Python title=a.py \na\n```\n``` \nb\n```", ("python",), ("python", "a\n")),
         ("```c++\na\n```", ("python", "cpp"), ("cpp", "a\n")),
         ("```rust\na\n```", ("python",), None),
         ("```python\nwas cut of", ("python",), ("python", "was cut of")),

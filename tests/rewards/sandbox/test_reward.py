@@ -80,6 +80,58 @@ def test_functions_are_called(code, tests, expected, unconfined):
     assert score(code, tests, unconfined=unconfined)["score"] == expected
 
 
+OBJECTS = """
+class Count:
+    def __init__(self, n=0):
+        self.n = n
+    def add(self, by=1):
+        self.n += by
+        return self
+    def __len__(self):
+        return self.n
+    def __getitem__(self, at):
+        return at + self.n
+    def __eq__(self, other):
+        return True
+
+def total(counts):
+    return sum(count.n for count in counts)
+
+def order(xs, seen):
+    xs.sort()
+    seen.update(xs)
+
+def squares():
+    yield from (n * n for n in itertools.count())
+
+def adder(a):
+    return lambda b: a + b
+
+def raw(x):
+    return bytes([x]), complex(x, 1), bytearray(b"a")
+"""
+
+
+@both
+@pytest.mark.parametrize("line", [
+    "assert list(map(total, [[Count(3)]])) == [3]",
+    "assert len(Count().add().add(by=3)) == 4 and Count(2).n == 2 and Count(1)[3] == 4 and not Count()",
+    "one = Count(1)\none.n = 5\nassert total([one, Count(2)]) == 7 and str(one).startswith('<')",
+    "try:\n    Count().missing\nexcept AttributeError:\n    pass\nelse:\n    raise AssertionError",
+    "xs, seen = [3, 1], set()\norder(xs, seen)\nassert xs == [1, 3] and seen == {1, 3}",
+    "assert list(itertools.islice(squares(), 3)) == [0, 1, 4] and adder(2)(3) == 5",
+    "assert raw(7) == (b'\\x07', 7 + 1j, b'a')",
+])  # fmt: skip
+def test_assertions_use_objects_of_the_answer(line, unconfined):
+    assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 1
+
+
+@both
+@pytest.mark.parametrize("line", ["assert Count() == 3", "assert Count() == Count()", "assert Count() < 3"])
+def test_objects_of_the_answer_are_equal_to_nothing(line, unconfined):
+    assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 0
+
+
 @both
 @pytest.mark.parametrize(
     "code",
@@ -87,6 +139,7 @@ def test_functions_are_called(code, tests, expected, unconfined):
         "import os\nos._exit(0)",
         "raise SystemExit",
         "class Equal:\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
+        "class Equal(int):\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
         "def total(xs):\n    import os, sys\n    os.write(1, b'[3]')\n    os.kill(os.getppid(), 9)",
     ],
 )

@@ -14,6 +14,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from tether.rewards.sandbox.harness import MODULES
+
 _LAYOUTS = (
     "{inputs, outputs} with an optional fn_name (APPS, TACO, verl's code rows), a list of {input, output, testtype} "
     "or LiveCodeBench's columns, {prompt, test, entry_point} (HumanEval), or assert_case or test_list"
@@ -95,7 +97,10 @@ def _pairs(inputs: list[object], outputs: list[object], function: object) -> lis
         raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; each test needs both")
     pairs = _some(list(zip(inputs, outputs, strict=True)))
     if function is None:
-        return [StdioTest(_text(given), _text(expected)) for given, expected in pairs]
+        return [
+            StdioTest(_text(given, f"input {number}"), _text(expected, f"output {number}"))
+            for number, (given, expected) in enumerate(pairs)
+        ]
     if not isinstance(function, str) or not function:
         raise ValueError(f"fn_name is {function!r}, which names no function")
     return [_call(function, given, expected, number) for number, (given, expected) in enumerate(pairs)]
@@ -141,16 +146,21 @@ def _assertion(line: object, setup: str, number: int) -> AssertTest:
     _refuse_idle(line, what)
     tests = f"{setup}\n{line}"
     tree = ast.parse(_compiled(tests, what))
-    named = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    bound = {node.id for node in named if not isinstance(node.ctx, ast.Load)}
+    bound, read, called = set(MODULES), set(), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.alias):
-            bound.add(node.asname or node.name.split(".")[0])
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
+            case ast.Call(func=ast.Name(id=name)):
+                called.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name.split(".")[0])
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                bound.add(name)
     # Where nothing but builtins is called, the answer defines a function of such a name: MBPP asks for a `sum`.
-    asked = called - bound - set(dir(builtins)) or called - bound
+    asked = read - bound - set(dir(builtins)) or called - bound
     return AssertTest(tests, {name: name for name in sorted(asked)})
 
 
@@ -210,6 +220,9 @@ def _some(tests: list[One]) -> list[One]:
     return tests
 
 
-def _text(value: object) -> str:
-    """A text, or the lines of one."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+def _text(value: object, what: str) -> str:
+    """A text or number, or the lines of one."""
+    lines = value if isinstance(value, list) else [value]
+    if not all(isinstance(line, str | int | float) for line in lines):
+        raise ValueError(f"{what} is {str(value)[:80]!r}, not a text or its lines; other values need fn_name")
+    return "\n".join(map(str, lines))

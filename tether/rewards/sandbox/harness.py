@@ -1,9 +1,9 @@
 """The program beside an answer that is called: it runs as text in the sandbox, and imports nothing of tether.
 
 Standard input holds a JSON object: ``code``, and ``function`` and ``arguments`` of a call, or ``tests``, a program in
-which the names of ``functions`` stand for functions of the code. The first prints the result; the second prints
-``proof`` if `tests` runs through. There the code is in a process of its own, which sees neither the tests nor the
-proof; an exit code alone could come from any process that the code gets hold of.
+which the names of ``functions`` stand for functions and classes of the code. The first prints the result; the second
+prints ``proof`` if `tests` runs through. There the code is in a process of its own, which sees neither the tests nor
+the proof; an exit code alone could come from any process that the code gets hold of.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import builtins
 import ctypes
 import json
+import operator
 import os
 import subprocess
 import sys
-from typing import Any, Dict, TextIO  # noqa: UP035 - older interpreters run this, too
+from collections.abc import Callable
+from typing import Any, TextIO
 
-MODULES = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys"
+_IMPORTS = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys"
+MODULES = _IMPORTS[len("import ") :].split(", ")
 PRELUDE = f"""
-{MODULES}
+{_IMPORTS}
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import lru_cache, reduce
 from heapq import heapify, heappop, heappush
@@ -27,44 +30,103 @@ from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
 _KINDS = (("tuple", tuple), ("set", (set, frozenset)))
+_OPERATIONS: dict[str, Callable[..., object]] = {
+    "getattr": getattr, "setattr": setattr, "iter": iter, "next": next, "len": len, "bool": bool, "str": str,
+    "getitem": operator.getitem, "setitem": operator.setitem, "contains": operator.contains,
+}  # fmt: skip
 
 
-def encode(value: object, depth: int = 0) -> object:
-    """Plain data as JSON, with the kinds that it cannot hold; of any other object only its class, by name."""
+class Held:
+    """An object in the process of the code, seen from the tests: all that they do with it is done there.
+
+    It is equal to nothing else, whatever its own class says.
+    """
+
+    answers: Answers
+    number: int
+
+    def __init__(self, answers: Answers, number: int) -> None:
+        self.__dict__.update(answers=answers, number=number)
+
+    def __getattr__(self, name: str) -> object:
+        return self.answers.ask("getattr", self, name)
+
+    def __call__(self, *arguments: object, **keywords: object) -> object:
+        """Call it there."""
+        return self.answers.call(self, *arguments, **keywords)
+
+
+def _forward(operation: str) -> None:
+    setattr(Held, f"__{operation}__", lambda self, *arguments: self.answers.ask(operation, self, *arguments))
+
+
+for _operation in set(_OPERATIONS) - {"getattr"}:
+    _forward(_operation)
+
+
+def encode(value: object, depth: int = 0, held: list[object] | None = None) -> object:
+    """Plain data as JSON, with the kinds that it cannot hold; of any other object only its class, by name.
+
+    Args:
+        value: the data.
+        depth: of the lists around it.
+        held: takes up other objects, which are encoded as their place in it.
+    """
     if value is None or isinstance(value, bool):
         return value
     for plain in (int, float, str):
         if isinstance(value, plain):
             return plain(value)
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, Held):
+        return {"held": value.number}
     if depth > 100:
         return {"other": "nested too deeply"}
     if isinstance(value, list):
-        return [encode(item, depth + 1) for item in value]
+        return [encode(item, depth + 1, held) for item in value]
     for name, kind in _KINDS:
         if isinstance(value, kind):
-            return {name: [encode(item, depth + 1) for item in value]}
+            return {name: [encode(item, depth + 1, held) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]}
+        pairs = [[encode(key, depth + 1, held), encode(item, depth + 1, held)] for key, item in value.items()]
+        return {"dict": pairs}
     if hasattr(value, "shape") and hasattr(value, "tolist"):  # NumPy
-        return encode(value.tolist(), depth + 1)
-    return {"other": type(value).__name__}
+        return encode(value.tolist(), depth + 1, held)
+    if held is None:
+        return {"other": type(value).__name__}
+    held.append(value)
+    return {"held": len(held) - 1}
 
 
-def decode(value: object) -> Any:
-    """Read what `encode` made; an object of another class is equal to nothing."""
+def decode(value: object, held: Any = None) -> Any:
+    """Read what `encode` made; an object of another class is equal to nothing.
+
+    Args:
+        value: what it made.
+        held: gives the object of a place.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, held) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()
     if kind == "tuple":
-        return tuple(decode(item) for item in items)
+        return tuple(decode(item, held) for item in items)
     if kind == "set":
-        return {decode(item) for item in items}
-    return {decode(key): decode(item) for key, item in items} if kind == "dict" else object()
+        return {decode(item, held) for item in items}
+    if kind == "dict":
+        return {decode(key, held): decode(item, held) for key, item in items}
+    if kind == "bytes":
+        return bytes.fromhex(items)
+    if kind == "complex":
+        return complex(*items)
+    return held(items) if kind == "held" and held else object()
 
 
-def load(code: str) -> Dict[str, Any]:  # noqa: UP006
+def load(code: str) -> dict[str, Any]:
     """The names that the code defines."""
     names = {"__name__": "answer"}
     exec(PRELUDE, names)
@@ -72,7 +134,7 @@ def load(code: str) -> Dict[str, Any]:  # noqa: UP006
     return names
 
 
-def find(names: Dict[str, Any], function: str) -> Any:  # noqa: UP006
+def find(names: dict[str, Any], function: str) -> Any:
     """A function of the code, or a method of its class Solution."""
     return names[function] if function in names else getattr(names["Solution"](), function.rpartition(".")[2])
 
@@ -85,16 +147,25 @@ def private_output() -> TextIO:
 
 
 def serve() -> None:
-    """Be the process of the code: the first line is the code, each further one a call."""
+    """Be the process of the code: the first line is the code, each further one a request."""
     output = private_output()
     names = load(json.loads(sys.stdin.readline()))
+    held: list[object] = []
     for line in sys.stdin:
-        function, arguments, keywords = json.loads(line)
+        operation, *rest = json.loads(line)
+        arguments, keywords = decode(rest, held.__getitem__)
         try:
-            answer: object = [encode(find(names, function)(*decode(arguments), **decode(keywords)))]
+            result = _OPERATIONS[operation](*arguments) if operation else _called(names, *arguments, **keywords)
+            answer: object = [encode(result, 0, held), encode(arguments, 0, held)]
         except Exception as error:  # noqa: BLE001 - the tests may expect it
             answer = type(error).__name__
         print(json.dumps(answer), file=output, flush=True)
+
+
+def _called(
+    names: dict[str, Any], function: str | Callable[..., object], *arguments: object, **keywords: object
+) -> object:
+    return (find(names, function) if isinstance(function, str) else function)(*arguments, **keywords)
 
 
 class Answers:
@@ -109,16 +180,31 @@ class Answers:
         )
         self._send(code)
 
-    def call(self, function: str, *arguments: object, **keywords: object) -> Any:
-        """The result of the function; an exception is raised under its name."""
-        self._send([function, encode(arguments), encode(keywords)])
+    def call(self, function: object, *arguments: object, **keywords: object) -> object:
+        """The result of a function; what it does to lists, dictionaries and sets is done to `arguments`, too."""
+        result, (_, *after) = self._ask("", (function, *arguments), keywords)
+        for mine, theirs in zip(arguments, after):  # noqa: B905 - older interpreters
+            if isinstance(mine, list) and isinstance(theirs, list):
+                mine[:] = theirs
+            elif isinstance(mine, (dict, set)) and type(mine) is type(theirs) and mine != theirs:
+                mine.clear()
+                mine.update(theirs)
+        return result
+
+    def ask(self, operation: str, *arguments: object) -> object:
+        """The result of one of the operations."""
+        return self._ask(operation, arguments, {})[0]
+
+    def _ask(self, operation: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> Any:
+        """The result, and the arguments as they are now; an exception is raised under its name."""
+        self._send([operation, encode(list(arguments)), encode(keywords)])
         assert self._other.stdout
         answer = json.loads(self._other.stdout.readline())
         if isinstance(answer, str):
             known: Any = getattr(builtins, answer, None)
             is_exception = isinstance(known, type) and issubclass(known, Exception)
             raise known(answer) if is_exception else RuntimeError(answer)
-        return decode(answer[0])
+        return decode(answer, lambda number: Held(self, number))
 
     def _send(self, request: object) -> None:
         assert self._other.stdin
@@ -131,12 +217,12 @@ class Answers:
         self._other.wait()
 
 
-def check(code: str, tests: str, functions: Dict[str, str], proof: str) -> None:  # noqa: UP006
+def check(code: str, tests: str, functions: dict[str, str], proof: str) -> None:
     """Run the tests, and print the proof; what they call is answered by the process of the code."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process may look into this one
     answers = Answers(code)
-    names: Dict[str, Any] = {"__name__": "tests"}  # noqa: UP006
-    exec(MODULES, names)
+    names: dict[str, Any] = {"__name__": "tests"}
+    exec(_IMPORTS, names)
     for name, function in functions.items():
         names[name] = lambda *arguments, function=function, **keywords: answers.call(function, *arguments, **keywords)
     exec(compile(tests, "tests.py", "exec"), names)

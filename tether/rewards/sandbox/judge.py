@@ -51,7 +51,8 @@ def find_answer(response: str, languages: Collection[str], *, raw: bool = False)
         raw: such a response is code whether it parses or not: it may be the body of a function.
     """
     tags = {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
-    blocks = [(match[1].strip().lower(), match[2]) for match in _BLOCK.finditer(response)]
+    # The first word is the language: others, as in ```python title=a.py, say how to show the block.
+    blocks = [("".join(match[1].lower().split()[:1]), match[2]) for match in _BLOCK.finditer(response)]
     tagged = [Answer(tags[tag], source) for tag, source in blocks if tag in tags]
     default = next(iter(languages))
     untagged = [Answer(default, source) for tag, source in blocks if not tag]
