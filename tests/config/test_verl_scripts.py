@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from tether.commands.cli import app
 from tether.config import ConfigError, load_config
 from tether.config.importers.verl.command import translate
-from tether.config.importers.verl.shell import UNKNOWN, read_script
+from tether.config.importers.verl.shell import read_script
+from tether.config.importers.verl.words import UNKNOWN
 
 HOME = {"HOME": "/home/me"}
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from tether.config.importers.verl.shell import UNKNOWN, Command, Script, read_script
+from tether.config.importers.verl.shell import Command, Script, read_script
+from tether.config.importers.verl.words import UNKNOWN
 from tether.config.keys import keys
 from tether.config.loading.given import put
 from tether.config.loading.load import load_config
