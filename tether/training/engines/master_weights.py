@@ -37,7 +37,7 @@ class MasterWeights:
             parameter.data = master.data.to(dtype)
             self._pairs.append((parameter, master))
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._hand_over(master))
+                parameter.register_post_accumulate_grad_hook(_hand_over(master, self._stale))
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""
@@ -45,7 +45,7 @@ class MasterWeights:
 
     def begin_gradients(self) -> None:
         """A new sum of gradients begins; the memory of the last one is used again, since fresh pages are slow."""
-        self._stale = set()
+        self._stale.clear()
         for parameter, master in self._pairs:
             if master.grad is not None and parameter is master:
                 master.grad.zero_()
@@ -66,22 +66,6 @@ class MasterWeights:
             if parameter is not master and master.requires_grad:
                 parameter.copy_(master)
 
-    def _hand_over(self, master: nn.Parameter) -> Callable[[Tensor], None]:
-        """A hook that adds a gradient to the master's and frees it; the first of a sum replaces the last sum."""
-
-        def hook(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            if master.grad is None:
-                master.grad = gradient.to(master.dtype)
-            elif master in self._stale:
-                self._stale.remove(master)
-                master.grad.copy_(gradient)
-            else:
-                _add(master.grad, gradient)
-
-        return hook
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the model holds the masters themselves: to save it."""
@@ -93,6 +77,27 @@ class MasterWeights:
         finally:
             for (parameter, _), data in zip(self._pairs, narrow, strict=True):
                 parameter.data = data
+
+
+def _hand_over(master: nn.Parameter, stale: set[nn.Parameter]) -> Callable[[Tensor], None]:
+    """A hook that adds a gradient to the master's and frees it; the first of a sum replaces the last sum.
+
+    It must not lead to the parameter that it is a hook of: Python collects no cycle through such a hook, and the
+    weights would stay in memory as long as the process.
+    """
+
+    def hook(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        elif master in stale:
+            stale.remove(master)
+            master.grad.copy_(gradient)
+        else:
+            _add(master.grad, gradient)
+
+    return hook
 
 
 def _add(total: Tensor, part: Tensor) -> None:
