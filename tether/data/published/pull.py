@@ -50,7 +50,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
     if note and revision in (None, note.revision) and note.repository == repository and _is_whole(out, dataset, note):
         say(f"{out} has {repository} at {note.revision[:12]} already")
         return
-    _refuse_files_of_others(out, dataset, note)
+    _refuse_files_of_others(out, dataset, repository, note)
     _check_folder(out)
     listing = hub.listing_of(repository, revision)
     sources = {name: _sources(part, listing, repository) for name, part in dataset.parts.items()}
@@ -90,12 +90,12 @@ class _Note:
     """The same of files that it was about to replace when it ended."""
 
 
-def _refuse_files_of_others(out: Path, dataset: Dataset, note: _Note | None) -> None:
-    """Raise ValueError where a file to be written is there, and not of an earlier call, or the note knows others."""
-    if note and (others := sorted(set(note.written) - set(dataset.parts))):
+def _refuse_files_of_others(out: Path, dataset: Dataset, repository: str, note: _Note | None) -> None:
+    """Raise ValueError where a file to be written is there, and not of an earlier call, or the folder is of others."""
+    if note and (note.repository != repository or set(note.written) - set(dataset.parts)):
         raise ValueError(
-            f"{out}: has {', '.join(others)} of {note.repository}, and {NOTE} is of one dataset. give another folder "
-            "with --out"
+            f"{out}: has {', '.join(sorted(note.written))} of {note.repository}, and a folder is of one dataset. give "
+            "another folder with --out, or move these away"
         )
     for name in dataset.parts:
         file = out / name
