@@ -11,6 +11,8 @@ from tests.config.loading import BASE, load, problems_of
 from tether.config import ConfigError, load_config
 from tether.config.keys import keys
 from tether.config.loading import yaml_file
+from tether.config.loading.overrides import Override
+from tether.config.render import Dumper
 from tether.config.support.verl_keys import unread_keys
 
 NAMES = sorted(
@@ -102,6 +104,9 @@ def test_aliases_that_repeat_a_little_are_taken(tmp_path):
         ('trainer.experiment_name="a\x00b"', "one line"),
         ("~trainer.seed=5", "is not its value"),
         ("data.train_files=" + "[" * 2000 + "]" * 2000, "nested too deeply"),
+        ("trainer.project_name=" + "[" * 300 + "]" * 300, "trainer.project_name: is nested too deeply"),
+        ("trainer.project_name=" + "{a: " * 110 + "1" + "}" * 110, "trainer.project_name: is nested too deeply"),
+        ("trainer.seed=" + "9" * 5000, "trainer.seed: cannot be read (Exceeds the limit"),
     ],
 )
 def test_impossible_values_are_refused(override, says):
@@ -111,6 +116,47 @@ def test_impossible_values_are_refused(override, says):
 
 def test_a_key_with_its_own_value_may_be_taken_out():
     assert load("trainer.seed=5", "~trainer.seed=5").config.trainer.seed == 1
+
+
+KWARGS = "data.apply_chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"~{KWARGS}.b"], f"{KWARGS}.b: is not there, so that there is nothing to take out"),
+        ([f"~{KWARGS}.a.c"], f"{KWARGS}.a.c: is not there"),
+        ([f"~{KWARGS}.a=true"], "True is not its value"),
+        ([f"+{KWARGS}.x=[1,2]", f"{KWARGS}.x.2=5"], f"{KWARGS}.x.2: names no place of the list that is there"),
+        ([f"+{KWARGS}.x=[1,2]", f"+{KWARGS}.x.y=5"], "names no place of the list"),
+    ],
+)
+def test_what_hydra_does_not_find_in_a_mapping_is_refused(overrides, says):
+    ((_, text),) = problems_of(f"+{KWARGS}.a=false", *overrides).items()
+    assert says in text
+
+
+def test_a_place_in_a_list_of_a_mapping_is_set_as_hydra_sets_it():
+    config = load(f"+{KWARGS}.x=[1,{{y: 2}}]", f"{KWARGS}.x.0=5", f"{KWARGS}.x.1.z=3").config
+    assert config.data.apply_chat_template_kwargs == {"x": [5, {"y": 2, "z": 3}]}
+    assert load(f"+{KWARGS}.x=1", f"~{KWARGS}.x=1").config.data.apply_chat_template_kwargs == {}
+
+
+def test_a_number_of_thousands_of_digits_in_a_file_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{seed: {'9' * 5000}}}\n")
+    assert "Exceeds the limit" in problems_of(path=path)[str(path)]
+
+
+@pytest.mark.parametrize("letter", ["\x85", "\u2028", "\u2029", "\r", "\n"])
+def test_odd_line_breaks_survive_what_is_written(tmp_path, letter):
+    text = f"a{letter}b"
+    for unicode in (True, False):
+        assert yaml.safe_load(yaml.dump({"a": text}, Dumper=Dumper, allow_unicode=unicode, width=10**6)) == {"a": text}
+    path = tmp_path / "run.yaml"
+    loaded = load_config(None, [*BASE, Override(f"{KWARGS}.x", text, False)])
+    path.write_text(loaded.to_yaml(), encoding="utf-8")
+    assert load_config(path, []).config == loaded.config
 
 
 @pytest.mark.parametrize("text", ["trainer..seed=5", ".seed=3", "trainer.=3", "=3"])

@@ -15,8 +15,15 @@ Line = Callable[[str, str], str]
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the strings that OmegaConf would read as numbers, and PyYAML would not."""
+    """Quotes the strings that OmegaConf would read as numbers, and PyYAML would not, and those with odd line breaks."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """A string; in double quotes, and so escaped, where YAML takes a letter of it for the end of a line."""
+        style = '"' if re.search("[\x85\u2028\u2029]", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+Dumper.add_representer(str, Dumper.represent_str)
 
 Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")

@@ -38,7 +38,7 @@ PRESET = "size: 1\nkind: preset\n"
         ("[model/small@_here_]", {"size": 1, "kind": "preset"}),
         ("[{optional model: null}, _self_]", {}),
         ("[override hydra/job_logging: stdout]", {}),
-        ("[optional model/missing, optional gone@here, {optional model: none}]", {}),
+        ("[{optional model: none}, {optional model@gone: none}]", {}),
         ("[model/top]", {"size": 5}),
         ("[model/top@a]", {"a": {"size": 5}}),
         ("[{kind: small}, {model@m: '${kind}'}]", {"kind": 1, "m": {"size": 1, "kind": "preset"}}),
@@ -46,7 +46,7 @@ PRESET = "size: 1\nkind: preset\n"
     ],
 )
 def test_where_presets_are_mounted(composed, defaults, tree):
-    files = {"model/small.yaml": PRESET, "model/top.yaml": "# a\n# @package _global_\nsize: 5\n"}
+    files = {"model/small.yaml": PRESET, "model/top.yaml": "\n# @package _global_\nsize: 5\n"}
     files["kind/small.yaml"] = "# @package _global_\nkind: 1\n"
     assert composed(files | {"run.yaml": f"defaults: {defaults}\n"}) == (tree, [])
 
@@ -66,15 +66,9 @@ def test_a_choice_in_place_of_that_of_a_preset(composed, override, size):
         }
     )
     if size is None:
-        assert "nothing above chooses model@m" in str(problems[0])
+        assert "nothing else chooses model@m" in str(problems[0])
     else:
         assert (tree["model"]["size"], problems) == (size, [])
-
-
-def test_a_choice_within_a_preset_is_told(composed):
-    files = {"run.yaml": "defaults: [a]\n", "a.yaml": "defaults: [{m: x}, {override m: y}]\n", "m/x.yaml": "b: 1\n"}
-    _, problems = composed(files)
-    assert [str(one) for one in problems] == ["defaults: override m: is not in the run's own file. write m: y there"]
 
 
 def test_the_file_goes_over_its_presets_unless_it_says_otherwise(composed):
@@ -105,12 +99,10 @@ def test_a_preset_on_the_search_path(composed):
 
 def test_what_is_missing_is_named(composed, tmp_path):
     _, problems = composed({"run.yaml": "defaults: [env/a@env.train, env/b@env.eval]\n"})
-    assert [str(problem).split(" is not in")[0] for problem in problems] == [
-        "defaults: env/a.yaml",
-        "defaults: env/b.yaml",
-    ]
-    assert str(tmp_path) in str(problems[0])
-    assert "under env.train" in problems[0].fix
+    first, second = sorted(problems, key=str)
+    assert str(first).startswith(f"defaults: env/a.yaml is not in {tmp_path}")
+    assert "under env.train" in first.fix
+    assert str(second).startswith("defaults: env/b.yaml is not in")
 
 
 def test_a_folder_that_is_looked_into_twice_is_named_once(composed, tmp_path):

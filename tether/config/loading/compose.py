@@ -2,15 +2,14 @@
 
 An entry is `group/name@where` or `{group@where: name}`, relative to the group of the file that it stands in unless it
 begins with a slash. Without `@where` a preset is mounted where its `# @package` line says, else at its group, and one
-without a group at the top. `optional` before an entry: it may be missing; `override` before a group: its choice takes
-the place of that in a preset's list. Presets are looked up beside the file, then in `hydra.searchpath`.
+without a group at the top. `optional` before a group: its preset may be missing; `override` before a group: the choice
+takes the place of that in another list. Presets are looked up beside the file, then in `hydra.searchpath`.
 """
 
 from __future__ import annotations
 
 import posixpath
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -18,33 +17,18 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tether.config.loading.yaml_file import read_yaml
+from tether.config.keys import show
+from tether.config.loading.defaults_list import OWN, Line, line_problem, read_lines, read_package
+from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.problems import ConfigError, Problem
 
-OWN = "_self_"
-HERE, TOP = "_here_", "_global_"
-_OPTIONAL, _OVERRIDE = "optional ", "override "
-_PACKAGE = re.compile(r"(?:\s*(?:#[^\n]*)?\n)*?\s*#\s*@package\s+(\S+)")
-_CHOSEN = re.compile(r"\$\{([\w/]+)\}")
-"""In a choice: the choice of another group, which stands above it."""
+HERE, TOP, GROUP = "_here_", "_global_", "_group_"
+BuiltIn = Callable[[str], Mapping[object, object] | None]
+Layer = dict[str, object]
+"""The keys of a file, as a tree from the top."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of a defaults list."""
-
-    name: str
-    """Group and name, as `env/libero_10`; or `_self_`."""
-    where: str
-    """Dotted key under which its keys are mounted; empty: the top."""
-    parent: str | None = None
-    """Where the naming file is mounted, to which its own `# @package` line is relative; None: that does not count."""
-    is_optional: bool = False
-
-
-def compose(
-    path: Path, tree: Mapping[object, object], built_in: Callable[[str], Mapping[object, object] | None]
-) -> tuple[dict[str, object], list[Problem]]:
+def compose(path: Path, tree: Mapping[object, object], built_in: BuiltIn) -> tuple[Layer, list[Problem]]:
     """Put the presets of a file under its own keys.
 
     Args:
@@ -52,13 +36,201 @@ def compose(
         tree: its content, still with `defaults` and `hydra`.
         built_in: of a group and name, what a preset says that may be missing; None: it may not.
 
+    Returns:
+        The keys, `hydra` without its `searchpath` among them, and what is wrong with the lists.
+
     Raises:
         ConfigError: a preset is no YAML file, or has a list where another has a section.
     """
     problems: list[Problem] = []
-    folders = (path.parent, *_search_path(tree, problems))
-    lookup = _Lookup(folders, built_in, problems, _overrides(tree.get("defaults")))
-    layers = list(_layers(tree, Entry(path.stem, ""), lookup, (path.stem,)))
+    hydra = tree.get("hydra")
+    rest = {name: value for name, value in hydra.items() if name != "searchpath"} if isinstance(hydra, dict) else hydra
+    own = {name: value for name, value in tree.items() if name != "hydra"} | ({"hydra": rest} if rest else {})
+    top = _File(path.stem, "", _header(path, path.stem, problems) or "")
+    composition = _Composition((path.parent, *_search_path(hydra, problems)), built_in, problems)
+    slots = composition.put_in(own, top, (path.stem,))
+    composition.put_in_the_rest()
+    return _merged(path, [layer for slot in slots for layer in slot]), problems
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the composition."""
+
+    name: str
+    """Group and name, as `env/libero_10`."""
+    group: str
+    """The group to which its own list is relative."""
+    where: str
+    """Dotted key under which its keys are mounted; empty: the top."""
+
+
+Slot = list[Layer]
+"""What one line puts in; it may be filled after those around it."""
+
+
+@dataclass
+class _Override:
+    line: Line
+    file: _File
+    slot: Slot
+    is_used: bool = False
+
+
+@dataclass
+class _Composition:
+    folders: Sequence[Path]
+    built_in: BuiltIn
+    problems: list[Problem]
+    overrides: dict[str, _Override] = field(default_factory=dict)
+    """Group, with its @where -> the first line that says its choice in place of that of another list."""
+    chosen: dict[str, object] = field(default_factory=dict)
+    """Group, with its @where -> what was chosen so far."""
+    has_built_in: bool = False
+    """Whether something shipped was put in, whose own list is not here to be changed."""
+
+    def put_in(self, tree: Mapping[object, object], file: _File, stack: tuple[str, ...]) -> list[Slot]:
+        """Take in the presets that a file names, and its own keys; the slots stand in the order of its lines.
+
+        As in Hydra, the last line is followed first, so that its overrides reach the lines above it, and choices with
+        `${...}` when all others of the list are known.
+        """
+        lines = read_lines(tree, file.name, self.problems)
+        slots: list[list[Slot]] = [[[]] for _ in lines]
+        for line, (slot,) in zip(lines, slots, strict=True):
+            if line.is_override:
+                self._override(line, file, slot)
+            elif line.path == OWN:
+                own = {name: value for name, value in tree.items() if name != "defaults"}
+                slot.append(_mounted(own, file.where))
+        later: list[tuple[int, Line]] = []
+        for at in reversed(range(len(lines))):
+            if lines[at].path == OWN or lines[at].is_override:
+                continue
+            line = self._as_overridden(lines[at], file)
+            if line.is_interpolated:
+                later.append((at, line))
+            else:
+                slots[at] = self._follow(line, file, stack)
+        for at, line in later:
+            slots[at] = self._follow(self._filled_in(line, file), file, stack)
+        return [slot for of_line in slots for slot in of_line]
+
+    def put_in_the_rest(self) -> None:
+        """Take in the choices that take the place of those of something shipped; others have none to replace."""
+        while unused := [override for override in self.overrides.values() if not override.is_used]:
+            for override in unused:
+                override.is_used = True
+                line, file = override.line, override.file
+                if self.has_built_in:
+                    override.slot += [layer for slot in self._follow(line, file, ()) for layer in slot]
+                else:
+                    what = f"replaces no choice: nothing else chooses {_key(line, file)}"
+                    self.problems.append(line_problem(line, file.name, what, "write it without override"))
+
+    def _override(self, line: Line, file: _File, slot: Slot) -> None:
+        key = _key(line, file)
+        if not key.startswith("hydra/"):  # Hydra's own groups, such as its logging
+            self.overrides.setdefault(key, _Override(line, file, slot))
+
+    def _as_overridden(self, line: Line, file: _File) -> Line:
+        override = self.overrides.get(_key(line, file)) if line.is_group else None
+        if override is None:
+            return line
+        override.is_used = True
+        return replace(line, choice=override.line.choice)
+
+    def _filled_in(self, line: Line, file: _File) -> Line:
+        """A line with what was chosen in place of its `${...}`; with null, where that says no name."""
+        try:
+            name = OmegaConf.create({**self.chosen, "_": line.choice or line.path})["_"]
+        except OmegaConfBaseException:
+            name = None
+        if isinstance(name, str):
+            return replace(line, choice=name) if line.is_group else replace(line, path=name)
+        fix = f"name a group that has a choice here ({', '.join(self.chosen) or 'there is none'})"
+        self.problems.append(line_problem(line, file.name, "has ${...} that says no name", fix))
+        return replace(line, is_group=True, choice=None)
+
+    def _follow(self, line: Line, file: _File, stack: tuple[str, ...]) -> list[Slot]:
+        """The slots of the presets that a line comes down to."""
+        if line.is_group and not isinstance(line.choice, list):
+            key = _key(line, file)
+            if self.chosen.get(key, line.choice) != line.choice or (line.choice and key in self.chosen):
+                fix = f"keep one of the two, or write override {key}: NAME at the end of the list to replace it"
+                self.problems.append(line_problem(line, file.name, f"is the second line that chooses {key}", fix))
+                return []
+            self.chosen[key] = line.choice
+        return [slot for one in line.named() for slot in self._preset(one, file, stack)]
+
+    def _preset(self, line: Line, of: _File, stack: tuple[str, ...]) -> list[Slot]:
+        written = f"{line.path}/{line.choice}" if line.is_group else line.path
+        name = _from_the_top(written, of).removesuffix(".yaml")
+        file = _File(name, _from_the_top(line.path, of) if line.is_group else posixpath.dirname(name), _where(line, of))
+        path = next((found for folder in self.folders if (found := folder / f"{name}.yaml").is_file()), None)
+        shipped = self.built_in(name) if path is None or name in stack else None
+        if shipped is not None:
+            self.has_built_in = True
+            at_top = shipped.get(TOP)
+            return [[at_top if isinstance(at_top, dict) else _mounted(shipped, file.where)]] if shipped else []
+        if path is None:
+            self.problems += [] if line.is_optional else [_missing(line, of, file, self.folders)]
+            return []
+        if name in stack:
+            self.problems.append(Problem("defaults", f"{name} includes itself", "take the entry out"))
+            return []
+        tree = read_yaml(path)
+        if line.package is None and (package := _header(path, name, self.problems)) is not None:
+            file = replace(file, where=package)
+        hydra = tree.get("hydra")
+        if not file.where and isinstance(hydra, dict) and "searchpath" in hydra:
+            fix = "write it in the run's own file"
+            self.problems.append(Problem("hydra.searchpath", f"is not read from a preset ({path})", fix))
+            tree["hydra"] = {name: value for name, value in hydra.items() if name != "searchpath"}
+        return self.put_in(tree, file, (*stack, name))
+
+
+def _from_the_top(path: str, of: _File) -> str:
+    """A group or a preset as it is called from the top folder; in a list it may be relative to the file."""
+    return posixpath.normpath(posixpath.join("/", of.group, path))[1:]
+
+
+def _key(line: Line, of: _File) -> str:
+    """The group of a line as an ``override`` line of the top folder calls it."""
+    group, where = _from_the_top(line.path, of), _where(line, of)
+    return group if where == group.replace("/", ".") else f"{group}@{where or TOP}"
+
+
+def _where(line: Line, of: _File) -> str:
+    """Where a line mounts a preset that does not say so itself."""
+    group = line.path if line.is_group else posixpath.dirname(line.path)
+    package = group.strip("/").replace("/", ".") if line.package is None else line.package
+    return _mount_point(package, _from_the_top(group, of), of.where)
+
+
+def _mount_point(package: str, group: str, where: str) -> str:
+    inner = "" if package == HERE else package
+    if GROUP in inner:
+        inner = f"{TOP}.{inner.replace(GROUP, group.replace('/', '.'))}"
+    return f"{where}.{inner}".rpartition(TOP)[2].strip(".")
+
+
+def _header(path: Path, name: str, problems: list[Problem]) -> str | None:
+    """Where a file says that it is mounted; None: it does not say."""
+    package = read_package(path.read_text(encoding="utf-8"), name, problems)
+    return package and _mount_point(package, "", "")
+
+
+def _mounted(tree: Mapping[object, object], where: str) -> Layer:
+    mounted = {str(name): value for name, value in tree.items()}
+    for name in reversed(where.split(".") if where else []):
+        mounted = {name: mounted}
+    return mounted
+
+
+def _merged(path: Path, layers: Sequence[Layer]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
     try:
         merged = OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=False)
     except OmegaConfBaseException as error:
@@ -67,63 +239,10 @@ def compose(
         what = f"{key} is a list in one of the file and its presets, and a section of keys in another"
         raise ConfigError([Problem(str(path), what, "write the same in both")]) from error
     assert isinstance(merged, dict)
-    return {str(name): value for name, value in merged.items()}, problems
+    return {str(name): value for name, value in merged.items()}
 
 
-@dataclass
-class _Lookup:
-    folders: Sequence[Path]
-    built_in: Callable[[str], Mapping[object, object] | None]
-    problems: list[Problem]
-    overrides: Mapping[str, object]
-    """Of the file's own list: group, with its @where -> the choice in place of that of a preset's list."""
-    chosen: dict[str, object] = field(default_factory=dict)
-    """Group, with its @where -> what was chosen so far."""
-    has_built_in: bool = False
-    """Whether something shipped was put in, whose own list is not here to be changed."""
-
-
-def _overrides(defaults: object) -> dict[str, object]:
-    """The choices of ``override GROUP: NAME`` lines, but for Hydra's own groups, such as its logging."""
-    items = [item for item in defaults if isinstance(item, dict)] if isinstance(defaults, list) else []
-    lines = [(str(left), name) for item in items for left, name in item.items()]
-    groups = {left.removeprefix(_OVERRIDE).lstrip("/"): name for left, name in lines if left.startswith(_OVERRIDE)}
-    return {group: name for group, name in groups.items() if not group.startswith("hydra/")}
-
-
-def _layers(
-    tree: Mapping[object, object], of: Entry, lookup: _Lookup, stack: tuple[str, ...]
-) -> Iterator[dict[str, object]]:
-    """The keys of every preset, then or in between those of the tree itself, each as a tree from the top."""
-    own = {name: value for name, value in tree.items() if name not in ("defaults", "hydra")}
-    has_own = False
-    for entry in _entries(tree.get("defaults") or [], of, lookup):
-        if entry.name == OWN:
-            has_own = True
-            yield _mounted(own, of.where)
-            continue
-        file = next((found for folder in lookup.folders if (found := folder / f"{entry.name}.yaml").is_file()), None)
-        if file is not None and entry.name not in stack:
-            preset = read_yaml(file)
-            if entry.parent is not None and (package := _PACKAGE.match(file.read_text(encoding="utf-8"))):
-                entry = replace(entry, where=_mount_point(entry.name, package[1], entry.parent))
-            yield from _layers(preset, entry, lookup, (*stack, entry.name))
-        elif file is not None:
-            lookup.problems.append(Problem("defaults", f"{entry.name} includes itself", "take the entry out"))
-        elif (shipped := lookup.built_in(entry.name)) is not None:
-            lookup.has_built_in = True
-            at_top = shipped.get(TOP)
-            if isinstance(at_top, dict):
-                yield at_top
-            elif shipped:
-                yield from _layers(shipped, entry, lookup, stack)
-        elif not entry.is_optional:
-            lookup.problems.append(_missing(entry, lookup.folders))
-    if not has_own:
-        yield _mounted(own, of.where)
-
-
-def _clash(one: Mapping[str, object], other: Mapping[str, object]) -> str | None:
+def _clash(one: Layer, other: Layer) -> str | None:
     """The first key that is a list in one tree and a section in the other."""
     for name in one.keys() & other.keys():
         pair = one[name], other[name]
@@ -135,88 +254,28 @@ def _clash(one: Mapping[str, object], other: Mapping[str, object]) -> str | None
     return None
 
 
-def _entries(defaults: object, of: Entry, lookup: _Lookup) -> Iterator[Entry]:
-    """The lines of the defaults list of a file, each read when what stands above it was put in."""
-    for item in defaults if isinstance(defaults, list) else [defaults]:
-        for left, choice in item.items() if isinstance(item, dict) else [(item, None)]:
-            written = str(left).removeprefix(_OPTIONAL)
-            group, _, package = written.removeprefix(_OVERRIDE).partition("@")
-            if isinstance(item, dict) or written.startswith(_OVERRIDE):
-                choice = _choice(written, _key(group, package, of), choice, lookup)
-                if choice is None:
-                    continue
-            for name in choice if isinstance(choice, list) else [choice]:
-                full = group if name is None else f"{group}/{name}"
-                if full == OWN:
-                    yield Entry(OWN, of.where)
-                else:
-                    where = _mount_point(full.removeprefix("/"), package, of.where)
-                    parent = None if package else of.where
-                    yield Entry(_from_the_top(full, of), where, parent, str(left).startswith(_OPTIONAL))
-
-
-def _choice(written: str, key: str, choice: object, lookup: _Lookup) -> object:
-    """The preset that a line puts in for a group; None: it puts in nothing."""
-    if written.startswith(_OVERRIDE):
-        is_own = key in lookup.overrides
-        if key.startswith("hydra/") or (is_own and key in lookup.chosen):
-            return None
-        if not is_own or not lookup.has_built_in:
-            why = f"nothing above chooses {key}" if is_own else "is not in the run's own file"
-            lookup.problems.append(Problem("defaults", f"{written}: {why}", f"write {key}: {choice} there"))
-            return None
-    else:
-        choice = lookup.overrides.get(key, choice)
-    if isinstance(choice, str):
-        choice = _CHOSEN.sub(lambda name: str(lookup.chosen.get(name[1], name[0])), choice)
-    lookup.chosen[key] = choice
-    return choice
-
-
-def _from_the_top(group: str, of: Entry) -> str:
-    """A group or a preset as it is called from the top folder; in a list it may be relative to the file."""
-    return posixpath.normpath(posixpath.join("/", posixpath.dirname(of.name), group))[1:]
-
-
-def _key(group: str, package: str, of: Entry) -> str:
-    """A group as an ``override`` line of the file calls it."""
-    where = _mount_point(f"{group}/", package, of.where) if package else ""
-    return _from_the_top(group, of) + (f"@{where or TOP}" if package else "")
-
-
-def _mount_point(name: str, package: str, where: str) -> str:
-    if package == TOP:
-        return ""
-    inner = "" if package == HERE else package or name.rpartition("/")[0].replace("/", ".")
-    return ".".join(part for part in (where, inner) if part)
-
-
-def _mounted(tree: Mapping[object, object], where: str) -> dict[str, object]:
-    mounted = {str(name): value for name, value in tree.items()}
-    for name in reversed(where.split(".") if where else []):
-        mounted = {name: mounted}
-    return mounted
-
-
-def _search_path(tree: Mapping[object, object], problems: list[Problem]) -> list[Path]:
+def _search_path(hydra: object, problems: list[Problem]) -> list[Path]:
     """Folders of `hydra.searchpath`; those that name an unset environment variable are left out."""
-    hydra = tree.get("hydra")
     listed = (hydra.get("searchpath") or []) if isinstance(hydra, dict) else []
+    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+        what = f"{show(listed)} is no list of folders"
+        problems.append(Problem("hydra.searchpath", what, "write it as [file://FOLDER]"))
+        return []
     folders: list[Path] = []
-    if not isinstance(listed, list):
-        problems.append(Problem("hydra.searchpath", f"{listed!r} is no list", "write it as [file://FOLDER]"))
-        return folders
     for item in listed:
         try:
             (text,) = OmegaConf.create([item])
         except OmegaConfBaseException:
             continue
-        if str(text).startswith("file://"):
-            folders.append(Path(str(text).removeprefix("file://")))
+        scheme, colon, folder = str(text).rpartition("://")
+        if not colon or scheme == "file":
+            folders.append(Path(folder))
     return folders
 
 
-def _missing(entry: Entry, folders: Sequence[Path]) -> Problem:
-    where = f"under {entry.where} " if entry.where else ""
-    what = f"{entry.name}.yaml is not in {', '.join(dict.fromkeys(map(str, folders)))}"
+def _missing(line: Line, of: _File, file: _File, folders: Sequence[Path]) -> Problem:
+    if file.name.rpartition("/")[2] == MISSING:
+        return line_problem(line, of.name, "leaves the choice open", "write a name for ???")
+    where = f"under {file.where} " if file.where else ""
+    what = f"{file.name}.yaml is not in {', '.join(dict.fromkeys(map(str, folders)))}"
     return Problem("defaults", what, f"put it there, or write its keys {where}in the file itself")

@@ -19,7 +19,7 @@ from tether.config.loading.interpolation import interpolates
 from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.loading.typos import unknown_key
 from tether.config.loading.yaml_file import MISSING, read_yaml
-from tether.config.problems import Problem
+from tether.config.problems import ConfigError, Problem
 from tether.config.schema.engine import STRATEGY
 from tether.config.support.verl_keys import composed_files, is_unread_section, renamed, unread
 
@@ -77,10 +77,10 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
         chosen = [item for name in shipped for item in _flatten(str(name), shipped[name])]
         problems += _store(given, chosen, path.stem, 0)
     elif path is not None:
-        tree, missing = _composed(path, tree)
-        problems += missing
-        problems += _refused_in_translation(tree.pop(NOT_SUPPORTED, None), path)
-        items = [item for name, value in tree.items() for item in _flatten(str(name), value)]
+        composed, found = compose(path, tree, composed_files().get)
+        problems += found
+        problems += _refused_in_translation(composed.pop(NOT_SUPPORTED, None), path)
+        items = [item for name, value in composed.items() for item in _flatten(name, value)]
         problems += _store(given, items, path.name, 0)
     problems += unreadable
     for position, override in enumerate(parsed, start=1):
@@ -98,16 +98,6 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
 def _may_be_verls(path: Path) -> bool:
     """Whether a missing file may stand for one of verl's own, which its main_ppo looks up in a folder `config`."""
     return not path.is_file() and path.parent.name in ("", "config")
-
-
-def _composed(path: Path, tree: dict[object, object]) -> tuple[dict[object, object], list[Problem]]:
-    """The keys of a file over those of Hydra's defaults list, of which verl's own files say nothing new."""
-    if not {"defaults", "hydra"} & tree.keys():
-        return tree, []
-    composed, problems = compose(path, tree, composed_files().get)
-    hydra = tree.get("hydra")
-    rest = {name: value for name, value in hydra.items() if name != "searchpath"} if isinstance(hydra, dict) else None
-    return composed | ({"hydra": rest} if rest else {}), problems
 
 
 def _refused_in_translation(section: object, path: Path) -> list[Problem]:
@@ -208,13 +198,11 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
     written = None if path == override.path else override.path
     owner = _mapping_key(path)
     if owner is not None:
-        inner = path.removeprefix(owner + ".").split(".")
-        old = given[owner].value if owner in given else {}
-        changed = _drop(old, inner) if override.delete else put(old, inner, override.value)
-        item = _grammar_problem(owner, changed) or (owner, changed, written)
-        return _store(given, [item], COMMAND_LINE, position)
+        return _apply_within(given, owner, path.removeprefix(owner + ".").split("."), override, written, position)
     if path in sections() and not override.delete and not isinstance(override.value, dict):
-        return [_not_a_value(path, override.value)]
+        problem = _not_a_value(path, override.value)
+        hint = f"to choose a preset, write `- override {path}: {show(override.value)}` last in the file's defaults list"
+        return [replace(problem, fix=f"{problem.fix}; {hint}") if isinstance(override.value, str) else problem]
     if not override.delete:
         items = _flatten(path, override.value, written)
         return _store(given, (_over(given, item) for item in items), COMMAND_LINE, position)
@@ -222,10 +210,34 @@ def _apply(given: Given, override: Override, position: int) -> list[Problem]:
         return [unknown_key(override.path)]
     held = given[path].value if path in given else keys()[path].default if path in keys() else None
     if override.value is not None and override.value != held:
-        what = f"{show(override.value)} is not its value, so that there is nothing to take out"
-        return [Problem(override.path, what, f"write ~{override.path}")]
+        return [_not_its_value(override)]
     _forget(given, path)
     return []
+
+
+def _apply_within(
+    given: Given, owner: str, inner: list[str], override: Override, written: str | None, position: int
+) -> list[Problem]:
+    """Change what a free mapping holds."""
+    old = given[owner].value if owner in given else {}
+    if override.delete:
+        held = _at(old, inner)
+        if held is None:
+            return [Problem(override.path, "is not there, so that there is nothing to take out", "leave it out")]
+        if override.value is not None and override.value != held:
+            return [_not_its_value(override)]
+        changed = _drop(old, inner)
+    else:
+        try:
+            changed = put(old, inner, override.value)
+        except ConfigError as error:
+            return [replace(problem, path=override.path) for problem in error.problems]
+    return _store(given, [_grammar_problem(owner, changed) or (owner, changed, written)], COMMAND_LINE, position)
+
+
+def _not_its_value(override: Override) -> Problem:
+    what = f"{show(override.value)} is not its value, so that there is nothing to take out"
+    return Problem(override.path, what, f"write ~{override.path}")
 
 
 def _choose_engine(given: Given) -> None:
@@ -257,10 +269,29 @@ def _mapping_key(path: str) -> str | None:
 
 
 def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object]:
-    """A mapping with a value at a path, as Hydra has it: mappings are merged, everything else is replaced."""
+    """A mapping with a value at a path, as Hydra has it: mappings are merged, everything else is replaced.
+
+    Raises:
+        ConfigError: the path leads to a place in a list that is not there.
+    """
     old = mapping if isinstance(mapping, dict) else {}
     first, *rest = path
-    return {**old, first: put(old.get(first), rest, value) if rest else _merged(old.get(first), value)}
+    try:
+        return {**old, first: _put(old.get(first), rest, value)}
+    except IndexError as error:
+        what = f"names no place of the list that is there, whose last is {error}"
+        raise ConfigError([Problem(".".join(path), what, "give the whole list")]) from error
+
+
+def _put(old: object, path: Sequence[str], value: object) -> object:
+    if not path:
+        return _merged(old, value)
+    if not isinstance(old, list):
+        return put(old, path, value)
+    first, *rest = path
+    if not first.isdecimal() or int(first) >= len(old):
+        raise IndexError(len(old) - 1)
+    return [_put(item, rest, value) if at == int(first) else item for at, item in enumerate(old)]
 
 
 def _over(given: Given, item: Item | Problem) -> Item | Problem:
@@ -278,9 +309,14 @@ def _merged(old: object, new: object) -> object:
     return old | {name: _merged(old.get(name), value) for name, value in new.items()}
 
 
+def _at(mapping: object, path: list[str]) -> object:
+    """What stands at a path; None where nothing does."""
+    for name in path:
+        mapping = mapping.get(name) if isinstance(mapping, dict) else None
+    return mapping
+
+
 def _drop(mapping: object, path: list[str]) -> dict[str, object]:
     old = mapping if isinstance(mapping, dict) else {}
     first, *rest = path
-    if rest:
-        return {**old, first: _drop(old.get(first), rest)}
-    return {name: value for name, value in old.items() if name != first}
+    return old | {first: _drop(old[first], rest)} if rest else {name: old[name] for name in old if name != first}

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
+MOST_LEVELS = 100
+"""Lists and mappings within one another that a value may have: OmegaConf reads hardly more."""
+
+
 @dataclass(frozen=True)
 class Override:
     """One parsed override. `+` and `++` mean the same as none of them: the schema knows which keys there are."""
@@ -50,14 +54,34 @@ def _parse(text: str) -> Override | Problem:
             text.strip() or repr(text), f"cannot be read ({str(error).splitlines()[0]})", _how_to_write(text)
         )
     except RecursionError:
-        return Problem(f"{text[:40]}...", "is nested too deeply to be read", "write it flatter")
+        return _too_deep(text)
+    except ValueError as error:  # a number of thousands of digits
+        return Problem(_key(text), f"cannot be read ({error})", "give another number")
     if not override.key_or_group:
         return Problem(text, "names no key", "an override is key=value")
     if override.package is not None:
-        return Problem(text, "names a package with @, which only Hydra's config groups have", "write key=value")
+        what = "names a package with @, which only Hydra's config groups have"
+        choice = text.lstrip("+~").replace("=", ": ", 1)
+        return Problem(text, what, f"write key=value, or `- override {choice}` last in the file's defaults list")
     if override.is_sweep_override():
         return Problem(text, "asks for several runs", "give one value; a list is written [a,b]")
-    return Override(override.key_or_group, override.value(), override.is_delete())
+    value = override.value()
+    return (
+        _too_deep(text) if _depth(value) > MOST_LEVELS else Override(override.key_or_group, value, override.is_delete())
+    )
+
+
+def _depth(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
+
+
+def _too_deep(text: str) -> Problem:
+    return Problem(_key(text)[:40], "is nested too deeply to be read", "write it flatter")
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].lstrip("+~")
 
 
 def _how_to_write(text: str) -> str:

@@ -30,6 +30,9 @@ HYDRA = {
 def unknown_key(path: str) -> Problem:
     """Say that `path` is no key, and name the nearest one."""
     top = path.split(".", 1)[0]
+    if path == "hydra.searchpath":
+        fix = "write it in the run's file, hydra: {searchpath: [...]}"
+        return Problem(path, "says where presets are, which are read before overrides", fix)
     if top in HYDRA:
         return Problem(path, HYDRA[top], "leave it out")
     meant = " or ".join(KEYS.get(path, ())) or nearest(path)

@@ -35,7 +35,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         raise ConfigError(
             [Problem(str(path), f"cannot be read ({error.strerror or error})", "give a YAML file")]
         ) from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: no UTF-8, or too long a number
         what = f"cannot be read as YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem(str(path), what, "correct that line")]) from error
     if not isinstance(tree, dict):

@@ -108,6 +108,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
         ConfigError: the file or a preset of it cannot be read at all, or an override cannot be put over it.
     """
     tree, problems = compose(path, read_yaml(path), _without_effect)
+    tree.pop("hydra", None)  # Hydra's own folders and logging
     tree = _override(tree, [override for override in overrides if _section(override) in MARKS])
     task = _task(tree)
     if isinstance(task, Problem):
