@@ -192,9 +192,7 @@ def test_a_pull_that_nobody_reads_of_is_whole(hub: HubServer, tmp_path: Path) ->
 
 def test_a_folder_is_of_one_dataset(hub: HubServer, tmp_path: Path) -> None:
     pull("gsm8k", tmp_path / "rows")
-    says = (
-        r"rows: has test.parquet, train.parquet of openai/gsm8k, and a folder is of one dataset. give another folder"
-    )
+    says = r"rows: has test.parquet, train.parquet of openai/gsm8k, and a folder is of one dataset. give another folder"
     with pytest.raises(ValueError, match=says):
         pull("dapo_math_17k", tmp_path / "rows")
     note = tmp_path / "rows" / "pulled.json"
