@@ -82,6 +82,28 @@ def test_two_runs_of_one_process(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).read_text() == ""
 
 
+def test_a_folder_is_removed_by_who_has_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    first, opened = RunLock(folder), os.open
+
+    def removed(path: Path, *args: int, **options: int) -> int:
+        file = opened(path, *args, **options)
+        if path == folder / LOCK and folder.exists():  # the first run ends between the opening and the locking
+            first.remove_folder()
+        return file
+
+    (folder / "deep").mkdir()
+    (folder / "deep" / "file").touch()
+    monkeypatch.setattr(os, "open", removed)
+    with pytest.raises(RunFolderBusy, match="just starting or ending"):
+        RunLock(folder)  # what it has locked is no file of the folder any more
+    monkeypatch.undo()
+    assert not folder.exists()
+    with RunLock(folder) as lock:
+        shutil.rmtree(folder)
+        lock.remove_folder()
+
+
 def test_kill_9_lets_the_next_run_in(tmp_path: Path, start: Start) -> None:
     owner = start()
     said(owner)

@@ -18,6 +18,7 @@ from tether.commands.reward_model import train_reward_model
 from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
+from tether.runtime.run_lock import RunFolderBusy, RunLock
 from tether.trainer.text import Pretraining, split_pairs
 
 LETTERS = "abcdefgh"
@@ -91,6 +92,36 @@ def test_a_training_that_was_stopped_goes_on_bitwise(
     assert same(load_file(out / "model.safetensors"), load_file(trained[0] / "model.safetensors"))
     assert read_metrics(out) == read_metrics(trained[0])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
+
+
+def test_a_second_training_of_the_same_folder_leaves_the_first_ones_work(folder: Path, tmp_path: Path) -> None:
+    pairs, work = write_jsonl(tmp_path / "pairs.jsonl", preferences(8)), tmp_path / ".rm.training"
+    with RunLock(work):
+        (work / "metrics.jsonl").write_text("of the first")
+        with pytest.raises(RunFolderBusy, match="another run uses this folder"):
+            train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", QUICK)
+        assert sorted(path.name for path in work.iterdir()) == ["metrics.jsonl", "run.lock"]
+
+
+def test_a_trained_model_is_kept_where_its_folder_was_taken_meanwhile(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, out, whole = write_jsonl(tmp_path / "pairs.jsonl", preferences(8)), tmp_path / "rm", Pretraining.run
+
+    def taken(training: Pretraining, done: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
+        yield from whole(training, done)
+        out.mkdir()
+        (out / "mine").touch()
+
+    monkeypatch.setattr(Pretraining, "run", taken)
+    kept = tmp_path / ".rm.training" / "whole"
+    with pytest.raises(ValueError, match=rf"--out={out}: cannot be written .* The trained model is in {kept}"):
+        train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK)
+    assert AutoModelForSequenceClassification.from_pretrained(kept).config.num_labels == 1
+    with pytest.raises(ValueError, match="is there already"):  # and a second try leaves it, too
+        train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK)
+    assert sorted(path.name for path in out.iterdir()) == ["mine"]
+    assert (kept / "model.safetensors").is_file()
 
 
 def test_labels_without_a_rule_are_not_learned(folder: Path) -> None:

@@ -51,8 +51,7 @@ def train(
 
     For example: tether rm train pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out rm
     """
-    if out.exists():
-        raise ValueError(f"--out={out}: is there already; name a folder that is not")
+    _refuse_existing(out)
     from tether.assembly.reward_training import RewardTrainingOptions
 
     options = RewardTrainingOptions(
@@ -107,8 +106,10 @@ def train_reward_model(
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()
     store = CheckpointStore(work, keep=1)
-    try:
-        with RunLock(work, key="--out"):
+    whole, moved = work / "whole", False
+    with RunLock(work, key="--out") as lock:
+        try:
+            _refuse_existing(out)
             identity = _identity(model, pairs, options)
             start = store.resolve("auto")
             if start:
@@ -139,16 +140,34 @@ def train_reward_model(
                             )()
             finally:
                 loggers.close()
-            whole = work / "whole"
+            partial = work / "partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            engine.save(partial)
+            shutil.copy(work / "metrics.jsonl", partial)
+            found = [metrics[ACCURACY] for _, metrics in sorted(read_metrics(partial).items()) if ACCURACY in metrics]
             shutil.rmtree(whole, ignore_errors=True)
-            engine.save(whole)
-            shutil.copy(work / "metrics.jsonl", whole)
-            found = [metrics[ACCURACY] for _, metrics in sorted(read_metrics(whole).items()) if ACCURACY in metrics]
-            whole.rename(out)
-    finally:
-        if out.exists() or store.last_saved() is None:
-            shutil.rmtree(work, ignore_errors=True)
+            partial.rename(whole)
+            _move(whole, out)
+            moved = True
+        finally:
+            if moved or (store.last_saved() is None and not whole.exists()):
+                lock.remove_folder()
     return found
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise ValueError(f"--out={out}: is there already; name a folder that is not")
+
+
+def _move(whole: Path, out: Path) -> None:
+    try:
+        whole.rename(out)
+    except OSError as error:
+        raise ValueError(
+            f"--out={out}: cannot be written ({error.strerror}): something else came there during the training. The "
+            f"trained model is in {whole}; move it to where it belongs"
+        ) from error
 
 
 def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> dict[str, str]:

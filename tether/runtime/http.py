@@ -37,9 +37,27 @@ def check_address(url: str, key: str) -> None:
     Raises:
         ValueError: names the configuration's `key`.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{key}: {url} is no address; give http://HOST:PORT or https://HOST, with the path in it")
+    if why := _no_address(url):
+        raise ValueError(f"{key}: {ascii(url)[1:-1]} is no address: {why}")
+
+
+def _no_address(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - reading it checks it
+        host = (parts.hostname or "").encode("idna").decode()
+    except ValueError as error:
+        return str(error.__cause__ or error)
+    if parts.scheme not in ("http", "https") or not host:
+        return "give http://HOST:PORT or https://HOST, with the path in it"
+    if not _is_plain(host + parts.path + parts.query) or " " in url:
+        return "it has spaces or letters beyond ASCII; write them as in a browser's address, with percent signs"
+    return None
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a line of HTTP can carry it."""
+    return text.isascii() and text.isprintable()
 
 
 def check_listening(url: str, key: str, within: float = 10.0) -> None:
@@ -63,13 +81,18 @@ def secret_from(variable: str | None, key: str) -> str | None:
     """The value of an environment variable that the configuration's `key` names; None where it names none.
 
     Raises:
-        ValueError: it is not set.
+        ValueError: it is not set, or no header can carry it. The value is not shown.
     """
     if variable is None:
         return None
     value = os.environ.get(variable)
     if not value:
         raise ValueError(f"{key}={variable}: this environment variable is not set; set it, or leave the key out")
+    if not _is_plain(value) or value != value.strip():
+        raise ValueError(
+            f"{key}={variable}: this environment variable holds what no key has, such as a line break or space at its "
+            "end or a letter beyond ASCII; set it again without"
+        )
     return value
 
 
@@ -85,6 +108,8 @@ def post_json(url: str, body: object, headers: Mapping[str, str], within: float)
     Raises:
         NoAnswer: see there.
     """
+    if not all(map(_is_plain, headers.values())):
+        raise NoAnswer("no request, for one of its headers has a line break or a letter beyond ASCII")
     parts, until = urlsplit(url), time.monotonic() + within
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     assert parts.hostname
@@ -119,6 +144,8 @@ def post_json(url: str, body: object, headers: Mapping[str, str], within: float)
         connection.close()
     if late.is_set():  # a body without a length ends where the connection was cut
         raise NoAnswer(f"no answer within {within:.3g} s")
+    if response.length and len(content) <= MAX_ANSWER:  # reading up to a limit does not say it
+        raise NoAnswer(f"IncompleteRead: the connection ended {response.length} bytes before the answer")
     if len(content) > MAX_ANSWER:
         raise NoAnswer(f"an answer of more than {MAX_ANSWER / 2**20:.0f} MiB")
     return Answer(response.status, content, response.headers.get("Retry-After"))

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -55,6 +56,8 @@ class RunLock:
             raise self._unusable(error) from error
         try:
             self._refuse_another()
+            if not self._is_in_place():  # its owner has just deleted it, and a third may have made a new one
+                raise self._busy(None)
             record = json.dumps(_this_process() | {"since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")})
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, record.encode(), 0)
@@ -83,6 +86,21 @@ class RunLock:
         self._touching.join()
         with suppress(OSError):  # a full disk, a folder that is gone: the lock ends all the same
             os.ftruncate(self._file, 0)
+        self._let_go()
+
+    def remove_folder(self) -> None:
+        """Delete the folder of the run, and let other runs in: its lock goes last, so that no other run is in there."""
+        self._closed.set()
+        self._touching.join()
+        folder = self._path.parent
+        with suppress(OSError):  # it is gone; or another run has begun in it, when it is empty but for its lock
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path != self._path:
+                    path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
+            folder.rmdir()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -119,6 +137,12 @@ class RunLock:
             if self._touched_at() != before:
                 return True
         return False
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def _touched_at(self) -> int:
         with self._path.open("rb") as file:  # opened each time: NFS asks the server then

@@ -23,6 +23,9 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict] = []
         self.busy = 0
         self.answers: object = None
+        """Sent instead of the real ones: a body, its bytes, or a status."""
+        self.short = False
+        """The connection ends before the body does."""
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -56,11 +59,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, run(body) if self.server.answers is None else self.server.answers)
 
     def answer(self, code, value):
-        text = json.dumps(value).encode()
+        text = value if isinstance(value, bytes) else json.dumps(value).encode()
         with self.server.lock:
             self.server.at_once -= self.command == "POST"
         self.send_response(code)
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(text) + self.server.short))
         self.end_headers()
         self.wfile.write(text)
 

@@ -15,6 +15,7 @@ from tether.rewards.service.pool import RewardPool
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 TESTS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7\n", "11\n", "0\n"]}
 
+RAN = {"status": "Finished", "return_code": 0, "stdout": "3\n", "stderr": ""}
 ADD = {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}
 
 
@@ -90,14 +91,42 @@ def test_requests_at_once_are_bounded(server, concurrency):
         ({"status": "SandboxError", "message": "no pod", "compile_result": None, "run_result": None}, "no pod"),
         ({"status": "Failed", "run_result": {"status": "Error", "return_code": None}}, "ran no program"),
         ({"status": "Success"}, "ran no program"),
+        ({"status": "Success", "run_result": RAN | {"stdout": 3}}, "ran no program"),
+        ({"status": "Success", "run_result": RAN | {"stdout": False}}, "ran no program"),
+        ({"status": "Success", "run_result": RAN | {"stderr": ["no"]}}, "ran no program"),
+        ({"status": "Success", "run_result": RAN | {"return_code": False}}, "ran no program"),
+        ({"status": "Success", "run_result": RAN | {"return_code": "0"}}, "ran no program"),
+        ({"status": "Success", "run_result": RAN | {"stdout": "\ud83d"}}, "half a character"),
+        ({"status": "Failed", "run_result": None, "compile_result": RAN}, "ran no program"),
+        ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": None}}, "ran no program"),
+        ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": True}}, "ran no program"),
+        (301, "HTTP 301"),
+        (b"[" * 100_000, "no JSON"),
+        (b" " * (1 << 24) + b"{}", "more than 16 MiB"),
+        (None, "IncompleteRead"),
         ([1, 2], "ran no program"),
         ("nonsense", "ran no program"),
     ],
 )
 def test_a_failure_of_the_server_is_an_error_and_never_a_score(server, answers, message):
-    server.answers = answers
+    server.answers, server.short = answers, answers is None
     with pytest.raises(SandboxError, match=message):
         score(server, SUM, TESTS)
+
+
+def test_nothing_printed_may_be_null(server):
+    server.answers = {"status": "Success", "run_result": RAN | {"stdout": None, "stderr": None}}
+    assert score(server, SUM, {"inputs": ["1 2"], "outputs": [""]})["score"] == 1
+    assert score(server, SUM, TESTS)["score"] == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:99999/", "http://h:abc/", "http://[::1/v1", "http://.x/", "http://h/\u00e9", "http://h/a b", "h"]
+)
+def test_what_is_no_address_is_refused_by_its_key(url):
+    with pytest.raises(ValueError, match=r"^reward_model\.sandbox_fusion\.url: ") as error:
+        check_sources(["apps"], options(url))
+    assert not isinstance(error.value, UnicodeError)
 
 
 def test_in_the_pool_each_row_has_its_outcome(server):

@@ -16,6 +16,7 @@ from tether.rewards.sandbox.judge import Job
 from tether.rewards.sandbox.languages import LANGUAGES
 from tether.rewards.sandbox.limits import Finished, SandboxError
 from tether.rewards.sandbox.options import ProgramOptions, Server
+from tether.runtime.http import NoAnswer, check_address, post_json
 
 _BUSY = 504
 _KEY = "reward_model.sandbox_fusion.url"
@@ -50,22 +51,22 @@ def _run(job: Job, options: ProgramOptions, server: Server) -> Finished:
 
 
 def _post(url: str, body: dict[str, object], options: ProgramOptions) -> object:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     for attempt in range(options.attempts):
         if attempt:
             time.sleep(options.pause)
         try:
-            with urllib.request.urlopen(request, timeout=options.request_timeout) as response:
-                return json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code} {error.read()[:300].decode(errors='replace')}"
-            if error.code != _BUSY:
-                break
-        except ValueError as error:
-            problem = f"an answer that is no JSON ({error})"
+            answer = post_json(url, body, {}, options.request_timeout)
+        except NoAnswer as error:
+            problem = str(error)
             break
-        except (OSError, HTTPException) as error:
-            problem = str(error) or type(error).__name__
+        if 200 <= answer.status < 300:
+            try:
+                return json.loads(answer.body)
+            except (ValueError, RecursionError):
+                problem = f"an answer that is no JSON: {_beginning(answer.body)}"
+                break
+        problem = f"HTTP {answer.status} {_beginning(answer.body)}"
+        if answer.status != _BUSY:
             break
     raise SandboxError(f"the server at {url} gave {problem}")
 
@@ -79,16 +80,40 @@ def _finished(answer: object, seconds: float) -> Finished:
     match answer:
         case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"}}:
             return Finished("time", -1, b"", b"", seconds)
-        case {"status": "Success" | "Failed", "run_result": {"status": "Finished", "return_code": int(code), **run}}:
-            stdout, stderr = (str(run.get(name) or "").encode() for name in ("stdout", "stderr"))
-            return Finished("exit", code, stdout, stderr, seconds)
+        case {
+            "status": "Success" | "Failed",
+            "run_result": {"status": "Finished", "return_code": int(code), "stdout": out, "stderr": err},
+        } if not isinstance(code, bool) and _is_text(out, err):
+            return Finished("exit", code, _bytes(out), _bytes(err), seconds)
         case {
             "status": "Failed",
             "run_result": None,
-            "compile_result": {"status": "TimeLimitExceeded" | "Finished", **made},
-        }:
-            return Finished("exit", 1, b"", str(made.get("stderr") or "").encode(), seconds)
+            "compile_result": {"status": "TimeLimitExceeded", "stderr": err},
+        } if _is_text(err):
+            return Finished("exit", 1, b"", _bytes(err), seconds)
+        case {
+            "status": "Failed",
+            "run_result": None,
+            "compile_result": {"status": "Finished", "return_code": int(code), "stderr": err},
+        } if not isinstance(code, bool) and code != 0 and _is_text(err):
+            return Finished("exit", 1, b"", _bytes(err), seconds)
     raise SandboxError(f"the server ran no program: {json.dumps(answer)[:500]}")
+
+
+def _is_text(*printed: object) -> bool:
+    """The server writes null for nothing."""
+    return all(text is None or isinstance(text, str) for text in printed)
+
+
+def _bytes(printed: str | None) -> bytes:
+    try:
+        return (printed or "").encode()
+    except UnicodeEncodeError as error:
+        raise SandboxError("the server gave output with half a character, which no program can have printed") from error
+
+
+def _beginning(body: bytes) -> str:
+    return body[:300].decode(errors="replace")
 
 
 def check_server(url: str) -> None:
@@ -97,9 +122,8 @@ def check_server(url: str) -> None:
     Raises:
         ValueError: no address of HTTP, or no connection.
     """
+    check_address(url, _KEY)
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{_KEY}: {url} is no address; give http://HOST:PORT/run_code")
     try:
         urllib.request.urlopen(f"{parts.scheme}://{parts.netloc}/v1/ping", timeout=_PING_SECONDS).close()
     except urllib.error.HTTPError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean
+from statistics import NormalDist, fmean
 
 from tether.types import StateDict
 
@@ -15,8 +15,8 @@ LOST = 0.5
 """Share of what tests had gained that a clear fall takes back."""
 LOST_LEVEL = 0.1
 """The same of their level, where nothing was gained."""
-SCATTERS = 2.0
-"""Standard deviations of a single test that a clear fall exceeds."""
+FALSE_ALARMS = 0.01
+"""Level that is shared by all comparisons up to a test: of runs of 100 tests that never fall, 1 to 3 % alarm."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,7 @@ class HeldOut:
         self.scores.append(score)
 
     def take(self, step: int, tested: float) -> Fall | None:
-        """Note a test; returns what it is compared with, or None where there are too few tests.
-
-        The scatter of a single test is estimated by the differences between tests that follow each other: half of
-        their mean square is its variance (von Neumann 1941), which a slow trend hardly changes.
-        """
+        """Note a test; returns what it is compared with, or None where there are too few tests."""
         if not self.scores or not math.isfinite(tested):
             return None
         self.tests.append((step, tested, fmean(self.scores)))
@@ -67,8 +63,7 @@ class HeldOut:
         earlier = tested_means[:-TESTS]
         best = earlier.index(max(earlier))
         fall, gained = earlier[best] - tested_means[-1], earlier[best] - earlier[0]
-        scatter = math.sqrt(fmean((right - left) ** 2 for left, right in pairwise(scores)) / 2)
-        clear = fall > 0 and fall >= max(LOST * gained, LOST_LEVEL * abs(earlier[best]), SCATTERS * scatter)
+        clear = fall > 0 and fall >= max(LOST * gained, LOST_LEVEL * abs(earlier[best])) and _rare(fall, scores, best)
         return Fall(
             steps[best + TESTS - 1],
             (earlier[best], tested_means[-1]),
@@ -84,6 +79,33 @@ class HeldOut:
         """Take over what `state_dict` gave; an older checkpoint has no tests."""
         self.tests = [(step, tested, trained) for step, tested, trained in state.get("tests", [])]
         self.scores = list(state.get("scores", []))
+
+
+def _rare(fall: float, scores: tuple[float, ...], best: int) -> bool:
+    """Whether chance would hardly make the last of all tests fall that far below window `best`, the best before it.
+
+    The variance of a test is half of the mean square of the differences d between tests that follow each other (von
+    Neumann 1941), which a slow trend hardly changes. The steepest fall since the best window is left out: it may be
+    what is looked for. Of the m that are left, with the n = 3 tests of a window::
+
+        s^2 = sum d^2 / 2m,   t = fall / (s sqrt(2 / n)),   f = 2 m^2 / (3 m - 1)
+
+    t has about Student's distribution with f degrees of freedom, so z is about normal (Wallace 1959)::
+
+        z = (8 f + 1) / (8 f + 3) sqrt(f ln(1 + t^2 / f))
+
+    One test compares with the best of w windows, and so did all before it: of w (w + 1) / 2 comparisons, each has its
+    part of `FALSE_ALARMS` (Bonferroni).
+    """
+    differences = [right - left for left, right in pairwise(scores)]
+    steepest = min(0.0, *differences[best + TESTS - 1 :])
+    m, windows = len(differences) - 1, len(scores) - 2 * TESTS + 1
+    squares = math.fsum([*(d * d for d in differences), -steepest * steepest])
+    if squares <= 0:
+        return True
+    t, f = fall / math.sqrt(squares / (TESTS * m)), 2 * m * m / (3 * m - 1)
+    z = (8 * f + 1) / (8 * f + 3) * math.sqrt(f * math.log1p(t * t / f))
+    return z >= -NormalDist().inv_cdf(FALSE_ALARMS / (windows * (windows + 1) / 2))
 
 
 def _means(values: tuple[float, ...]) -> list[float]:
