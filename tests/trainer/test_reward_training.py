@@ -19,7 +19,7 @@ from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
 from tether.runtime.run_lock import RunFolderBusy, RunLock
-from tether.trainer.text import Pretraining, split_pairs
+from tether.trainer.text import Pretraining, preference_batch, split_pairs
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -191,6 +191,10 @@ GOOD = [{"role": "assistant", "content": "hello"}]
         {"prompt": "hi", "chosen": "hello", "rejected": "no"},
         {"prompt": CHAT, "chosen": GOOD, "rejected": [{"role": "assistant", "content": "no"}]},
         {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+        {"prompt": None, "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+        # as UltraFeedback has it
+        {"prompt": "hi", "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+        {"prompt": CHAT, "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
     ],
 )
 def test_layouts_of_conversations(row: dict[str, object], folder: Path, tmp_path: Path) -> None:
@@ -199,6 +203,18 @@ def test_layouts_of_conversations(row: dict[str, object], folder: Path, tmp_path
     chosen, rejected = (tokenizer.decode(ids) for ids in pair_ids(pair, tokenizer))
     opening = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert (chosen, rejected) == (f"{opening}hello<|im_end|>\n", f"{opening}no<|im_end|>\n")
+
+
+def test_a_prompt_that_both_sides_repeat_after_a_system_message(tmp_path: Path) -> None:
+    sides = {
+        side: [{"role": "system", "content": "Be brief."}, *CHAT, {"role": "assistant", "content": side}]
+        for side in ("chosen", "rejected")
+    }
+    longer = {"prompt": CHAT, **{side: [*CHAT, *GOOD, *CHAT, messages[-1]] for side, messages in sides.items()}}
+    file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "hi", **sides}, longer])
+    repeated, several = load_pairs([str(file)])
+    assert (repeated.chosen, repeated.rejected) == (sides["chosen"], sides["rejected"])
+    assert several.chosen == longer["chosen"]
 
 
 def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
@@ -221,7 +237,20 @@ def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
         ({"chosen": "yes", "rejected": "yes"}, "row 1: `chosen` and `rejected` are the same"),
         ({"chosen": 1, "rejected": "no"}, "row 1: `chosen` is neither text nor a list of {role, content}"),
         ({"chosen": [{"role": "user"}], "rejected": "no"}, "row 1: `chosen` is neither text"),
-        ({"prompt": 3, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is neither text"),
+        *(
+            ({"prompt": prompt, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is neither text")
+            for prompt in (3, 0, False, {})
+        ),
+        *(
+            ({"prompt": prompt, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is empty; write null")
+            for prompt in ("", " \n", [])
+        ),
+        ({"prompt": "a", "chosen": "a\ud83d", "rejected": "b"}, "row 1: `chosen` holds half a character"),
+        ({"prompt": "a\ud83d", "chosen": "a", "rejected": "b"}, "row 1: `prompt` holds half a character"),
+        (
+            {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "\ude00"}]},
+            "row 1: `rejected` holds half a character",
+        ),
         ({"chosen": [*CHAT, *GOOD], "rejected": CHAT}, "row 1: `rejected` ends with a message of the role user"),
         ({"chosen": [*CHAT, *GOOD], "rejected": "no"}, "row 1: one of `chosen` and `rejected` is a text"),
         ([1], "row 1: is no object with `chosen` and `rejected`"),
@@ -234,6 +263,14 @@ def test_what_is_no_pair_is_named(row: object, says: str, tmp_path: Path) -> Non
         load_pairs([str(file)])
     assert says in str(error.value)
     assert "row 0" not in str(error.value)
+
+
+def test_a_side_without_a_token_is_named(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder / "model")
+    row = {"chosen": f"{tokenizer.pad_token}{tokenizer.pad_token}", "rejected": "b"}
+    pairs = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": "a", "rejected": "b"}, row]))])
+    with pytest.raises(ValueError, match=r"pairs\.jsonl row 1: `chosen` has no token but padding"):
+        preference_batch(pairs, tokenizer, tokenizer.pad_token_id, 99)
 
 
 def test_prompts_are_learned_from_or_held_out() -> None:

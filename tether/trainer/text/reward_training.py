@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch
-from tether.data.pairs import Pair, pair_ids
+from tether.data.pairs import SIDES, Pair, pair_ids
 from tether.data.rows import raise_problems
 from tether.trainer.text.pretraining import held_out_prompts
 from tether.training.text import PairOutputs, pair_batch, without_padding
@@ -37,13 +37,15 @@ def preference_batch(
     """Tokenize pairs, as rows for `tether.training.text.PairForward`.
 
     Raises:
-        ValueError: pairs that are too long, or the same in tokens; up to ten of them, by file and row.
+        ValueError: pairs that are too long, without tokens, or the same in tokens; up to ten of them, by file and row.
     """
     rows, problems = [], []
     for pair in pairs:
         both = pair_ids(pair, tokenizer)
         chosen, rejected = (without_padding(ids, pad_id) for ids in both)
-        if max(map(len, both)) > max_length:
+        if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
+            problems.append(f"{pair.place}: `{empty[0]}` has no token but padding, so nothing is scored; leave it out")
+        elif max(map(len, both)) > max_length:
             longest = max(map(len, both))
             problems.append(
                 f"{pair.place}: {longest} tokens are more than {max_length}; leave it out or raise --max-length"
