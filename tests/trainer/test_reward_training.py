@@ -1,8 +1,10 @@
 """`tether rm train`: learns which response is preferred, refuses what are no pairs, and PPO climbs the result."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
 from tether.runtime.run_lock import RunFolderBusy, RunLock
-from tether.trainer.text import Pretraining, preference_batch, split_pairs
+from tether.trainer.text import Pretraining, preference_batch, split_pairs, until_lost
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -288,10 +290,15 @@ def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainin
         "has no chat template": (str(save_tiny(tmp_path / "plain", chat_template=False)), QUICK),
         "tokens are more than 9; leave it out": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
         "no such file or directory": (str(tmp_path / "nowhere"), QUICK),
+        "^--lr=inf: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.inf)),
+        "^--lr=nan: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.nan)),
+        "^--weight-decay=inf: is no finite number": (str(folder / "model"), replace(QUICK, weight_decay=math.inf)),
+        "^--held-out=0: ": (str(folder / "model"), replace(QUICK, held_out=0)),
+        "^--max-length=4097: the model has 512 positions": (str(folder / "model"), replace(QUICK, max_length=4097)),
     }
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(9))
 def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folder: Path, tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
     says, (model, options) = list(refusals(folder, tmp_path).items())[number]
@@ -299,3 +306,31 @@ def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folde
     with pytest.raises(ValueError, match=says):
         train_reward_model(model, [str(pairs)], tmp_path / "out", options)
     assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("lr", "says"),
+    [
+        (1e3, "[0-9] of the last [0-9] updates were skipped, since their gradients were not finite"),
+        (1e9, "the scores of held-out pairs are not finite"),
+        (1e30, "2 of the last 3 updates were skipped"),
+    ],
+)
+def test_a_training_that_blows_up_is_no_success(lr: float, says: str, folder: Path, tmp_path: Path) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(60))
+    with pytest.raises(ValueError, match=rf"{says}.* lower --lr"):
+        train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_a_training_whose_updates_are_skipped_ends_soon() -> None:
+    def steps(skipped: str) -> int:
+        """Steps that are made before it ends."""
+        made = []
+        with suppress(ValueError):
+            for step, _ in until_lost((n, {"rm/skipped_updates": float(s)}) for n, s in enumerate(skipped)):
+                made.append(step)
+        return len(made)
+
+    assert steps("1" * 99) == 10
+    assert steps("110" * 33) == 99
