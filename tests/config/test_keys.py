@@ -86,6 +86,10 @@ def test_explain_says_what_a_key_inherits():
     assert "inherits actor_rollout_ref.actor.clip_ratio" in explain("actor_rollout_ref.actor.clip_ratio_low")
 
 
+def test_explain_lists_names_that_are_read_as_another():
+    assert "takes: one of naive, batch, dapo, prime, remote\n" in explain("reward_model.reward_manager")
+
+
 def test_explain_says_what_is_refused_and_what_does_nothing():
     assert "optimal_token_baseline, gdpo, raw or a function of a file" in explain("algorithm.adv_estimator")
     assert "refused: any value but null (tether keeps" in explain("trainer.default_hdfs_dir")

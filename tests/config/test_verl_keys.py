@@ -361,7 +361,8 @@ def test_the_reward_manager_has_one_rule_under_all_names(key):
         assert load(f"{key}={name}").config.reward_model.reward_manager == "naive"
     assert "needs custom_reward_function.path" in str(problems_of(f"{key}=batch"))
     assert "at most reward_model.num_workers calls" in str(problems_of(f"{key}=rate_limited"))
-    assert "is not one of naive, batch" in str(problems_of(f"{key}=no_such"))
+    assert "is not one of naive, batch, dapo, prime, remote" in str(problems_of(f"{key}=no_such"))
+    assert "did you mean batch?" in str(problems_of(f"{key}=bacth"))
 
 
 # What verl would act on, and tether does not

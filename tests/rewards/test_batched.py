@@ -11,6 +11,27 @@ from tether.rewards.service import BatchedRewards
 
 FILE = '''
 import os, time
+import numpy
+
+class Table:
+    """As a DataFrame, which gives the names of its columns."""
+    ndim = 2
+
+    def __iter__(self):
+        return iter([0, 1])
+
+MADE = {
+    "values": lambda scores: dict(enumerate(scores)).values(),
+    "keys": lambda scores: dict.fromkeys(scores).keys(),
+    "set": set,
+    "frozenset": frozenset,
+    "bytes": lambda scores: bytes([1, 2]),
+    "mapping": lambda scores: os.environ.__class__({}, *[lambda x: x] * 4),
+    "table": lambda scores: Table(),
+    "array": numpy.array,
+    "tuple": tuple,
+    "iterator": iter,
+}
 
 def rank(data_sources, solution_strs, ground_truths, extra_infos, best=1.0):
     """The longest response has `best`."""
@@ -24,6 +45,8 @@ def rank(data_sources, solution_strs, ground_truths, extra_infos, best=1.0):
         return [1.0]
     if "dict" in solution_strs:
         return {"score": 1.0}
+    if solution_strs[0] in MADE:
+        return MADE[solution_strs[0]]([1.0, 2.0])
     longest = max(map(len, solution_strs))
     known = {"none": None, "nan": float("nan")}
     return [
@@ -76,6 +99,13 @@ def test_an_item_that_is_no_score_is_an_error_of_its_response(rewards: BatchedRe
         ("exit", "ended with exit code 3"),
         ("short", "returned 1 items for 2 responses"),
         ("dict", "returned dict for 2 responses"),
+        ("values", "returned dict_values for 2 responses; return a list"),
+        ("keys", "returned dict_keys for 2 responses; return a list"),
+        ("set", "returned set for 2 responses; return a list"),
+        ("frozenset", "returned frozenset for 2 responses; return a list"),
+        ("bytes", "returned bytes for 2 responses; return a list"),
+        ("mapping", "returned _Environ for 2 responses; return a list"),
+        ("table", "returned Table for 2 responses; return a list"),
     ],
 )
 def test_a_call_that_fails_is_an_error_of_every_response_and_the_next_one_goes_on(
@@ -84,6 +114,11 @@ def test_a_call_that_fails_is_an_error_of_every_response_and_the_next_one_goes_o
     found = rewards.score(rows(text, "ab"))
     assert [message in outcome.message for outcome in found if isinstance(outcome, RewardError)] == [True, True]
     assert isinstance(rewards.score(rows("ab"))[0], Score)
+
+
+@pytest.mark.parametrize("text", ["array", "tuple", "iterator"])
+def test_what_has_an_order_is_a_list_of_scores(rewards: BatchedRewards, text: str) -> None:
+    assert rewards.score(rows(text, "ab")) == [Score(1.0), Score(2.0)]
 
 
 def test_a_call_that_hangs_is_killed(file: Path) -> None:

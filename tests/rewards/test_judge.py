@@ -57,7 +57,17 @@ def test_a_template_shows_the_row_and_leaves_other_braces() -> None:
         (Judge("", parser=NUMBER), "Score: -2", -2.0),
         (Judge("", parser=NUMBER), "Score: 7.", 7.0),
         (Judge("", parser=NUMBER), "Score: 7, as it is short", 7.0),
-        (Judge("", parser=NUMBER), "Score: 7/10", 7.0),
+        (Judge("", parser=NUMBER), "**Score: 7**", 7.0),
+        (Judge("", parser=NUMBER), '{"verdict": "Score: 7"}', 7.0),
+        (Judge("", parser=NUMBER), "<b>Score: 7</b>", 7.0),
+        (Judge("", parser=NUMBER), "Score:\n7\n2 errors", 7.0),
+        (Judge("", parser=NUMBER), "Score: 7 - well written", 7.0),
+        (Judge("", parser=NUMBER), "Score: 7. 2 errors", 7.0),
+        (Judge("", parser=NUMBER), "Score: 7 (of little use)", 7.0),
+        (Judge("", parser=NUMBER), "Score: 1e-3", 1e-3),
+        (Judge("", parser=NUMBER), "Score: 2.5E+1.", 25.0),
+        (Judge("", parser=NUMBER), "Score: +0.25", 0.25),
+        (Judge("", parser=NUMBER), "Score: 7/10, or rather Score: 8", 8.0),
         (Judge("", parser=NUMBER), "Score: 1e3", 1000.0),
         (Judge("", parser=NUMBER), "Score: 3\nFinal Score: .5", 0.5),
         (Judge("", parser=NUMBER, range=(0, 10)), "Score: 10", 10.0),
@@ -78,6 +88,36 @@ def test_the_last_match_is_the_score(judge: Judge, answer: str, score: float) ->
         (Judge("", range=(0, 10)), "Score: 1e9", "beyond [0, 10]"),
         (Judge(""), "Score: 1,000", "'1,000', which is no number"),
         (Judge(""), "Score: 9,5", "'9,5', which is no number"),
+        *(
+            (Judge(""), f"Score: {said}", "which is no number")
+            for said in (
+                *("1/2", "7/10", "50%", "3-4", "1 000", "10^2", "1_000", "7 / 10", "50 %", "3 - 4", "1\u202f000"),
+                *(
+                    "3\u20134",
+                    "3 to 4",
+                    "7 out of 10",
+                    "7 of 10",
+                    "3 or 4",
+                    "1'000",
+                    "2x3",
+                    "2 * 3",
+                    "5\u00b11",
+                    "1/2.",
+                ),
+                *(
+                    "1:2",
+                    "7** / 10",
+                    "1e5e",
+                    "0x10",
+                    "7\u00bd",
+                    "10\u00b2",
+                    "1..2",
+                    "7/10\nwell",
+                    "1 1/2",
+                    "7 (out of 10)",
+                ),
+            )
+        ),
         (Judge("", parser=r"Score: (\S+)"), "Score: high", "'high', which is no number"),
         (Judge("", parser=r"Score: (\S+)"), "Score: nan", "no score"),
         (Judge("", parser=r"(\w+)$", scores={"yes": 1.0}), "perhaps", "'perhaps', which is none of yes"),
@@ -87,6 +127,13 @@ def test_an_answer_without_a_score_is_an_error(judge: Judge, answer: str, says: 
     found = judge.read(answer)
     assert isinstance(found, RewardError)
     assert says in found.message
+
+
+@pytest.mark.parametrize("filler", [" ", "1", "*", "*_ ", ".", "1 ", "Score: ", "Score: 1", "- "])
+def test_a_long_answer_is_read_at_once(filler: str) -> None:
+    begun = time.monotonic()
+    Judge("").read(f"Score: 1{filler * 50_000}")
+    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """`tether rm train`: learns which response is preferred, refuses what are no pairs, and PPO climbs the result."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
 from tether.runtime.run_lock import RunFolderBusy, RunLock
-from tether.trainer.text import Pretraining, split_pairs
+from tether.trainer.text import Pretraining, preference_batch, split_pairs, until_lost
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -191,6 +193,10 @@ GOOD = [{"role": "assistant", "content": "hello"}]
         {"prompt": "hi", "chosen": "hello", "rejected": "no"},
         {"prompt": CHAT, "chosen": GOOD, "rejected": [{"role": "assistant", "content": "no"}]},
         {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+        {"prompt": None, "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+        # as UltraFeedback has it
+        {"prompt": "hi", "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+        {"prompt": CHAT, "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
     ],
 )
 def test_layouts_of_conversations(row: dict[str, object], folder: Path, tmp_path: Path) -> None:
@@ -199,6 +205,18 @@ def test_layouts_of_conversations(row: dict[str, object], folder: Path, tmp_path
     chosen, rejected = (tokenizer.decode(ids) for ids in pair_ids(pair, tokenizer))
     opening = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert (chosen, rejected) == (f"{opening}hello<|im_end|>\n", f"{opening}no<|im_end|>\n")
+
+
+def test_a_prompt_that_both_sides_repeat_after_a_system_message(tmp_path: Path) -> None:
+    sides = {
+        side: [{"role": "system", "content": "Be brief."}, *CHAT, {"role": "assistant", "content": side}]
+        for side in ("chosen", "rejected")
+    }
+    longer = {"prompt": CHAT, **{side: [*CHAT, *GOOD, *CHAT, messages[-1]] for side, messages in sides.items()}}
+    file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "hi", **sides}, longer])
+    repeated, several = load_pairs([str(file)])
+    assert (repeated.chosen, repeated.rejected) == (sides["chosen"], sides["rejected"])
+    assert several.chosen == longer["chosen"]
 
 
 def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
@@ -221,7 +239,20 @@ def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
         ({"chosen": "yes", "rejected": "yes"}, "row 1: `chosen` and `rejected` are the same"),
         ({"chosen": 1, "rejected": "no"}, "row 1: `chosen` is neither text nor a list of {role, content}"),
         ({"chosen": [{"role": "user"}], "rejected": "no"}, "row 1: `chosen` is neither text"),
-        ({"prompt": 3, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is neither text"),
+        *(
+            ({"prompt": prompt, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is neither text")
+            for prompt in (3, 0, False, {})
+        ),
+        *(
+            ({"prompt": prompt, "chosen": "yes", "rejected": "no"}, "row 1: `prompt` is empty; write null")
+            for prompt in ("", " \n", [])
+        ),
+        ({"prompt": "a", "chosen": "a\ud83d", "rejected": "b"}, "row 1: `chosen` holds half a character"),
+        ({"prompt": "a\ud83d", "chosen": "a", "rejected": "b"}, "row 1: `prompt` holds half a character"),
+        (
+            {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "\ude00"}]},
+            "row 1: `rejected` holds half a character",
+        ),
         ({"chosen": [*CHAT, *GOOD], "rejected": CHAT}, "row 1: `rejected` ends with a message of the role user"),
         ({"chosen": [*CHAT, *GOOD], "rejected": "no"}, "row 1: one of `chosen` and `rejected` is a text"),
         ([1], "row 1: is no object with `chosen` and `rejected`"),
@@ -234,6 +265,14 @@ def test_what_is_no_pair_is_named(row: object, says: str, tmp_path: Path) -> Non
         load_pairs([str(file)])
     assert says in str(error.value)
     assert "row 0" not in str(error.value)
+
+
+def test_a_side_without_a_token_is_named(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder / "model")
+    row = {"chosen": f"{tokenizer.pad_token}{tokenizer.pad_token}", "rejected": "b"}
+    pairs = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": "a", "rejected": "b"}, row]))])
+    with pytest.raises(ValueError, match=r"pairs\.jsonl row 1: `chosen` has no token but padding"):
+        preference_batch(pairs, tokenizer, tokenizer.pad_token_id, 99)
 
 
 def test_prompts_are_learned_from_or_held_out() -> None:
@@ -251,10 +290,15 @@ def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainin
         "has no chat template": (str(save_tiny(tmp_path / "plain", chat_template=False)), QUICK),
         "tokens are more than 9; leave it out": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
         "no such file or directory": (str(tmp_path / "nowhere"), QUICK),
+        "^--lr=inf: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.inf)),
+        "^--lr=nan: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.nan)),
+        "^--weight-decay=inf: is no finite number": (str(folder / "model"), replace(QUICK, weight_decay=math.inf)),
+        "^--held-out=0: ": (str(folder / "model"), replace(QUICK, held_out=0)),
+        "^--max-length=4097: the model has 512 positions": (str(folder / "model"), replace(QUICK, max_length=4097)),
     }
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(9))
 def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folder: Path, tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
     says, (model, options) = list(refusals(folder, tmp_path).items())[number]
@@ -262,3 +306,31 @@ def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folde
     with pytest.raises(ValueError, match=says):
         train_reward_model(model, [str(pairs)], tmp_path / "out", options)
     assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("lr", "says"),
+    [
+        (1e3, "[0-9] of the last [0-9] updates were skipped, since their gradients were not finite"),
+        (1e9, "the scores of held-out pairs are not finite"),
+        (1e30, "2 of the last 3 updates were skipped"),
+    ],
+)
+def test_a_training_that_blows_up_is_no_success(lr: float, says: str, folder: Path, tmp_path: Path) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(60))
+    with pytest.raises(ValueError, match=rf"{says}.* lower --lr"):
+        train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_a_training_whose_updates_are_skipped_ends_soon() -> None:
+    def steps(skipped: str) -> int:
+        """Steps that are made before it ends."""
+        made = []
+        with suppress(ValueError):
+            for step, _ in until_lost((n, {"rm/skipped_updates": float(s)}) for n, s in enumerate(skipped)):
+                made.append(step)
+        return len(made)
+
+    assert steps("1" * 99) == 10
+    assert steps("110" * 33) == 99

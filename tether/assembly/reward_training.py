@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,8 +63,9 @@ def build_reward_training(
         trained: a checkpoint of this training, to resume from.
 
     Raises:
-        ValueError: files that hold no pairs, or a model that cannot be trained.
+        ValueError: files that hold no pairs, a model that cannot be trained, or options that cannot be meant.
     """
+    _check(options)
     path = resolve_model_path(model, cache_dir())
     learned, held_out = split_pairs(load_pairs(files), options.held_out, options.seed)  # before any model is loaded
     tokenizer = load_tokenizer(path)
@@ -73,7 +75,7 @@ def build_reward_training(
     config = classifier.config
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
-    length = options.max_length or config.get_text_config().max_position_embeddings
+    length = _length(options.max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
     learned_batch, held_out_batch = (
         preference_batch(part, tokenizer, config.pad_token_id, length) for part in (learned, held_out)
     )
@@ -97,3 +99,17 @@ def build_reward_training(
     plan = UpdatePlan(options.batch_size, options.epochs, seed=options.seed)
     learner = Learner(engine, PairForward(), LossSpec(PairForward(), PreferenceLoss()), plan)
     return Pretraining(learner, learned_batch, held_out_batch, plan, preference_accuracy, role="rm")
+
+
+def _check(options: RewardTrainingOptions) -> None:
+    for name, value in (("--lr", options.lr), ("--weight-decay", options.weight_decay)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value:g}: is no finite number")
+    if not 0 < options.held_out < 1:
+        raise ValueError(f"--held-out={options.held_out:g}: accuracy is measured on some of the prompts; give a share")
+
+
+def _length(asked: int | None, positions: int | None) -> int:
+    if asked is not None and positions is not None and asked > positions:
+        raise ValueError(f"--max-length={asked}: the model has {positions} positions (max_position_embeddings)")
+    return asked or positions or sys.maxsize

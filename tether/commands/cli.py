@@ -247,7 +247,9 @@ def bc(
     batch_size: Annotated[int, typer.Option(min=1, help="Decisions an optimizer step.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-3,
     weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,
-    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of episodes to measure on.")] = 0.1,
+    held_out: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of episodes to measure on, one at least.")
+    ] = 0.1,
     bounds: Annotated[
         tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
     ] = (0.01, 0.99),
@@ -398,7 +400,9 @@ def pretrain(
         ),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the rollouts.")] = 1,
-    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of prompts to measure on.")] = 0.1,
+    held_out: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of prompts to measure on, one at least.")
+    ] = 0.1,
 ) -> None:
     """Train a critic on the rollouts of an earlier run, before a new one takes it as critic.model.path.
 

@@ -37,7 +37,7 @@ def train(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and response; default: the model's positions.")
     ] = None,
-    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of prompts to measure on.")] = 0.1,
+    held_out: Annotated[float, typer.Option(max=0.9, help="Share of prompts to measure on, above 0.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Of the held-out prompts and of the order.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     gradient_checkpointing: Annotated[
@@ -89,7 +89,8 @@ def train_reward_model(
         Held-out accuracy before the first step and after each epoch.
 
     Raises:
-        ValueError: unusable pairs, a model that cannot be trained, or a training that was stopped and had others.
+        ValueError: unusable pairs, a model that cannot be trained, a training that was stopped and had
+            others, or one whose model became of no use.
     """
     from rich.progress import Progress
     from transformers.utils.logging import disable_progress_bar
@@ -101,7 +102,7 @@ def train_reward_model(
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen
     from tether.trainer import Persistence
-    from tether.trainer.text import ACCURACY
+    from tether.trainer.text import ACCURACY, until_lost
 
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()
@@ -128,7 +129,7 @@ def train_reward_model(
             try:
                 with Progress(console=Screen(stderr=True), transient=True) as progress:
                     bar = progress.add_task("training", total=steps, completed=done)
-                    for step, metrics in training.run(done):
+                    for step, metrics in until_lost(training.run(done)):
                         loggers.log(step, metrics)
                         accuracy = f"held-out accuracy {metrics[ACCURACY]:.3f}" if ACCURACY in metrics else None
                         progress.update(bar, completed=step, description=accuracy)

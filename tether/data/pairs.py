@@ -1,8 +1,9 @@
 """Pairs of responses of which one is preferred: what a reward model learns from.
 
 A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text; with `prompt`, a
-conversation or the user's message, they are what follows it. Texts without a prompt stand as they are, and are read
-without a chat template, as in Anthropic's hh-rlhf.
+conversation or the user's message, they are what follows it. Conversations that both begin with the prompt themselves,
+as in UltraFeedback, are left as they are. Texts without a prompt stand as they are, and are read without a chat
+template, as in Anthropic's hh-rlhf.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.data.chat import tokenize, write_conversation
 from tether.data.columns import Columns
 from tether.data.location import locate
-from tether.data.rows import raise_problems
+from tether.data.rows import half_characters, raise_problems
 from tether.data.sources import READERS
 from tether.types import JsonObject, Message
 
@@ -61,9 +62,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
             wrong = list(pair_problems(record))
             problems += [f"{place}: {problem}" for problem in wrong]
             if not wrong and isinstance(record, Mapping):
-                prompt = record.get("prompt")
-                chosen, rejected = (_side(prompt, record[side]) for side in SIDES)
-                pairs.append(Pair(chosen, rejected, place))
+                pairs.append(Pair(*_sides(record), place))
     raise_problems(problems)
     if not pairs:
         raise ValueError(f"{', '.join(files)}: no pairs; each row needs `chosen` and `rejected`")
@@ -93,11 +92,29 @@ def _written(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) ->
     return write_conversation(messages, tokenizer)
 
 
-def _side(prompt: Any, side: Any) -> Side:
-    if not prompt:
-        return side if isinstance(side, str) else list(side)
+def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
+    chosen, rejected = (side if isinstance(side, str) else list(side) for side in (record[name] for name in SIDES))
+    prompt = record.get("prompt")
+    if prompt is None:
+        return chosen, rejected
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*before, *([{"role": "assistant", "content": side}] if isinstance(side, str) else side)]
+    if all(_begins_with(side, before) for side in (chosen, rejected)):
+        return chosen, rejected
+    chosen, rejected = (
+        [*before, *([{"role": "assistant", "content": side}] if isinstance(side, str) else side)]
+        for side in (chosen, rejected)
+    )
+    return chosen, rejected
+
+
+def _begins_with(side: Side, before: Sequence[Message]) -> bool:
+    """Whether a conversation repeats the prompt, which may lack its system message."""
+    if isinstance(side, str):
+        return False
+    if before[0]["role"] != "system":
+        side = list(dropwhile(lambda message: message["role"] == "system", side))
+    shown = [[(message["role"], message["content"]) for message in part] for part in (side, before)]
+    return len(side) > len(before) and shown[0][: len(before)] == shown[1]
 
 
 def pair_problems(record: object) -> Iterator[str]:
@@ -105,8 +122,14 @@ def pair_problems(record: object) -> Iterator[str]:
     if not isinstance(record, Mapping):
         yield "is no object with `chosen` and `rejected`"
         return
-    if not isinstance(record.get("prompt") or "", str) and not _is_conversation(record["prompt"]):
+    prompt = record.get("prompt")
+    if not (prompt is None or isinstance(prompt, str) or _is_conversation(prompt)):
         yield "`prompt` is neither text nor a list of {role, content}"
+    elif prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
+        yield "`prompt` is empty; write null, or leave it out, where both sides stand alone"
+    for key in ("prompt", *SIDES):
+        if isinstance(value := record.get(key), str | list):
+            yield from half_characters(value, key)
     for side in SIDES:
         value = record.get(side)
         if not (value.strip() if isinstance(value, str) else value):
@@ -115,7 +138,7 @@ def pair_problems(record: object) -> Iterator[str]:
             yield f"`{side}` is neither text nor a list of {{role, content}}"
         elif not isinstance(value, str) and (last := value[-1]["role"]) != "assistant":
             yield f"`{side}` ends with a message of the role {last}, and what is compared is the assistant's"
-    if not record.get("prompt") and {type(record.get(side)) for side in SIDES} == {str, list}:
+    if not prompt and {type(record.get(side)) for side in SIDES} == {str, list}:
         yield "one of `chosen` and `rejected` is a text, the other is not; write both alike, or give a `prompt`"
     chosen, rejected = (record.get(side) for side in SIDES)
     if chosen and rejected and _asked(chosen) != _asked(rejected):

@@ -190,7 +190,7 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
     ):
         yield f"`{columns.prompt}` has a system message already; take `system` out of the source's options."
     if isinstance(prompt, str | list):
-        yield from _unwritable(prompt, columns.prompt)
+        yield from half_characters(prompt, columns.prompt)
     if not isinstance(source := _source_of(record, columns), str):
         found = f"no `{columns.data_source}`" if source is None else f"`{columns.data_source}` is {source!r:.80}"
         yield f"{found}. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
@@ -224,8 +224,8 @@ def _role(message: object) -> object:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _unwritable(prompt: Any, key: str) -> Iterator[str]:
-    """Half characters: text that was cut inside an emoji, or decoded wrongly. No tokenizer takes them."""
+def half_characters(prompt: Any, key: str) -> Iterator[str]:
+    """Half characters in a text or conversation, cut inside an emoji or decoded wrongly. No tokenizer takes them."""
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
     for text in texts:
         if isinstance(text, str) and (found := _SURROGATE.search(text)):

@@ -13,8 +13,13 @@ from tether.spelling import did_you_mean
 
 FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """Names that a template may have in braces."""
-NUMBER = r"Score:\s*([-+]?\.?\d(?:[\w.,]*\w)?)"
-"""The parser by default. It takes all that may belong to a number, so that 1,000 is an error and not 1."""
+NUMBER = (
+    r"Score:\s*([-+]?\.?\d"
+    r"""(?:[^\s<]*[^\s<.,;:!?)\]}*"'`_])?"""  # what touches it, without the marks that end a sentence or emphasis
+    r"""(?:[*_"'`]*[^\S\n]{0,9}(?:%|"""
+    r"""(?<=\s)(?:(?:[-+/^*x×:±–—]{1,9}|\(?(?:out of|of|to|or|and)\b)[^\S\n]{0,9})?[-+]?\.?\d\S*))?)"""
+)
+"""The parser by default. It takes all that may belong to a number: 1,000 and 7 out of 10 are errors, not 1 and 7."""
 _SHOWN = 200  # characters at the end of an answer that says nothing
 Messages: TypeAlias = list[dict[str, str]]
 
@@ -90,7 +95,7 @@ class Judge:
                 return RewardError(f"the judge said {text[:_SHOWN]!r}, which is none of {', '.join(self.scores)}")
             return outcome_of(known[text.casefold()])
         try:
-            score = float(text)
+            score = float(text.replace("_", "?"))  # Python reads 1_000
         except ValueError:
             return RewardError(f"the judge said {text[:_SHOWN]!r}, which is no number")
         if self.range and not self.range[0] <= score <= self.range[1]:

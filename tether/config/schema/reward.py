@@ -19,6 +19,7 @@ from tether.config.schema.section import (
     Positive,
     PositiveFloat,
     Refuses,
+    Says,
     Section,
     Strings,
 )
@@ -32,9 +33,10 @@ def _named_by_text(value: object) -> object:
 def _manager(value: object) -> object:
     # dapo is naive with overlong_buffer, which acts with any of them; prime and remote are naive with processes, as all
     # are here.
-    return "naive" if value in ("dapo", "prime", "remote") else value
+    return "naive" if value in _NAIVE_TOO else value
 
 
+_NAIVE_TOO = ("dapo", "prime", "remote")
 RATE_LIMITED = Refuses(
     ("rate_limited",),
     "at most reward_model.num_workers calls of a function run at once, and a judge in reward_model.parts has its "
@@ -170,6 +172,7 @@ class RewardModelConfig(Section):
         Literal["naive", "batch", "rate_limited"],
         NullIsUnset(),
         BeforeValidator(_manager),
+        Says(f"one of naive, batch, {', '.join(_NAIVE_TOO)}"),
         RATE_LIMITED,
         ActsIf("custom_reward_function.path", off=(None,)),
     ] = "naive"

@@ -14,7 +14,7 @@ import pickle
 import random
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MappingView, Sequence, Set
 
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, outcome_of
@@ -29,6 +29,8 @@ LOADING = 60.0
 """Seconds in which a rule that comes with tether is imported."""
 _MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
 
+_NO_LISTS = (Mapping, MappingView, Set, str, bytes)
+"""What can be gone through, and has no item for each response in its order."""
 FindReward = Callable[[str], RewardFunction]
 """From a data source to the function that scores it."""
 
@@ -130,8 +132,9 @@ def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) ->
             extra_infos=[request.extra_info for request in requests],
         )
         found = asyncio.run(result) if inspect.iscoroutine(result) else result
-        items = [found] if isinstance(found, dict | str) else list(found)
-        if isinstance(found, dict | str) or len(items) != len(requests):
+        unordered = isinstance(found, _NO_LISTS) or getattr(found, "ndim", 1) != 1
+        items = [] if unordered else list(found)
+        if len(items) != len(requests):
             shown = f"{len(items)} items" if isinstance(found, list | tuple) else type(found).__name__
             wrong = (
                 f"the reward function returned {shown} for {len(requests)} responses; return a list with one for each"

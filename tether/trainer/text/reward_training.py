@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch
-from tether.data.pairs import Pair, pair_ids
+from tether.data.pairs import SIDES, Pair, pair_ids
 from tether.data.rows import raise_problems
 from tether.trainer.text.pretraining import held_out_prompts
 from tether.training.text import PairOutputs, pair_batch, without_padding
 
 ACCURACY = "rm/held_out_accuracy"
+SKIPPED_STEPS = 10
+"""Steps in a row without an update that end a training."""
+_LOST = "the model is of no use: begin again, and lower --lr or see whether --model is whole"
 
 
 def split_pairs(pairs: Sequence[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -37,13 +40,15 @@ def preference_batch(
     """Tokenize pairs, as rows for `tether.training.text.PairForward`.
 
     Raises:
-        ValueError: pairs that are too long, or the same in tokens; up to ten of them, by file and row.
+        ValueError: pairs that are too long, without tokens, or the same in tokens; up to ten of them, by file and row.
     """
     rows, problems = [], []
     for pair in pairs:
         both = pair_ids(pair, tokenizer)
         chosen, rejected = (without_padding(ids, pad_id) for ids in both)
-        if max(map(len, both)) > max_length:
+        if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
+            problems.append(f"{pair.place}: `{empty[0]}` has no token but padding, so nothing is scored; leave it out")
+        elif max(map(len, both)) > max_length:
             longest = max(map(len, both))
             problems.append(
                 f"{pair.place}: {longest} tokens are more than {max_length}; leave it out or raise --max-length"
@@ -57,5 +62,30 @@ def preference_batch(
 
 
 def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, float]:
-    """Share of the pairs whose chosen side has the higher score."""
+    """Share of the pairs whose chosen side has the higher score.
+
+    Raises:
+        ValueError: a score is not finite, so nothing can be made of the model.
+    """
+    if not (outputs.chosen.isfinite().all() and outputs.rejected.isfinite().all()):
+        raise ValueError(f"the scores of held-out pairs are not finite, so {_LOST}")
     return {ACCURACY: float((outputs.chosen > outputs.rejected).double().mean())}
+
+
+def until_lost(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Pass steps on, and end a training that makes no updates any more.
+
+    Raises:
+        ValueError: `SKIPPED_STEPS` in a row had no finite gradient, or most of an epoch.
+    """
+    skips: list[bool] = []
+    for step, metrics in steps:
+        yield step, metrics
+        skips += [metrics["rm/skipped_updates"] > 0] if "rm/skipped_updates" in metrics else []
+        ended, row = skips if ACCURACY in metrics else [], skips[-SKIPPED_STEPS:]
+        lost = row if len(row) == SKIPPED_STEPS and all(row) else ended
+        if 2 * sum(lost) > len(lost):
+            skipped = f"{sum(lost)} of the last {len(lost)} updates were skipped, since their gradients were not finite"
+            raise ValueError(f"{skipped}: {_LOST}")
+        if ACCURACY in metrics:
+            skips = []
