@@ -31,8 +31,11 @@ def write(tmp_path):
 
 def hydras(folder):
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(folder), version_base=None):
-        return OmegaConf.to_container(hydras_compose("run"), resolve=False)
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base=None):
+            return OmegaConf.to_container(hydras_compose("run"), resolve=False)
+    finally:
+        OmegaConf.clear_resolver("now")  # which Hydra registers for the whole process
 
 
 def ours(folder, built_in=lambda name: None):
