@@ -6,7 +6,15 @@ import re
 import pytest
 
 from tether.batch import Prompt
-from tether.rewards.audit import Audit, ProbeScores, audit, share_of_differing_groups, verdicts, wrong_replies
+from tether.rewards.audit import (
+    Audit,
+    ProbeScores,
+    audit,
+    share_of_differing_groups,
+    verdicts,
+    wrong_answers,
+    wrong_replies,
+)
 from tether.rewards.outcome import Abstention, RewardError, RewardRequest, outcome_of
 from tether.rewards.router import find_reward
 from tether.rewards.sandbox import ProgramOptions
@@ -18,14 +26,20 @@ PROMPTS = [
 ]
 
 
-def tried(reward, prompts=PROMPTS, sampled=(), group_size=1) -> Audit:
+UNKNOWN = [
+    Prompt([1], "test", truth, ({"role": "user", "content": f"Question {i}?"},), {}, i)
+    for i, truth in enumerate(("", None))
+]
+
+
+def tried(reward, prompts=PROMPTS, sampled=(), group_size=1, cut=str) -> Audit:
     def score(requests: list[RewardRequest]):
         outcomes = [reward(r) for r in requests]
         known = (Abstention, RewardError)
         return [o if isinstance(o, known) else outcome_of(o) for o in outcomes], [0.001] * len(requests)
 
     if not sampled:
-        return audit(prompts, score, None, group_size)
+        return audit(prompts, score, None, group_size, cut=cut)
     asked = [prompt for prompt in prompts for _ in range(group_size)][: len(sampled)]
     requests = [RewardRequest("test", text, q.ground_truth, {}) for q, text in zip(asked, sampled, strict=True)]
     return audit(prompts, score, ProbeScores("sampled", requests, *score(requests)), group_size)
@@ -106,8 +120,51 @@ def test_sampled_replies() -> None:
     assert faults(hack) == ["sampled replies score 1.5, more than the ground truth (1); for example 'hack'"]
 
 
+def test_rows_without_a_ground_truth_are_compared_with_sampled_replies() -> None:
+    """As for a learned reward model: nothing is called the truth, and what is unusual is no fault."""
+
+    def likes_praise(request: RewardRequest) -> float:
+        return 3.0 if "deserves" in request.solution_str else len(request.solution_str) / 100
+
+    audited = tried(likes_praise, UNKNOWN, ["a note", "a longer note"])
+    assert audited.truth is None
+    assert [probe.kind for probe in audited.rows] == [
+        "empty",
+        "repeated word",
+        "the prompt",
+        "praise of itself",
+        "sampled",
+    ]
+    found = verdicts(audited)
+    assert [v.message.split(":")[0] for v in found] == ["repeated word", "praise of itself"]
+    assert "scores 3 on average, sampled replies 0.095 (standard deviation 0.035)" in found[1].message
+    assert not any(v.is_fault for v in found)
+    assert verdicts(tried(lambda r: 1.0, UNKNOWN, ["a note", "a longer note"])) == []
+
+
+def test_without_ground_truth_and_samples_nothing_is_said_of_the_reward() -> None:
+    (found,) = verdicts(tried(lambda r: len(r.solution_str), UNKNOWN))
+    assert "no row has a ground truth" in found.message
+    assert "--samples" in found.message
+    assert not found.is_fault
+    (failed, _) = verdicts(tried(lambda r: RewardError("boom"), UNKNOWN))
+    assert failed.is_fault
+
+
+def test_rows_without_a_ground_truth_have_no_part_in_that_of_others() -> None:
+    audited = tried(exact, [*PROMPTS, *UNKNOWN])
+    assert audited.truth
+    assert [r.solution_str for r in audited.truth.requests] == list(ANSWERS)
+    assert verdicts(audited) == []
+
+
+def test_replies_are_cut_to_what_the_policy_can_write() -> None:
+    audited = tried(exact, cut=lambda text: text[:20])
+    assert max(len(r.solution_str) for probe in audited.rows for r in probe.requests) == 20
+
+
 def test_the_replies_that_deserve_nothing_are_never_the_answer() -> None:
-    for kind, replies in wrong_replies(PROMPTS, "{}").items():
+    for kind, replies in (wrong_replies(PROMPTS) | wrong_answers(PROMPTS, "{}")).items():
         assert len(replies) == len(PROMPTS)
         assert not any(reply == answer for reply, answer in zip(replies, ANSWERS, strict=True)), kind
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model, tiny_tokenizer
 from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, train, weights, write_inputs
+from tests.trainer.tiny_run import GRPO, base_overrides, measured, rows, same, train, weights, write_inputs, write_jsonl
 from tether.assembly import groups
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
@@ -150,12 +150,25 @@ def test_ids_of_another_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> N
 
 def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its random scores are faults; texts cannot be read as ids."""
-    loaded = load_config(None, overrides(inputs, tmp_path, "reward_model.max_length=600"))
+    loaded = load_config(None, overrides(inputs, tmp_path, "reward_model.max_length=100"))
     assert not check_reward(loaded, rows=3, samples=4, out=None)
-    assert "praise of itself" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "praise of itself" in said
+    assert "calls failed" not in said  # replies have at most data.max_response_length tokens
     as_ids = load_config(None, overrides(inputs, tmp_path, "reward_model.model.input_tokenizer=null"))
     with pytest.raises(ValueError, match=r"input_tokenizer=null: the replies that are tried are texts"):
         check_reward(as_ids, rows=3, samples=0, out=None)
+
+
+def test_the_audit_of_rows_without_ground_truth(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is called the truth, and a reward model is not blamed for liking one reply more than another."""
+    unanswered = [row | {"reward_model": {"style": "model", "ground_truth": ""}} for row in rows()]
+    named = f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', unanswered)}"
+    loaded = load_config(None, overrides(inputs, tmp_path, named))
+    assert check_reward(loaded, rows=3, samples=4, out=None)
+    assert "ground truth  high" not in capsys.readouterr().out
 
 
 def test_scores_that_are_not_finite_stop_the_run(inputs: Path, tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.inputs import build_dataset, build_tokenizer
 from tether.assembly.learners import build_critic, critic_engine, load_value_model, update_plan
@@ -18,6 +21,7 @@ from tether.assembly.run import sampling_params, validation_sampling
 from tether.assembly.turns import build_conversations, build_tool_pool, check_agents, row_agent, scored_by_environments
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
+from tether.data.chat import decode
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import RewardRequest
@@ -71,6 +75,8 @@ class RewardTrial:
     group_size: int
     in_turns: bool
     """The reward is told of conversations."""
+    cut: Callable[[str], str]
+    """Shortens a reply to ``data.max_response_length`` tokens where a model reads it, whose context has an end."""
 
 
 @contextmanager
@@ -117,7 +123,13 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
                 asked = prompts[: max(1, samples // rollout.n)]
                 scored = collector.collect(asked, sampling_params(config), NoiseKey(config.trainer.seed, step=0))
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
-            yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None)
+            cut = partial(_cut, tokenizer, data.max_response_length) if config.reward_model.enable else str
+            yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None, cut)
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, limit: int, text: str) -> str:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text if len(ids) <= limit else decode(tokenizer, ids[:limit], skip_special_tokens=True)
 
 
 def _probe(scored: ScoredResponses, seconds: list[float]) -> ProbeScores:

@@ -43,7 +43,10 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
         name, color = ("fault", "red") if verdict.is_fault else ("look", "yellow")
         screen.print(Text(f"{name}: {verdict.message}", color), soft_wrap=True)
     if not found:
-        screen.print("the reward tells right from wrong on these replies", style="green")
+        said = "the reward tells right from wrong on these replies"
+        if audited.truth is None:
+            said = "no wrong reply stands out from the sampled ones; no row has a ground truth to compare them with"
+        screen.print(said, style="green", soft_wrap=True)
     if out:
         _draw(audited, out)
         screen.print(f"written to {out}", soft_wrap=True)
@@ -59,11 +62,11 @@ def _audit(trial: RewardTrial, screen: Screen) -> Audit:
             progress.advance(calls, len(requests))
             return outcomes, list(trial.rewards.durations)
 
-        return audit(trial.prompts, score, trial.sampled, trial.group_size, trial.in_turns)
+        return audit(trial.prompts, score, trial.sampled, trial.group_size, trial.in_turns, trial.cut)
 
 
 def _table(audited: Audit) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for column in ("reply", "wanted", "mean", "std", "min", "max", "none", "failed", "ms/call"):
         table.add_column(column, justify="left" if column in ("reply", "wanted") else "right", no_wrap=True)
     for probe in audited.rows:
