@@ -199,6 +199,17 @@ def test_a_reward_is_tried_before_a_run(cli: Cli, run_arguments: tuple[list[str]
     assert "its simulator's" in refused(cli("reward", "check", "env.train.id=CartPole-v1"))
 
 
+def test_a_reward_of_rules_is_tried_without_the_model(cli: Cli, run_arguments: tuple[list[str], Path], tmp_path: Path):
+    """It reads texts alone: neither weights nor tokenizer nor held-out rows are looked for."""
+    arguments = [*run_arguments[0][1:], "actor_rollout_ref.model.path=./not_there", "data.val_files=not_there.jsonl"]
+    said = cli("reward", "check", *arguments, "--samples", "0")
+    assert re.search(r"^empty +low ", said.out, re.MULTILINE), said.out + said.err
+    assert "not_there" in refused(cli("reward", "check", *arguments, "--samples", "4"))
+    assert "train.jsonl" in refused(
+        cli("reward", "check", *arguments, "--samples", "0", "data.train_files=train.jsonl")
+    )
+
+
 def test_doctor(cli: Cli):
     said = cli("doctor")
     assert said.code == 0

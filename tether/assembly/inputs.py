@@ -115,18 +115,22 @@ def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerB
 
 def build_dataset(
     config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     files: Sequence[str],
     max_samples: int,
     *,
     shuffle: bool,
     tools: ToolPool | None = None,
 ) -> PromptDataset:
-    """Read `files` and make prompts of their rows, which tell of `tools` where their agent has them."""
+    """Read `files` and make prompts of their rows, which tell of `tools` where their agent has them.
+
+    Without a tokenizer, which a custom dataset needs, they have no token ids.
+    """
     data = config.data
     if is_object(files[0]):
         rows = rows_of_object(files[0], prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key)
     elif data.custom_cls.path:
+        assert tokenizer
         rows = load_custom_dataset(
             data.custom_cls.path,
             data.custom_cls.name or "",

@@ -32,12 +32,17 @@ from tether.spelling import did_you_mean
 from tether.tools import read_environments, read_tools
 
 
-def missing_inputs(config: RunConfig) -> list[Problem]:
-    """Everything that the configuration names and that is not there. A user's file is parsed, and not run."""
+def missing_inputs(config: RunConfig, sections: tuple[str, ...] = ("",)) -> list[Problem]:
+    """Everything that the configuration names and that is not there. A user's file is parsed, and not run.
+
+    Args:
+        config: of a run.
+        sections: beginnings of the keys that are looked at.
+    """
     named = _of_control(config) if config.env.train.id is not None else _of_text(config)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
-        if is_object(value):
+        if is_object(value) or not key.startswith(sections):
             continue
         try:
             look(value)
@@ -45,6 +50,18 @@ def missing_inputs(config: RunConfig) -> list[Problem]:
             # The same path under several keys is one problem, of the first of them.
             problems.setdefault(value, Problem(key, str(error).removeprefix(f"{key}="), ""))
     return list(problems.values())
+
+
+def missing_reward_inputs(config: RunConfig) -> list[Problem]:
+    """The same of what a reward is tried on where nothing is sampled: without the policy, if it reads texts alone."""
+    reward = ("data.train_files", "custom_reward_function.", "reward_model.")
+    return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
+
+
+def scores_texts_alone(config: RunConfig) -> bool:
+    """Whether neither the reward nor the rows need a tokenizer."""
+    turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
+    return not config.reward_model.enable and not custom.path and not turns.enable
 
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.inputs import build_dataset, build_tokenizer
 from tether.assembly.learners import build_critic, critic_engine, load_value_model, update_plan
 from tether.assembly.loading import load_engine
+from tether.assembly.named_inputs import scores_texts_alone
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import build_rewards, check_rewards
@@ -86,7 +87,8 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
     Args:
         config: its data, reward, and policy.
         rows: of the training data, spread over it.
-        samples: replies to draw from the policy before it is trained; 0 loads no weights.
+        samples: replies to draw from the policy before it is trained; 0 loads no weights, and no tokenizer where
+            texts alone are scored.
 
     Raises:
         ValueError: unusable inputs.
@@ -98,7 +100,9 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
         )
     set_threads(config.trainer.num_threads)
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
+    tokenizer = None
+    if samples or not scores_texts_alone(config):
+        tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
     with build_tool_pool(config) or nullcontext() as tools:
         data = config.data
         dataset = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=False, tools=tools)
@@ -110,12 +114,13 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
         ):
             raise ValueError("every row is scored by its environment alone, so there is no reward to check")
         check_rewards(config, dataset)
-        check_scoring(config, tokenizer)
+        if tokenizer:
+            check_scoring(config, tokenizer)
         count = min(rows, len(dataset))
         prompts = [dataset[i * len(dataset) // count] for i in range(count)]
         with build_rewards(config) as rewards:
             sampled = None
-            if samples:
+            if samples and tokenizer:
                 path = resolve_model_path(model.path, cache_dir())
                 engine = load_engine(path, resolve_device(config.trainer.device), rollout.dtype)
                 conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
@@ -123,7 +128,9 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
                 asked = prompts[: max(1, samples // rollout.n)]
                 scored = collector.collect(asked, sampling_params(config), NoiseKey(config.trainer.seed, step=0))
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
-            cut = partial(_cut, tokenizer, data.max_response_length) if config.reward_model.enable else str
+            cut: Callable[[str], str] = str
+            if tokenizer and config.reward_model.enable:
+                cut = partial(_cut, tokenizer, data.max_response_length)
             yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None, cut)
 
 

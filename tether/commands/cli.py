@@ -102,9 +102,13 @@ def _load(
     config_name: str | None = None,
     *,
     files: bool = False,
+    of_reward: bool = False,
 ) -> LoadedConfig:
-    """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it."""
-    from tether.assembly.named_inputs import missing_inputs
+    """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it.
+
+    `of_reward` looks at no more than what a reward needs that is tried without sampling.
+    """
+    from tether.assembly.named_inputs import missing_inputs, missing_reward_inputs
     from tether.config import load_config
 
     path, overrides = _split(arguments)
@@ -113,7 +117,8 @@ def _load(
         raise ValueError(
             f"{path} and {named} are two configurations. give the file, or --config-path and --config-name"
         )
-    return load_config(path or named, overrides, missing_inputs if files else lambda config: [])
+    look = missing_reward_inputs if of_reward else missing_inputs
+    return load_config(path or named, overrides, look if files else lambda config: [])
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
@@ -419,7 +424,7 @@ def pretrain(
 def check_reward(
     arguments: ConfigArguments = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the training data to try it on.")] = 64,
-    samples: Annotated[int, typer.Option(min=0, help="Replies of the untrained policy; 0 loads no model.")] = 32,
+    samples: Annotated[int, typer.Option(min=0, help="Replies of the untrained policy; 0 loads no policy.")] = 32,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="PNG of the scores; default: none.", show_default=False)
     ] = None,
@@ -428,7 +433,7 @@ def check_reward(
 
     Exits with 1 where it pays for what is wrong, or fails. For example: tether reward check run.yaml --samples 0
     """
-    loaded = _load(arguments, files=True)
+    loaded = _load(arguments, files=True, of_reward=not samples)
     with _importing():
         from tether.commands.reward import check_reward as run
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
-from tether.batch import Prompt, TokenIds
+from tether.batch import Prompt, TokenIds, as_token_ids
 from tether.data.chat import TRUNCATIONS, render, tokenize
 from tether.data.control_tokens import ControlTokens
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, Rows, raise_problems
@@ -27,6 +27,7 @@ CHUNK = 512
 """Rows rendered and tokenized at once."""
 QUIET_SECONDS = 2.0
 """Shorter waits show no progress bar."""
+_NO_IDS = as_token_ids((), "token_ids")
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class PromptDataset:
 
     Args:
         rows: from `tether.data.sources.load_rows` or `tether.data.custom.load_custom_dataset`.
-        tokenizer: the policy's.
+        tokenizer: the policy's; None: prompts get no token ids, for a reward that reads texts.
         options: see `PromptOptions`.
 
     Raises:
@@ -117,14 +118,14 @@ class PromptDataset:
             refuses, prompts that are too long under ``truncation="error"``, or no prompt left.
     """
 
-    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> None:
+    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, options: PromptOptions) -> None:
         if options.truncation not in ("error", *TRUNCATIONS):
             allowed = ("error", *TRUNCATIONS)
             hint = did_you_mean(options.truncation, allowed)
             raise ValueError(f"data.truncation is {options.truncation!r}; it may be {', '.join(allowed)}.{hint}")
         limit = options.max_prompt_length
         chosen = choose_rows(len(rows), options)
-        encoded = _encode(rows, chosen, tokenizer, options)
+        encoded = _encode(rows, chosen, tokenizer, options) if tokenizer else [_NO_IDS] * len(chosen)
         overlong = [at for at, ids in enumerate(encoded) if len(ids) > limit]
         dropped = set(overlong) if options.filter_overlong_prompts else set()
         if options.truncation == "error" and not options.filter_overlong_prompts:
@@ -139,7 +140,7 @@ class PromptDataset:
             max_prompt_length=limit,
             truncation=options.truncation,
             recognised=tuple(rows.recognised()),
-            control_tokens={} if options.control_tokens_as_text else _count(rows, chosen, tokenizer),
+            control_tokens=_count(rows, chosen, tokenizer) if tokenizer and not options.control_tokens_as_text else {},
         )
         if not kept:
             raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
