@@ -12,7 +12,7 @@ from tests.data.conftest import record, write_jsonl
 from tether.data import chat, prompts
 from tether.data.checks import repeated_problem
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Rows, Source
+from tether.data.rows import Row, Rows, Source
 from tether.data.sources import load_rows
 
 Make = Callable[..., PreTrainedTokenizerFast]
@@ -41,6 +41,21 @@ def test_a_prompt_brings_all_that_the_reward_needs(tokenizer: PreTrainedTokenize
     assert (prompt.data_source, prompt.ground_truth, prompt.index) == ("toy", "2", 1)
     assert prompt.extra_info == {"split": "train", "index": 0}
     assert prompt.messages == ({"role": "user", "content": "y"},)
+
+
+def test_rows_that_a_check_refuses_are_reported_together(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The first ten by place, the others by number."""
+    dataset = PromptDataset(rows_of(*"abcdefghijklmn"), tokenizer, PromptOptions(20))
+
+    def check(row: Row) -> None:
+        if row.number not in (1, 3):
+            raise ValueError("odd")
+
+    with pytest.raises(ValueError) as caught:
+        dataset.check_rows(check)
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == ["toy.jsonl row 0: odd", "toy.jsonl row 2: odd"]
+    assert lines[9:] == ["toy.jsonl row 11: odd", "... and 2 more"]
 
 
 def test_chunks_do_not_change_the_prompts(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:

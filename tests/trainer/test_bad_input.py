@@ -90,6 +90,10 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
         lambda inputs, tmp: "custom_reward_function.path=null",
         ["tiny/sums", "custom_reward_function.path"],
     ),
+    "several rows of tests that cannot be read": (
+        lambda inputs, tmp: f"custom_reward_function.path=null data.train_files={broken_tests(tmp)}",
+        ["code.jsonl row 0: the tests", "\n", "code.jsonl row 2: the tests"],
+    ),
     "missing reward file": (
         lambda inputs, tmp: f"custom_reward_function.path={tmp / 'nothing.py'}",
         ["nothing.py", "no such file"],
@@ -119,6 +123,16 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
         ["global_step_7", "not a checkpoint"],
     ),
 }
+
+
+def broken_tests(folder: Path) -> Path:
+    """Programming problems, two of three without a known layout of their tests."""
+    truths = ['{"a": 1}', '{"inputs": ["1"], "outputs": ["1"]}', "{}"]
+    made = [
+        row | {"reward_model": {"style": "rule", "ground_truth": t}}
+        for row, t in zip(rows("apps", count=3), truths, strict=True)
+    ]
+    return write_jsonl(folder / "code.jsonl", made)
 
 
 def reward_file(folder: Path, body: str) -> Path:

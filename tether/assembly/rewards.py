@@ -47,11 +47,11 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
 
     def look_at_truth(row: Row) -> None:
         if by_rule(row):
+            sources.add(row.data_source)
             check_ground_truth(row.data_source, row.ground_truth)
 
-    prompts.check_rows(lambda row: sources.update([row.data_source] if by_rule(row) else []))
-    check_sources(sources, program_options(config))
     prompts.check_rows(look_at_truth)
+    check_sources(sources, program_options(config))
 
 
 def _has_a_part(parts: dict[str, RewardPart], row: Row) -> None:

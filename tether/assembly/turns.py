@@ -61,7 +61,7 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
     """Refuse rows that name an agent that is not there.
 
     Raises:
-        ValueError: of the first such row; or turns are switched on, and no row has several.
+        ValueError: of such rows, up to ten; or turns are switched on, and no row has several.
     """
     turns, known = config.actor_rollout_ref.rollout.multi_turn, set[str]()
     named = set(read_environments(turns.interaction_config_path)) if turns.interaction_config_path else set()
@@ -86,8 +86,8 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
             )
         own = None if agent.has_tools else agent.environment
         if tools is not None and own is not None and own not in known:
+            known.add(own)  # one that fails is told once, and not started again for each row
             tools.check(own)
-            known.add(own)
 
     prompts.check_rows(check)
     if turns.enable and not has_turns:

@@ -206,14 +206,16 @@ class PromptDataset:
         """Call `check` with the row of every prompt.
 
         Raises:
-            ValueError: what it raised, with the row's place.
+            ValueError: what it raised, with the row's place, of up to ten rows.
         """
+        problems = []
         for number in self._numbers:
             row = self._rows[number]
             try:
                 check(row)
             except ValueError as error:
-                raise ValueError(f"{row.place}: {error}") from error
+                problems.append(f"{row.place}: {error}")
+        raise_problems(problems)
 
     def first_beyond(self, vocabulary: int) -> str | None:
         """Name the first prompt with a token id that a model of `vocabulary` tokens cannot read, and that id."""
