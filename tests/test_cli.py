@@ -191,6 +191,7 @@ def test_a_reward_is_tried_before_a_run(cli: Cli, run_arguments: tuple[list[str]
     assert said.code == 0, said.out
     assert re.search(r"^ground truth +high +1 +0 +1 +1 ", said.out, re.MULTILINE)
     assert re.search(r"^sampled ", said.out, re.MULTILINE)
+    assert re.search(r"^  within a group +0 *\n  groups all equal +100% *$", said.out, re.MULTILINE)
     assert picture.stat().st_size > 5000
     said = cli("reward", "check", *arguments, f"custom_reward_function.path={substring}", "--samples", "0")
     assert said.code == 1

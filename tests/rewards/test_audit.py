@@ -10,6 +10,7 @@ from tether.rewards.audit import (
     Audit,
     ProbeScores,
     audit,
+    deviation_within_groups,
     share_of_differing_groups,
     verdicts,
     wrong_answers,
@@ -112,10 +113,27 @@ def test_a_ground_truth_that_is_not_accepted_is_named() -> None:
 def test_sampled_replies() -> None:
     same = tried(exact, sampled=["72", "72", "no", "no"], group_size=2)
     assert share_of_differing_groups(same) == 0
-    assert any("in 2 groups of 2 sampled replies" in verdict.message for verdict in verdicts(same))
+    assert any("in 2 of 2 groups of 2 sampled replies" in verdict.message for verdict in verdicts(same))
     different = tried(exact, sampled=["72", "no", "no", "no"], group_size=2)
     assert share_of_differing_groups(different) == 0.5
     assert verdicts(different) == []
+    mostly = tried(exact, sampled=["72", "no", "no", "no", "no", "no", "no", "no"], group_size=2)
+    (found,) = verdicts(mostly)
+    assert found.message.startswith("in 3 of 4 groups of 2 sampled replies all of a group score the same")
+    assert not found.is_fault
+    assert "nothing to learn from yet" not in found.message
+
+
+def test_the_spread_within_groups() -> None:
+    """0 and 1 in the first group, each 0.5 from their mean; 1 and 1 in the second; abstentions count nowhere."""
+    audited = tried(exact, sampled=["72", "no", "10", "10"], group_size=2)
+    assert deviation_within_groups(audited) == 0.25
+    absent = tried(lambda r: exact(r) if r.solution_str else Abstention(), sampled=["", "", "10", "no"], group_size=2)
+    assert deviation_within_groups(absent) == 0.5
+    assert share_of_differing_groups(absent) == 1  # a group without a score says nothing
+
+
+def test_hacks_among_sampled_replies() -> None:
     hack = tried(lambda r: 2.0 if r.solution_str == "hack" else exact(r), sampled=["hack", "72"], group_size=2)
     assert faults(hack) == ["sampled replies score 1.5, more than the ground truth (1); for example 'hack'"]
 

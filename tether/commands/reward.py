@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from tether.assembly.standalone import RewardTrial, build_reward_trial
 from tether.config import LoadedConfig
 from tether.rewards import RewardOutcome, RewardRequest
-from tether.rewards.audit import TRUTH, Audit, audit, verdicts
+from tether.rewards.audit import TRUTH, Audit, audit, deviation_within_groups, share_of_differing_groups, verdicts
 from tether.runtime.terminal import Screen
 
 
@@ -76,6 +76,9 @@ def _table(audited: Audit) -> Table:
         none = len(probe.outcomes) - len(probe.scores) - len(probe.errors)
         counts = [str(none), str(len(probe.errors)), f"{1000 * fmean(probe.seconds):.3g}"]
         table.add_row(probe.kind, wanted, *numbers, *counts)
+    if audited.sampled and audited.group_size > 1:
+        table.add_row("  within a group", "", "", f"{deviation_within_groups(audited):.3g}")
+        table.add_row("  groups all equal", "", f"{1 - share_of_differing_groups(audited):.0%}")
     return table
 
 

@@ -26,6 +26,8 @@ FAULT, LOOK = 0.5, 0.2
 """Shares of the way from the worst kind's mean to the ground truth's, above which a wrong kind of reply pays."""
 SLOW = 1.0
 """Seconds of a call above which the reward holds up a run."""
+MANY_THE_SAME = 0.5
+"""Share of groups without a difference above which that is worth a look."""
 _LISTED = 100
 
 
@@ -243,12 +245,15 @@ def _about_samples(audited: Audit) -> list[Verdict]:
                 is_fault=True,
             )
         )
-    if audited.group_size > 1 and not (share := share_of_differing_groups(audited)):
-        groups = len(sampled.outcomes) // audited.group_size
+    groups = _groups(audited)
+    same = sum(len(set(group)) == 1 for group in groups)
+    if audited.group_size > 1 and same > len(groups) * MANY_THE_SAME:
+        cost = "there is nothing to learn from yet" if same == len(groups) else "they give no gradient"
         found.append(
             Verdict(
-                f"in {groups} groups of {audited.group_size} sampled replies all of a group score the same "
-                f"({share:.0%} differ): there is nothing to learn from yet. Take easier prompts or another model.",
+                f"in {same} of {len(groups)} groups of {audited.group_size} sampled replies all of a group score the "
+                f"same: where they are compared with each other (GRPO, RLOO), {cost}. Take other prompts or another "
+                "model.",
                 is_fault=False,
             )
         )
@@ -256,12 +261,23 @@ def _about_samples(audited: Audit) -> list[Verdict]:
 
 
 def share_of_differing_groups(audited: Audit) -> float:
-    """Of the groups of sampled replies, those in which scores differ."""
+    """Of the groups of sampled replies that have a score, those in which scores differ; NaN where there are none."""
+    groups = _groups(audited)
+    return fmean(len(set(group)) > 1 for group in groups) if groups else math.nan
+
+
+def deviation_within_groups(audited: Audit) -> float:
+    """Mean over groups of sampled replies of the standard deviation of their scores; NaN where there are none."""
+    groups = _groups(audited)
+    return fmean(map(pstdev, groups)) if groups else math.nan
+
+
+def _groups(audited: Audit) -> list[list[float]]:
+    """The scores of each group of sampled replies, of those that have any."""
     assert audited.sampled
-    values = [o.value if isinstance(o, Score) else math.nan for o in audited.sampled.outcomes]
-    size = audited.group_size
-    groups = [{v for v in values[i : i + size] if not math.isnan(v)} for i in range(0, len(values), size)]
-    return fmean(len(group) > 1 for group in groups)
+    outcomes, size = audited.sampled.outcomes, audited.group_size
+    whole = [outcomes[i : i + size] for i in range(0, len(outcomes), size)]
+    return [scores for group in whole if (scores := [o.value for o in group if isinstance(o, Score)])]
 
 
 def _order(probe: ProbeScores) -> float:
