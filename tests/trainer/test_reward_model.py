@@ -52,6 +52,17 @@ def test_the_score_is_the_models(inputs: Path, tmp_path: Path) -> None:
     assert measured(run)[1]["critic/score/max"] > measured(run)[1]["critic/score/min"]
 
 
+def test_rows_without_a_ground_truth_have_no_most_frequent_answer(inputs: Path, tmp_path: Path) -> None:
+    unanswered = [row | {"reward_model": {"style": "model", "ground_truth": ""}} for row in rows()]
+    named = f"data.val_files={write_jsonl(tmp_path / 'val.jsonl', unanswered)}"
+    run = train(
+        overrides(inputs, tmp_path / "run", named, "trainer.val_before_train=True", "trainer.total_training_steps=1")
+    )
+    first = measured(run)[0]
+    assert first["val-aux/tiny/sums/num_distinct"] == 10
+    assert "val-aux/tiny/sums/majority_answer" not in first
+
+
 def _question(sample: dict[str, object]) -> str:
     """The text between the marks of the template."""
     return str(sample["prompt"]).split("user\n")[1].split("<|im_end|>")[0].split("\nassistant")[0]

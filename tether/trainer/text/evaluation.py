@@ -82,5 +82,5 @@ def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
         extra = dict(score.extra) if score else {}
         prediction = extra.pop("pred", None)
         values = {"reward": score.value if score else None, **extra}
-        truth = None if prompt.ground_truth is None else repr(prompt.ground_truth)
+        truth = None if prompt.ground_truth in (None, "") else repr(prompt.ground_truth)
         yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids.tobytes(), truth)
