@@ -25,6 +25,17 @@ def test_scores_stand_beside_the_questions_and_the_most_frequent_answer(tmp_path
         assert shown in text
 
 
+def test_a_test_before_the_first_step_alone_is_one_column(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "val-core/my/sums/reward/mean@1": 0.25}) + "\n")
+    said = Screen(file=io.StringIO(), width=200)
+    show_report(tmp_path, said, "tether train")
+    text = said.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("step 0") == 1
+    assert text.count("0.250") == 1
+    assert "change" not in text
+    assert "best" not in text
+
+
 def test_a_run_that_is_stopped_before_its_first_checkpoint_names_no_command_above(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).touch()
     result = read_result(tmp_path, step=0, total_steps=4, stopped_by="SIGTERM")

@@ -112,12 +112,15 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
         f"step {found.pop()}" if len(found := {pick(series) for series in rows.values()}) == 1 else name
         for name, pick in (("first", min), ("last", max))
     ]
-    for column in ("", *ends, "change", "best", *auxiliary):
+    columns = [*ends, "change", "best"]
+    if all(len(series) == 1 for series in rows.values()):  # nothing to compare with
+        columns = ends[:1]
+    for column in ("", *columns, *auxiliary):
         table.add_column(column)
     for key, series in rows.items():
         first, last = series[min(series)], series[max(series)]
-        cells = (f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", f"{max(series.values()):.3f}")
-        table.add_row(key, *cells, *(beside[key][name] for name in auxiliary))
+        cells = [f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", f"{max(series.values()):.3f}"]
+        table.add_row(key, *cells[: len(columns)], *(beside[key][name] for name in auxiliary))
     return table
 
 
