@@ -132,7 +132,14 @@ def test_it_imitates_is_tested_acts_and_is_trained_on(folder, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["policy.unnorm_key=null"], r"policy\.unnorm_key=null: .*Name one of seven, two"),
+        (
+            ["policy.unnorm_key=null"],
+            r"policy\.unnorm_key: missing, and .* has statistics of several datasets\. Name one of seven, two",
+        ),
+        (
+            ["actor_rollout_ref.model.path=.", "~policy.unnorm_key", "~policy.center_crop"],
+            r"path=\.: no checkpoint here\. .*or that of a published OpenVLA policy",
+        ),
         (["policy.unnorm_key=seven"], r"policy\.unnorm_key=seven: actions with 7 columns there, and 2 in .*Reach-v0"),
         (["env.train.drop_observations=[image]"], r"reads a picture and an instruction, and .* shows no picture"),
         (["env.train.drop_observations=[task]"], r"reads a picture and an instruction, and .* shows no text"),

@@ -162,7 +162,10 @@ def saved_policy(path: Path, key: str) -> Policy:
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        raise ValueError(f"{key}={path}: no checkpoint here. Give a global_step_N folder or the folder of a run.")
+        published = ", or that of a published OpenVLA policy (with its config.json)" if key == START else ""
+        raise ValueError(
+            f"{key}={path}: no checkpoint here. Give a global_step_N folder or the folder of a run{published}."
+        )
     return load_policy(checkpoint / POLICY)
 
 

@@ -197,7 +197,10 @@ def test_statistics_of_fine_tuning_stand_beside_the_others(folder, tmp_path):
     assert ranges(found, None) == ranges(found, "own") == ((-0.5, -1.0), (0.5, 1.0))
     with pytest.raises(ValueError, match=r"policy\.unnorm_key=bridge: .*Name one of own_no_noops"):
         ranges(found, "bridge")
-    with pytest.raises(ValueError, match=r"policy\.unnorm_key=null: .*Name one of seven, two"):
+    with pytest.raises(
+        ValueError,
+        match=r"policy\.unnorm_key: missing, and .* has statistics of several datasets\. Name one of seven, two",
+    ):
         ranges(read_published(folder[0], LONG), None)
     write_folder(tmp_path / "bare", norm_stats=None)
     with pytest.raises(ValueError, match=r"Imitate episodes \(tether bc\)"):

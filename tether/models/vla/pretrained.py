@@ -118,6 +118,10 @@ def ranges(published: Published, unnorm_key: str | None) -> Ranges:
         there = (
             f"Name one of {', '.join(sorted(known))}." if known else "Imitate episodes (tether bc): theirs are taken."
         )
+        if unnorm_key is None and known:
+            raise ValueError(
+                f"policy.unnorm_key: missing, and {published.folder} has statistics of several datasets. {there}"
+            )
         raise ValueError(f"{where}: {published.folder} has no statistics of such actions. {there}")
     actions = known[name].get("action") or {}
     if not {"q01", "q99"} <= actions.keys():
