@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.runtime.printable import printable
-from tether.runtime.terminal import Screen, one_line, shortened
+from tether.runtime.terminal import Screen, Waiting, one_line, shortened
 
 NASTY = "\x1b[2J\x1b]0;title\x07red\x9b31m \u202egnp.exe\u2028next \ud83d\r\n\tend"
 
@@ -34,6 +34,28 @@ def test_no_control_character_is_left(text: str) -> None:
     assert printable(shown) == shown
     shown.encode()
     assert "\n" not in one_line(text)
+
+
+def test_long_work_is_shown_in_a_file_as_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("tether.runtime.terminal.monotonic", lambda: clock[0])
+    screen = Screen(file=io.StringIO())
+    with Waiting("training", 100, screen, done=10) as waiting:
+        for done in range(11, 101):
+            clock[0] += 1.0
+            waiting.show(done, "accuracy 0.5" if done == 30 else "")
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 90 // Waiting.EVERY
+    assert lines[0] == "training:20/100 - eta:1:20"
+    assert lines[1] == "training:30/100 - accuracy 0.5 - eta:1:10"
+    assert lines[-1] == "training:100/100"
+
+
+def test_short_work_leaves_no_line() -> None:
+    screen = Screen(file=io.StringIO())
+    with Waiting("scoring", None, screen) as waiting:
+        waiting.show(3)
+    assert screen.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 @given(st.text(), st.integers(10, 50))

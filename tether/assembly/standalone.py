@@ -81,7 +81,9 @@ class RewardTrial:
 
 
 @contextmanager
-def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterator[RewardTrial]:
+def build_reward_trial(
+    config: RunConfig, *, rows: int, samples: int, on_sampled: Callable[[int], None] = lambda done: None
+) -> Iterator[RewardTrial]:
     """The reward of a configuration, and what to try it with.
 
     Args:
@@ -89,6 +91,7 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
         rows: of the training data, spread over it.
         samples: replies to draw from the policy before it is trained; 0 loads no weights, and no tokenizer where
             texts alone are scored.
+        on_sampled: called with the number of replies so far.
 
     Raises:
         ValueError: unusable inputs.
@@ -126,7 +129,8 @@ def build_reward_trial(config: RunConfig, *, rows: int, samples: int) -> Iterato
                 conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
                 collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
                 asked = prompts[: max(1, samples // rollout.n)]
-                scored = collector.collect(asked, sampling_params(config), NoiseKey(config.trainer.seed, step=0))
+                key = NoiseKey(config.trainer.seed, step=0)
+                scored = collector.collect(asked, sampling_params(config), key, lambda done, _: on_sampled(done))
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
             cut: Callable[[str], str] = str
             if tokenizer and config.reward_model.enable:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
@@ -16,7 +16,7 @@ from tether.assembly.standalone import RewardTrial, build_reward_trial
 from tether.config import LoadedConfig
 from tether.rewards import RewardOutcome, RewardRequest
 from tether.rewards.audit import TRUTH, Audit, audit, deviation_within_groups, share_of_differing_groups, verdicts
-from tether.runtime.terminal import Screen
+from tether.runtime.terminal import Screen, Waiting
 
 
 def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | None) -> bool:
@@ -35,7 +35,11 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
         raise ValueError("env.train.id: the rewards of a control run are its simulator's; there is nothing to check")
     disable_progress_bar()
     screen = Screen()
-    with build_reward_trial(loaded.config, rows=rows, samples=samples) as trial:
+    with ExitStack() as stack:
+        with Waiting("sampled", None, screen) as waiting:
+            trial = stack.enter_context(
+                build_reward_trial(loaded.config, rows=rows, samples=samples, on_sampled=waiting.show)
+            )
         audited = _audit(trial, screen)
     screen.print(_table(audited))
     found = verdicts(audited)
@@ -54,12 +58,14 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
 
 
 def _audit(trial: RewardTrial, screen: Screen) -> Audit:
-    with Progress(console=screen, transient=True) as progress:
-        calls = progress.add_task("scoring", total=None)
+    scored = 0
+    with Waiting("scored", None, screen) as waiting:
 
         def score(requests: Sequence[RewardRequest]) -> tuple[Sequence[RewardOutcome], Sequence[float]]:
+            nonlocal scored
             outcomes = trial.rewards.score(requests)
-            progress.advance(calls, len(requests))
+            scored += len(requests)
+            waiting.show(scored)
             return outcomes, list(trial.rewards.durations)
 
         return audit(trial.prompts, score, trial.sampled, trial.group_size, trial.in_turns, trial.cut)

@@ -67,7 +67,8 @@ def train(
         gradient_checkpointing=gradient_checkpointing,
     )
     accuracy = train_reward_model(model, pairs, out, options, save_every)
-    typer.echo(f"held-out accuracy: {accuracy[0]:.3f} before, {accuracy[-1]:.3f} after")
+    untrained = " (an untrained head gives both sides of a pair the same score)" if accuracy[0] == 0 else ""
+    typer.echo(f"held-out accuracy: {accuracy[0]:.3f} before{untrained}, {accuracy[-1]:.3f} after")
     typer.echo(f"start the run with reward_model.enable=True reward_model.model.path={out}")
 
 
@@ -92,7 +93,6 @@ def train_reward_model(
         ValueError: unusable pairs, a model that cannot be trained, a training that was stopped and had
             others, or one whose model became of no use.
     """
-    from rich.progress import Progress
     from transformers.utils.logging import disable_progress_bar
 
     from tether.assembly.reward_training import build_reward_training
@@ -100,7 +100,7 @@ def train_reward_model(
     from tether.metrics.loggers import RunInfo, build_loggers, read_metrics
     from tether.runtime.global_rng import set_rng_state
     from tether.runtime.run_lock import RunLock
-    from tether.runtime.terminal import Screen
+    from tether.runtime.terminal import Screen, Waiting
     from tether.trainer import Persistence
     from tether.trainer.text import ACCURACY, until_lost
 
@@ -125,14 +125,14 @@ def train_reward_model(
             screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
             persistence = Persistence(store, identity, json.dumps(asdict(options), indent=2))
             info = RunInfo(work, "rm", out.name, asdict(options), total_steps=steps, resumed_step=done or None)
-            loggers = build_loggers(("file",), info)
+            loggers, accuracy = build_loggers(("file",), info), ""
             try:
-                with Progress(console=Screen(stderr=True), transient=True) as progress:
-                    bar = progress.add_task("training", total=steps, completed=done)
+                with Waiting("step", steps, screen, done) as waiting:
                     for step, metrics in until_lost(training.run(done)):
                         loggers.log(step, metrics)
-                        accuracy = f"held-out accuracy {metrics[ACCURACY]:.3f}" if ACCURACY in metrics else None
-                        progress.update(bar, completed=step, description=accuracy)
+                        if ACCURACY in metrics:
+                            accuracy = f"held-out accuracy:{metrics[ACCURACY]:.3f}"
+                        waiting.show(step, accuracy)
                         if step and step % save_every == 0 and step < steps:
                             persistence.begin(
                                 step,

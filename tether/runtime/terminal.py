@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from io import TextIOWrapper
+from time import monotonic
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress
 from rich.segment import Segment
 
 from tether.runtime.printable import printable
@@ -51,6 +53,58 @@ class Screen(Console):
         with suppress(OSError, ValueError):  # not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         logger.warning("console output is switched off (nobody reads it any more); the run continues")
+
+
+class Waiting:
+    """How far work is that takes long: a bar on a terminal; in a file or a pipe a line now and then.
+
+    Args:
+        what: is going on.
+        total: to be done; None: nobody knows.
+        screen: where it is shown.
+        done: before this began.
+    """
+
+    EVERY = 10.0
+    """Seconds from line to line."""
+
+    def __init__(self, what: str, total: int | None, screen: Screen, done: int = 0) -> None:
+        self._what, self._total, self._screen, self._begun_with = what, total, screen, done
+        self._begun = self._said = monotonic()
+        self._bar = Progress(console=screen, transient=True) if screen.is_terminal else None
+        self._task = self._bar.add_task(what, total=total, completed=done) if self._bar else None
+
+    def __enter__(self) -> Waiting:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def show(self, done: int, note: str = "") -> None:
+        """Show that so much is done, and a word about it."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=done, description=note or None)
+        elif monotonic() - self._said >= self.EVERY:
+            self._said = monotonic()
+            of = "" if self._total is None else f"/{self._total}"
+            parts = (f"{self._what}:{done}{of}", note, self._left(done))
+            self._screen.print(" - ".join(filter(None, parts)), soft_wrap=True)
+
+    def _left(self, done: int) -> str:
+        if self._total is None or done <= self._begun_with or done >= self._total:
+            return ""
+        pace = (monotonic() - self._begun) / (done - self._begun_with)
+        return f"eta:{clock(pace * (self._total - done))}"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, and hours where there are any."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def replace_what_the_terminal_cannot_write() -> None:

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from tether.metrics.loggers.headline import LABELS, OPTIONAL_LABELS, headline_keys, headline_values
 from tether.metrics.loggers.protocol import RunInfo, Sample
-from tether.runtime.terminal import Screen, one_line, shortened
+from tether.runtime.terminal import Screen, clock, one_line, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class _Plain:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.finish(step)
         left = self._pace.left()
-        eta = [] if left is None else [f"eta:{'at most ' * self._pace.warming_up()}{_clock(left)}"]
+        eta = [] if left is None else [f"eta:{'at most ' * self._pace.warming_up()}{clock(left)}"]
         self._print(" - ".join([f"step:{step}", *(f"{k}:{v}" for k, v in headline_keys(metrics).items()), *eta]))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -237,8 +237,8 @@ class _Live:
         text = Text.assemble(
             (f"step {running}{of_total}   ", "bold"),
             (f"{self._phase} ", "cyan"),
-            f"{in_phase:.0f}s   elapsed {_clock(pace.elapsed())}",
-            "" if left is None else f"   left {'at most ' * pace.warming_up()}{_clock(left)}",
+            f"{in_phase:.0f}s   elapsed {clock(pace.elapsed())}",
+            "" if left is None else f"   left {'at most ' * pace.warming_up()}{clock(left)}",
             ("   the first step also compiles, and is slower" if left is None and pace.warming_up() else "", "dim"),
         )
         if pace.total is None:
@@ -267,9 +267,3 @@ def _cells(sample: Sample) -> tuple[str, str, str]:
     shown_response = shortened(response, RESPONSE_WIDTH)
     reward = sample.note or "none" if sample.reward is None else f"{sample.reward:.3g}"
     return shown_prompt, shown_response, one_line(reward)
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
