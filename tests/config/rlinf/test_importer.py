@@ -211,6 +211,17 @@ def test_what_is_not_supported_is_refused_by_name(imported, text, override, says
     assert says in refusals(imported(text, override))[key]
 
 
+def test_a_refusal_says_one_thing(imported):
+    """What to do, without its opposite, and each value once."""
+    said = {str(problem) for problem in imported(EMBODIED, "env.train.env_type=robotwin").refusals()}
+    assert (
+        "env.train.env_type: robotwin is refused: what a file says about this simulator is not carried over "
+        "(supported: gymnasium, envpool, maniskill). give env.train.env_type, id and init_params as tether's"
+    ) in said
+    (said,) = imported(EMBODIED, "actor.model.precision=bf16").refusals()
+    assert str(said).endswith("leave it out, or set 32 or fp32 or 32-true or float32 or null")
+
+
 def test_episodes_in_groups(imported):
     groups = ["algorithm.adv_type=grpo", "algorithm.loss_type=actor", "algorithm.group_size=4"]
     result = imported(EMBODIED, *groups, "env.train.auto_reset=False", "algorithm.loss_agg_func=token-mean")

@@ -57,9 +57,7 @@ CONTROL_MODES = {
     "widowx": "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos",
 }
 """Robot that `actor.model.policy_setup` names -> control_mode of ManiSkill's environments, whatever the file says."""
-NO_SIMULATOR = (
-    "what a file says about this simulator is not carried over; give env_type, id and init_params as tether's"
-)
+NO_SIMULATOR = "what a file says about this simulator is not carried over"
 
 
 def training_steps(value: object, values: Values) -> object:
@@ -135,7 +133,8 @@ def env_type(role: str) -> Convert:
         observed = _arguments(values.get(f"env.{role}.init_params")).get("obs_mode", "state")
         fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
         if value not in fine:
-            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})")
+            fix = f"give env.{role}.env_type, id and init_params as tether's"
+            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})", fix=fix)
         return value
 
     return convert

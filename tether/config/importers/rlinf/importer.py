@@ -190,7 +190,7 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
     if isinstance(row, Checked):
         return Line(key, value, "mapped", why=row.why)
     if isinstance(row, Refuses):
-        fine = " or ".join(show(other) for other in row.fine if other not in (None, ""))
+        fine = " or ".join(dict.fromkeys(show(other) for other in row.fine if other not in (None, "")))
         fix = f"leave it out, or set {fine}" if fine else "leave it out"
         return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
     try:
@@ -200,7 +200,7 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
     except Unsupported as error:
         if error.key not in (None, key):  # which has a row, and so a refusal, of its own
             return Line(key, value, "mapped")
-        return Line(key, value, "not supported", why=str(error))
+        return Line(key, value, "not supported", why=str(error), fix=error.fix)
     except (TypeError, ValueError, AttributeError, ArithmeticError):  # a value that no conversion is for
         return Line(key, value, "not supported", why=f"{show(value)} is of the wrong type")
 

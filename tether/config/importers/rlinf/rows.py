@@ -22,11 +22,13 @@ class Unsupported(Exception):
 
     Attributes:
         key: the key to blame, where it is not the one that is being converted.
+        fix: what to do; by default to leave it out.
     """
 
-    def __init__(self, why: str, key: str | None = None) -> None:
+    def __init__(self, why: str, key: str | None = None, fix: str = "leave it out") -> None:
         super().__init__(why)
         self.key = key
+        self.fix = fix
 
 
 class NotRead(Exception):
