@@ -88,7 +88,7 @@ def test_all_formats_of_gsm8k_are_one_of_those_tried() -> None:
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
-        (lambda r: 1.0, "the ground truth scores 1, and no wrong reply less"),
+        (lambda r: 1.0, "the ground truth scores 1, like the wrong replies. If"),
         (lambda r: min(1.0, len(r.solution_str) / 100), "repeated word: scores 1 on average"),
         (lambda r: float(r.ground_truth in r.solution_str), "a list of answers: scores 1 on average"),
         (lambda r: float("correct" in r.solution_str or exact(r)), "praise of itself: scores 1 on average"),

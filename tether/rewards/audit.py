@@ -172,9 +172,9 @@ def verdicts(audited: Audit) -> list[Verdict]:
     if means and truth.mean <= worst:
         found.append(
             Verdict(
-                f"the ground truth scores {truth.mean:.3g}, and no wrong reply less. Either the reward pays for "
-                "anything, or it expects an answer that is written in another way than those tried, such as a program: "
-                "an answer as it should be, in extra_info.solution of each row, is tried, too",
+                f"the ground truth scores {truth.mean:.3g}, like the wrong replies. If the answer must be a program, "
+                "put a correct one in each row's extra_info.solution; otherwise the reward does not tell right from "
+                "wrong",
                 is_fault=True,
             )
         )
