@@ -270,14 +270,14 @@ def test_a_full_disk_is_named(hub: HubServer, tmp_path: Path, limit: int) -> Non
 
 def test_a_revision_that_is_not_there_is_named(hub: HubServer, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"^openai/gsm8k at gone: .*it has no such revision\); correct the commit, branch"
+        ValueError, match=r"^openai/gsm8k at gone: .*it has no such revision\)\. Correct the commit, branch"
     ):
         pull("gsm8k", tmp_path / "rows", revision="gone")
     with pytest.raises(
-        ValueError, match=r"^owner/none: .*there is none of that name, or it is private\); correct the name"
+        ValueError, match=r"^owner/none: .*there is none of that name, or it is private\)\. Correct the name"
     ):
         pull("gsm8k", tmp_path / "rows", repository="owner/none")
-    with pytest.raises(ValueError, match=r"^a/b/c: .*; correct the name, or"):
+    with pytest.raises(ValueError, match=r"^a/b/c: .*\. Correct the name, or"):
         pull("gsm8k", tmp_path / "rows", repository="a/b/c")
 
 
@@ -337,7 +337,10 @@ def test_a_line_that_is_no_row_is_named(ask: Callable[[str], None], tmp_path: Pa
 
 def test_a_hub_that_is_not_there(ask: Callable[[str], None], tmp_path: Path) -> None:
     ask("http://127.0.0.1:9")
-    says = r"^openai/gsm8k: the Hugging Face hub does not give it \(http://127.0.0.1:9 cannot be reached: .*HF_ENDPOINT"
+    says = (
+        r"^openai/gsm8k: the Hugging Face hub does not give it \(http://127.0.0.1:9 cannot be reached: .*\)\. "
+        r"Name another hub in HF_ENDPOINT\. The same command then goes on where it stopped$"
+    )
     with pytest.raises(ValueError, match=says):
         pull("gsm8k", tmp_path / "rows")
     assert not (tmp_path / "rows").exists()

@@ -62,7 +62,7 @@ def test_a_hub_id_without_network_is_refused_in_one_sentence(offline, why, tmp_p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        ValueError, match=rf"the Hugging Face hub does not give it \(.*{why}\); .*`tether model list`\.$"
+        ValueError, match=rf"the Hugging Face hub does not give it \(.*{why}\)\. [A-Z].*`tether model list`\.$"
     ) as error:
         resolve_model_path("nobody/nothing", tmp_path)
     assert str(error.value).startswith("nobody/nothing: no directory here and not in the hub's cache")

@@ -20,4 +20,4 @@ def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
 
 def refusal(asked: str, hub: str, why: str, fix: str) -> ValueError:
     """The error for something that a hub does not give."""
-    return ValueError(f"{asked} {hub} does not give it ({why}); {fix}")
+    return ValueError(f"{asked} {hub} does not give it ({why}). {fix[:1].upper()}{fix[1:]}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 DATASET = "dataset"
-FIX = "the same command goes on where it stopped, and HF_ENDPOINT names another hub"
+FIX = "name another hub in HF_ENDPOINT. The same command then goes on where it stopped"
 
 
 class _Unbuffered(io.FileIO):
