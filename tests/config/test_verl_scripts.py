@@ -255,6 +255,12 @@ def test_what_cannot_be_translated_is_one_error(tmp_path: Path, text: str, expec
         translate(written(tmp_path, text), [])
 
 
+def test_a_place_that_a_list_does_not_have_is_named_from_the_top(tmp_path: Path) -> None:
+    script = written(tmp_path, M + "'data.apply_chat_template_kwargs={x: [1]}' data.apply_chat_template_kwargs.x.3=2")
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs\.x\.3: names no place of the list"):
+        translate(script, [])
+
+
 def test_a_value_that_is_unknown_may_be_given(tmp_path: Path) -> None:
     script = written(tmp_path, "python -m verl.trainer.main_ppo data.seed=$(date +%s) trainer.nnodes=1")
     text, _ = translate(script, ["data.seed=3"])

@@ -108,7 +108,7 @@ def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
 
 
 def _begins_with(side: Side, before: Sequence[Message]) -> bool:
-    """Whether a conversation repeats the prompt, which may lack its system message."""
+    """Whether a conversation begins with the prompt, behind a system message that the prompt may lack."""
     if isinstance(side, str):
         return False
     if before[0]["role"] != "system":

@@ -202,7 +202,7 @@ def verdicts(audited: Audit) -> list[Verdict]:
 
 
 def _without_truth(audited: Audit) -> list[Verdict]:
-    """What pays more than sampled replies do is worth a look, and no fault: those may deserve no better."""
+    """Wrong replies that score above sampled ones: worth a look, and no fault, as those may be wrong, too."""
     sampled = audited.sampled
     if sampled is None or not sampled.scores:
         what = (

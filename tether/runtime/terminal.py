@@ -56,17 +56,17 @@ class Screen(Console):
 
 
 class Waiting:
-    """How far work is that takes long: a bar on a terminal; in a file or a pipe a line now and then.
+    """Progress of long work: a bar on a terminal; in a file or a pipe a line every `EVERY` seconds.
 
     Args:
-        what: is going on.
-        total: to be done; None: nobody knows.
+        what: what is counted.
+        total: items to be done; None: unknown.
         screen: where it is shown.
-        done: before this began.
+        done: items that were done before.
     """
 
     EVERY = 10.0
-    """Seconds from line to line."""
+    """Seconds between lines."""
 
     def __init__(self, what: str, total: int | None, screen: Screen, done: int = 0) -> None:
         self._what, self._total, self._screen, self._begun_with = what, total, screen, done

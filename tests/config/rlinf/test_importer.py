@@ -212,7 +212,7 @@ def test_what_is_not_supported_is_refused_by_name(imported, text, override, says
 
 
 def test_a_refusal_says_one_thing(imported):
-    """What to do, without its opposite, and each value once."""
+    """The fix does not contradict itself, and lists each value once."""
     said = {str(problem) for problem in imported(EMBODIED, "env.train.env_type=robotwin").refusals()}
     assert (
         "env.train.env_type: robotwin is refused: what a file says about this simulator is not carried over "

@@ -18,11 +18,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.keys import show
-from tether.config.loading.defaults_list import OWN, Line, line_problem, read_lines, read_package
+from tether.config.loading.defaults_list import GROUP, HERE, OWN, TOP, Line, line_problem, read_lines, read_package
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.problems import ConfigError, Problem
 
-HERE, TOP, GROUP = "_here_", "_global_", "_group_"
 BuiltIn = Callable[[str], Mapping[object, object] | None]
 Layer = dict[str, object]
 """The keys of a file, as a tree from the top."""
@@ -44,8 +43,8 @@ def compose(path: Path, tree: Mapping[object, object], built_in: BuiltIn) -> tup
     """
     problems: list[Problem] = []
     hydra = tree.get("hydra")
-    rest = {name: value for name, value in hydra.items() if name != "searchpath"} if isinstance(hydra, dict) else hydra
-    own = {name: value for name, value in tree.items() if name != "hydra"} | ({"hydra": rest} if rest else {})
+    rest = _without(hydra, "searchpath") if isinstance(hydra, dict) else hydra
+    own = _without(tree, "hydra") | ({"hydra": rest} if rest else {})
     top = _File(path.stem, "", _header(path, path.stem, problems) or "")
     composition = _Composition((path.parent, *_search_path(hydra, problems)), built_in, problems)
     slots = composition.put_in(own, top, (path.stem,))
@@ -66,7 +65,7 @@ class _File:
 
 
 Slot = list[Layer]
-"""What one line puts in; it may be filled after those around it."""
+"""The layers of one line, in their place among those of others; an override may fill it later."""
 
 
 @dataclass
@@ -101,8 +100,7 @@ class _Composition:
             if line.is_override:
                 self._override(line, file, slot)
             elif line.path == OWN:
-                own = {name: value for name, value in tree.items() if name != "defaults"}
-                slot.append(_mounted(own, file.where))
+                slot.append(_mounted(_without(tree, "defaults"), file.where))
         later: list[tuple[int, Line]] = []
         for at in reversed(range(len(lines))):
             if lines[at].path == OWN or lines[at].is_override:
@@ -186,7 +184,7 @@ class _Composition:
         if not file.where and isinstance(hydra, dict) and "searchpath" in hydra:
             fix = "write it in the run's own file"
             self.problems.append(Problem("hydra.searchpath", f"is not read from a preset ({path})", fix))
-            tree["hydra"] = {name: value for name, value in hydra.items() if name != "searchpath"}
+            tree["hydra"] = _without(hydra, "searchpath")
         return self.put_in(tree, file, (*stack, name))
 
 
@@ -219,6 +217,10 @@ def _header(path: Path, name: str, problems: list[Problem]) -> str | None:
     """Where a file says that it is mounted; None: it does not say."""
     package = read_package(path.read_text(encoding="utf-8"), name, problems)
     return package and _mount_point(package, "", "")
+
+
+def _without(tree: Mapping[object, object], key: str) -> dict[object, object]:
+    return {name: value for name, value in tree.items() if name != key}
 
 
 def _mounted(tree: Mapping[object, object], where: str) -> Layer:

@@ -10,6 +10,8 @@ from tether.config.keys import show
 from tether.config.problems import Problem
 
 OWN = "_self_"
+HERE, TOP, GROUP = "_here_", "_global_", "_group_"
+"""Words of Hydra for places: of the naming file, the top, and the group."""
 EXAMPLE = "defaults: [GROUP: NAME, _self_]"
 _WORDS = {"optional", "override"}
 
@@ -23,7 +25,7 @@ class Line:
     path: str
     """A group or a file, relative to the group of the naming file unless it begins with a slash."""
     package: str | None = None
-    """What stands after the @."""
+    """Where it is mounted: the part after the @."""
     is_group: bool = False
     choice: str | list[str] | None = None
     is_optional: bool = False
@@ -78,7 +80,7 @@ def _written(item: object) -> str:
 
 
 Fault = tuple[str, str]
-"""What is wrong with a line, and the fix."""
+"""The problem of a line, and its fix."""
 
 
 def _read(item: object) -> Line | Fault:
@@ -109,7 +111,7 @@ def _read(item: object) -> Line | Fault:
 
 
 def _misplaced(line: Line, above: list[Line]) -> Fault | None:
-    """What is wrong with a line where it stands."""
+    """Check the position of a line in its list."""
     if line.path == OWN:
         return ("stands there twice", "keep one of the two") if any(one.path == OWN for one in above) else None
     if not line.is_override and any(one.is_override for one in above):
@@ -135,7 +137,7 @@ def read_package(text: str, file: str, problems: list[Problem]) -> str | None:
         name, *values = line.removeprefix("#").split()
         if len(values) != 1:
             problems.append(_problem(line, file, "is not a name and one word", "write # @package NAME"))
-        elif name == "@package" and values[0] in ("_here_", "_group_"):
+        elif name == "@package" and values[0] in (HERE, GROUP):
             fix = "take the line out: without it the file is mounted at its group"
             problems.append(_problem(line, file, f"says {values[0]}, which counts in a defaults list alone", fix))
         elif name == "@package":

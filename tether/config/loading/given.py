@@ -275,9 +275,8 @@ def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object
         ConfigError: the path leads to a place in a list that is not there.
     """
     old = mapping if isinstance(mapping, dict) else {}
-    first, *rest = path
     try:
-        return {**old, first: _put(old.get(first), rest, value)}
+        return {**old, path[0]: _put(old.get(path[0]), path[1:], value)}
     except IndexError as error:
         what = f"names no place of the list that is there, whose last is {error}"
         raise ConfigError([Problem(".".join(path), what, "give the whole list")]) from error
@@ -286,9 +285,10 @@ def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object
 def _put(old: object, path: Sequence[str], value: object) -> object:
     if not path:
         return _merged(old, value)
-    if not isinstance(old, list):
-        return put(old, path, value)
     first, *rest = path
+    if not isinstance(old, list):
+        inner = old if isinstance(old, dict) else {}
+        return {**inner, first: _put(inner.get(first), rest, value)}
     if not first.isdecimal() or int(first) >= len(old):
         raise IndexError(len(old) - 1)
     return [_put(item, rest, value) if at == int(first) else item for at, item in enumerate(old)]
@@ -310,7 +310,7 @@ def _merged(old: object, new: object) -> object:
 
 
 def _at(mapping: object, path: list[str]) -> object:
-    """What stands at a path; None where nothing does."""
+    """The value at a path; None if there is none."""
     for name in path:
         mapping = mapping.get(name) if isinstance(mapping, dict) else None
     return mapping

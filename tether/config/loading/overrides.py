@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
-MOST_LEVELS = 100
+_MOST_LEVELS = 100
 """Lists and mappings within one another that a value may have: OmegaConf reads hardly more."""
 
 
@@ -66,9 +66,9 @@ def _parse(text: str) -> Override | Problem:
     if override.is_sweep_override():
         return Problem(text, "asks for several runs", "give one value; a list is written [a,b]")
     value = override.value()
-    return (
-        _too_deep(text) if _depth(value) > MOST_LEVELS else Override(override.key_or_group, value, override.is_delete())
-    )
+    if _depth(value) > _MOST_LEVELS:
+        return _too_deep(text)
+    return Override(override.key_or_group, value, override.is_delete())
 
 
 def _depth(value: object) -> int:

@@ -30,7 +30,7 @@ LOADING = 60.0
 _MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
 
 _NO_LISTS = (Mapping, MappingView, Set, str, bytes)
-"""What can be gone through, and has no item for each response in its order."""
+"""Iterables that have no item for each response, in the order of the responses."""
 FindReward = Callable[[str], RewardFunction]
 """From a data source to the function that scores it."""
 

@@ -82,5 +82,6 @@ def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
         extra = dict(score.extra) if score else {}
         prediction = extra.pop("pred", None)
         values = {"reward": score.value if score else None, **extra}
-        truth = None if prompt.ground_truth in (None, "") else repr(prompt.ground_truth)
+        answer = prompt.ground_truth  # of any type: an array has no single truth value
+        truth = None if answer is None or (isinstance(answer, str) and not answer) else repr(answer)
         yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids.tobytes(), truth)
