@@ -38,7 +38,7 @@ def run(overrides: list[str], perturb: float = 0.0) -> dict[str, float]:
         with torch.no_grad():
             for weight in built.trainer.actor.engine.model.parameters():
                 noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-                weight.mul_(1 + perturb * noise)
+                weight.mul_(1 + perturb * noise.to(weight.device))
         built.trainer.fit()
     finally:
         built.close()

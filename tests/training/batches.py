@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.device import on_device
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty
 from tether.batch import RolloutBatch, TrainBatch, filled
@@ -24,7 +25,7 @@ TOOL_OUTPUT = (1, slice(3, 6))  # tokens of row 1 that the policy did not sample
 def make_policy(*, dtype: torch.dtype = torch.float64, **overrides: object) -> PreTrainedModel:
     model = tiny_model("llama", dtype=dtype, **overrides)
     use_tether_attention(model)
-    return model
+    return on_device(model)
 
 
 def make_critic(**overrides: object) -> PreTrainedModel:
@@ -34,7 +35,7 @@ def make_critic(**overrides: object) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in value_head_of(critic).parameters():
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
-    return critic
+    return on_device(critic)
 
 
 def make_rollout() -> RolloutBatch:
@@ -69,7 +70,7 @@ def make_batch(policy: PreTrainedModel, critic: PreTrainedModel, estimator: str 
         values = ValueForward()(critic, batch).values
 
     def near(tensor: Tensor, distance: float) -> Tensor:
-        return tensor + distance * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor.cpu() + distance * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
 
     batch.rollout_log_probs = near(log_probs, 0.01)
     batch.old_log_probs = near(log_probs, 0.4)

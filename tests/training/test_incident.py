@@ -45,7 +45,7 @@ def test_the_replay_script_names_the_row(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(tmp_path / "step_5" / "replay.py")],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,
@@ -91,7 +91,7 @@ def test_the_cut_of_truncated_sampling_is_kept_with_the_batch(tmp_path: Path) ->
     kept = torch.load(tmp_path / "step_1" / "incident.pt", weights_only=False)["update"]
     saved = kept.batch
     assert torch.equal(saved.kept.count, filled(batch.kept).count)
-    log_probs = kept.loss.forward(kept.model, saved, None).log_probs
+    log_probs = kept.loss.forward(kept.model, saved, None).log_probs.cpu()
     torch.testing.assert_close(log_probs, batch.rollout_log_probs, rtol=0, atol=1e-10)
     assert replay(tmp_path / "step_1") == [2]
 

@@ -202,7 +202,7 @@ def test_a_mini_batch_is_prepared_once_with_the_models_present_outputs(batch: Tr
     def prepare(mini: TrainBatch, outputs: PolicyOutputs, generator: torch.Generator) -> None:
         assert not outputs.log_probs.requires_grad
         torch.testing.assert_close(
-            outputs.log_probs, PolicyForward()(engine.model, mini).log_probs, rtol=1e-9, atol=1e-9
+            outputs.log_probs, PolicyForward()(engine.model, mini).log_probs.cpu(), rtol=1e-9, atol=1e-9
         )
         seen.append((len(mini), float(torch.rand((), generator=generator))))
         mini.selected = mini.response_mask

@@ -28,7 +28,7 @@ def rng_state() -> StateDict:
     }
     if torch := _torch():
         state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # a forked process of environments never can, and never draws there
             state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -41,7 +41,7 @@ def set_rng_state(state: StateDict) -> None:
     np.random.set_state((kind, np.asarray(keys).astype(np.uint32), position, has_gauss, gauss))
     if "torch" in state and (torch := _torch()):
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and "cuda" in state:
+        if torch.cuda.is_initialized() and "cuda" in state:
             torch.cuda.set_rng_state_all(state["cuda"])
 
 

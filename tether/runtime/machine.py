@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -37,6 +39,32 @@ def computes_in_bfloat16(device: torch.device) -> bool:
     if device.type == "cpu":
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return False
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Have CUDA add in a fixed order, so that a resumed run gets the bits of the uninterrupted one.
+
+    PyTorch's default there is kernels whose threads add as they finish: the backward pass of attention, of an embedding
+    or of a convolution then differs from call to call. Other devices have no such kernels.
+
+    Raises (from within):
+        RuntimeError: an operation that has no such kernel; PyTorch names it.
+    """
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch refuses matrix products without it
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no kernel here reads memory that nothing wrote
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def cuda_names(count: int) -> list[str]:

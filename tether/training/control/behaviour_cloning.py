@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tether.keyed_random import generator, held_out_rows, permutation
 from tether.observations import Observation
+from tether.runtime.machine import deterministic_kernels
 from tether.training.control.chunk_levels import per_column
 
 
@@ -158,7 +159,8 @@ class Cloning:
         for rows in order.split(self.options.batch_size):
             total, count = self._losses(self.learned.rows(rows), noise)
             optimizer.zero_grad()
-            (total / count).backward()
+            with deterministic_kernels():
+                (total / count).backward()
             nn.utils.clip_grad_norm_(self.parameters, self.options.grad_clip)
             optimizer.step()
             losses.append(float(total.detach() / count))

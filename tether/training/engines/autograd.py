@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tether.algorithms import Mean, Metric, count_valid, merge_metrics
 from tether.batch import TrainBatch
+from tether.runtime.machine import deterministic_kernels
 from tether.training.division import MiniBatch
 from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
@@ -66,7 +67,8 @@ class SkippedMiniBatch(Generic[Outputs]):
         micro = self.batch[row : row + 1]
         self.model.zero_grad()
         outputs = self.loss.forward(self.model, micro, self.reference)
-        term = self.loss.function(outputs, micro, LossSizes(int(micro.response_mask.sum()), 1))
+        sizes = LossSizes(int(micro.response_mask.sum()), 1)
+        term = self.loss.function(outputs, micro.to(tensors_of(outputs)[0].device), sizes)
         term.loss.backward()
         return term.loss.detach()
 
@@ -127,7 +129,8 @@ class AutogradEngine(Generic[Outputs]):
 
         def attempt(micro: MicroBatching) -> Outputs | None:
             places = [torch.tensor(rows) for rows in micro.split(sizes)]
-            with torch.no_grad(), self._during(self.model):
+            # As in the update, whose kernels round otherwise than PyTorch's default ones: the first ratio is 1.
+            with torch.no_grad(), self._during(self.model), deterministic_kernels():
                 padding = self._rounds(len(places)) - len(places)
                 found = [self._run(forward, batch[rows]) for rows in places]
                 for _ in range(padding):
@@ -221,7 +224,8 @@ class AutogradEngine(Generic[Outputs]):
         def attempt(micro: MicroBatching) -> tuple[list[dict[str, Metric]], dict[str, Tensor], Outputs | None]:
             return self._sum_gradients(mini, loss, sizes, micro.split(rows))
 
-        measured, shares, outputs = self._within_memory(attempt, self.micro, rows)
+        with deterministic_kernels():
+            measured, shares, outputs = self._within_memory(attempt, self.micro, rows)
         measured, shares = self._of_all(measured, shares)
         one = torch.tensor(1.0)
         means: dict[str, Metric] = {name: Mean(total, one) for name, total in shares.items()}

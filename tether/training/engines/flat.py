@@ -21,6 +21,7 @@ from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.models.control import Policy, device_of, save_policy
+from tether.runtime.machine import deterministic_kernels
 from tether.training.control.chunk_levels import mask_at, to_columns
 from tether.training.control.closed_form_gradients import Draws
 from tether.training.control.forward import RolloutOutputs
@@ -72,7 +73,8 @@ class FlatEngine:
             ValueError: it does not fit into memory, a single decision at a time.
         """
         rows = batch.actions.shape[:2].numel()
-        return self._within_memory(lambda: forward(self.policy, batch, None), rows)
+        with deterministic_kernels():  # as in the update, so that the first ratio is 1
+            return self._within_memory(lambda: forward(self.policy, batch, None), rows)
 
     @torch.no_grad()
     def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
@@ -126,7 +128,8 @@ class FlatEngine:
             ValueError: it does not fit into memory, a single decision at a time.
         """
         rows = mini.old_log_probs.shape[:-1].numel()
-        return self._within_memory(lambda: self._gradients(mini, loss, draws), rows)
+        with deterministic_kernels():
+            return self._within_memory(lambda: self._gradients(mini, loss, draws), rows)
 
     @torch.no_grad()
     def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:

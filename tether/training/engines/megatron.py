@@ -38,6 +38,7 @@ from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.head import StatesHead
 from tether.models.megatron.layout import experts_of
 from tether.models.megatron.model import MegatronModel, Role, build, describe
+from tether.runtime.machine import deterministic_kernels
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import scattered, tensors_of
 from tether.training.engines.copies import kept, kept_tree, with_weights
@@ -177,7 +178,7 @@ class MegatronEngine(RanksEngine[Outputs]):
                     found.append(outputs)
                 return torch.zeros((), device=self._device)
 
-            with torch.no_grad():
+            with torch.no_grad(), deterministic_kernels():  # as in the update
                 routed = self._pipeline(forward, [batch[rows] for rows in places], keep, forward_only=True)
             for outputs, experts in zip(found, routed, strict=False):
                 outputs.routed_experts = experts  # type: ignore[attr-defined]  # where a policy's are recorded

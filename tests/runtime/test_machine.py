@@ -1,0 +1,63 @@
+"""What a run sets and reads of the machine's GPU, on a machine that need not have one."""
+
+import random
+
+import pytest
+import torch
+
+from tether.runtime.global_rng import rng_state, set_rng_state
+from tether.runtime.machine import deterministic_kernels
+
+
+def test_kernels_are_deterministic_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    found: list[bool] = []
+
+    def fail() -> None:
+        with deterministic_kernels():
+            found.append(torch.are_deterministic_algorithms_enabled())
+            found.append(torch.is_deterministic_algorithms_warn_only_enabled())  # where attention keeps its own kernel
+            found.append(torch.utils.deterministic.fill_uninitialized_memory)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert found == [True, False, False]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == filled
+
+
+def test_what_the_caller_had_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic_kernels():
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_without_a_gpu_in_use_nothing_changes() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("this process uses a GPU")
+    with deterministic_kernels():
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_state_of_generators_needs_no_gpu_that_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked process of environments sees a GPU that it cannot use, and CUDA would raise there."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", refuse)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", refuse)
+    state = rng_state()
+    assert "cuda" not in state
+    drawn = random.random(), torch.rand(1)
+    set_rng_state(state | {"cuda": [torch.zeros(16, dtype=torch.uint8)]})
+    assert (random.random(), torch.rand(1)) == drawn
