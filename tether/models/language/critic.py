@@ -8,7 +8,6 @@ gradient passes through the head, waits one step.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFI
     Raises:
         ValueError: transformers has no class for it.
     """
-    config = copy.deepcopy(model.config)
+    config = model.config  # not a copy: transformers below 5.23 chooses attention for the layers by it
     config.num_labels = 1
     with torch.device("meta"):  # only the shape of the head is wanted
         critic = _empty_critic(config, classes)
