@@ -144,6 +144,7 @@ def test_the_choice_is_named(installed: Cuda, caplog: pytest.LogCaptureFixture) 
     assert "flash-attn" in installed.describe()
     assert maker("cuda", torch.bfloat16).name == "cuda"
     assert maker("mps", torch.bfloat16) is REFERENCE
+    assert maker("cuda", torch.float64) is REFERENCE  # which Liger does not take
 
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
