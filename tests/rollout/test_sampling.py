@@ -168,7 +168,7 @@ def test_low_precision_logits_are_summed_in_fp32(
 def test_large_batches_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, u = random_logits(7, 300), torch.linspace(0, 0.99, 7, dtype=torch.float64)
     whole = draw(logits, u, params(top_p=0.9), with_kept=True)
-    monkeypatch.setattr(sampling, "_SCRATCH", 650)
+    monkeypatch.setattr(sampling, "rows_in_scratch", lambda _: 2)
     parts = draw(logits, u, params(top_p=0.9), with_kept=True)
     assert torch.equal(whole.kept, parts.kept)
     assert torch.equal(whole.token, parts.token)

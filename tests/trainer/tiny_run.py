@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.device import DEVICE
 from tests.tiny import EOS_ID, save_tiny
 from tether.assembly.run import build_run
 from tether.config import load_config
@@ -112,7 +113,7 @@ def base_overrides(inputs: Path, run: Path) -> list[str]:
         f"critic.model.path={inputs / 'model'}",
         "critic.model.fsdp_config.dtype=float32",
         f"custom_reward_function.path={inputs / 'reward.py'}",
-        "trainer.device=cpu",
+        f"trainer.device={DEVICE}",
         "trainer.num_threads=1",
         "trainer.logger=file",
         "trainer.total_training_steps=3",

@@ -9,6 +9,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.device import DEVICE
 from tests.tiny import TINY_CONFIGS
 from tests.trainer.tiny_run import write_jsonl
 
@@ -111,7 +112,7 @@ def turn_overrides(folder: Path, run: Path, *, tools: str = "tools.yaml") -> lis
         f"{ROLLOUT}.agent.num_workers=1",
         "algorithm.adv_estimator=grpo",
         f"custom_reward_function.path={folder / 'reward.py'}",
-        "trainer.device=cpu",
+        f"trainer.device={DEVICE}",
         "trainer.num_threads=1",
         "trainer.logger=file",
         "trainer.total_training_steps=2",

@@ -8,8 +8,8 @@ from tether.kernels.causal_attention import masked_attention, visible_keys
 from tether.kernels.dispatch import kernels_for, maker
 from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
 from tether.kernels.padded_batches import select_rows
-from tether.kernels.reference import Recording
-from tether.kernels.sampling import inverse_sample
+from tether.kernels.reference import Recording, Reference
+from tether.kernels.sampling import inverse_sample, rows_in_scratch
 from tether.kernels.vocabulary_chunks import (
     KeptTokenSets,
     LogitTransform,
@@ -27,6 +27,7 @@ __all__ = [
     "LogitTransform",
     "PackedLinears",
     "Recording",
+    "Reference",
     "VocabularyChunks",
     "default_chunk_size",
     "inverse_sample",
@@ -34,6 +35,7 @@ __all__ = [
     "maker",
     "masked_attention",
     "matmul_dtype",
+    "rows_in_scratch",
     "select_rows",
     "visible_keys",
 ]

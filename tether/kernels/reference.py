@@ -22,13 +22,12 @@ from tether.kernels.attention_spec import AttentionSpec
 from tether.kernels.causal_attention import causal_attention, masked_attention, visible_keys, weights_backward
 from tether.kernels.linear_layers import Epilogue, PackedLinears, apply_epilogue
 from tether.kernels.padded_batches import padded_batches
-from tether.kernels.sampling import inverse_sample
+from tether.kernels.sampling import inverse_sample, rows_in_scratch
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, grad_logits, log_sums
 from tether.types import AutogradContext
 
 Result = TypeVar("Result")
 _CACHED = 1 << 17  # numbers of a few rows
-_SCRATCH = 1 << 21  # elements of the fp32 weights held at once: 8 MiB, about what a cache holds
 
 
 class Recording(Protocol):
@@ -242,7 +241,7 @@ class Reference:
 
     def sample(self, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Of logits [R, V] the token in which `uniform` [R] of the distribution ends, and its log-probability."""
-        at_once = max(1, _SCRATCH // logits.shape[-1])
+        at_once = rows_in_scratch(logits)
         parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
         drawn = []
         for rows, numbers in parts:
@@ -275,6 +274,20 @@ class Reference:
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """See `tether.kernels.vocabulary_chunks.grad_logits`."""
         return grad_logits(chunks, targets, kept, log_normalizer, entropy, from_log_prob, from_entropy)
+
+    captures = False
+    """Whether `capture` records calls."""
+
+    def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
+        """A recording of all that a call has the device do, and where running it leaves the result.
+
+        Where this is one that `captures`; the call neither waits for the device nor reads from it.
+        """
+        raise TypeError(f"{self.name} kernels record no calls")
+
+    def rows_at_once(self, active: int, most: int) -> int:
+        """How many rows to decode of which so many are active: more, where fewer numbers of rows are worth more."""
+        return active
 
     def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
         """Call the function: its result, and a recording of it where it runs kernels that can be run again.

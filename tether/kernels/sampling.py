@@ -16,6 +16,14 @@ BLOCK = 128
 """Vocabulary entries per sum."""
 
 
+def rows_in_scratch(logits: Tensor) -> int:
+    """Rows of logits [R, V] whose fp32 weights are held at once.
+
+    On a CPU 8 MiB, about what a cache holds; 1 GiB where each operation is a kernel to launch.
+    """
+    return max(1, (1 << (21 if logits.device.type == "cpu" else 28)) // logits.shape[-1])
+
+
 def inverse_sample(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Of weights [R, V] the token [R] in which `uniform` [R] of each row's mass ends, and its log-probability [R]."""
     token, total = _invert(weights, uniform)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.reference import Reference
+from tether.kernels.cuda import graph
+from tether.kernels.reference import Recording, Reference
+
+Result = TypeVar("Result")
 
 
 class Cuda(Reference):
@@ -31,6 +36,32 @@ class Cuda(Reference):
     @cached_property
     def _flash(self) -> ModuleType | None:
         return import_module("tether.kernels.cuda.flash_attention") if find_spec("flash_attn") else None
+
+    captures = True
+
+    def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
+        """See `Reference`: a CUDA graph."""
+        return graph.capture(function)
+
+    def rows_at_once(self, active: int, most: int) -> int:
+        """A multiple of 8, or of an eighth to a quarter of `active`: a graph is for one number of rows."""
+        step = max(8, 1 << max(0, active.bit_length() - 3))
+        return min(most, -(-active // step) * step)
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: Tensor,
+        length: int,
+        spec: AttentionSpec,
+        biases: dict[int | None, Tensor],
+    ) -> Tensor:
+        """See `Reference`; over all positions that the cache has, so that it is the same kernel at each step."""
+        return super().decode_attention(query, key, value, keys, values, position, keys.shape[2], spec, biases)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """See `Reference`."""

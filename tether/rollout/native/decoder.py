@@ -52,6 +52,12 @@ class Decoder:
         self._head = Product([cast(nn.Linear, model.get_output_embeddings())])
         self._stamp = self._current_stamp()
 
+    def reads_positions(self) -> bool:
+        """Whether the host looks at positions: rotary frequencies that change with the length of the longest row."""
+        kinds = getattr(self._backbone.rotary_emb, "rope_type", "default")
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
     def __call__(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
         """Logits [M, V] at the flat positions `keep` [M], or [N, V] at all.
 

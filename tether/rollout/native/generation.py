@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,17 +14,31 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TokenIds
-from tether.kernels import AttentionLayout
+from tether.kernels import AttentionLayout, maker
 from tether.keyed_random import uniform
 from tether.models.output import KeptRecorder
 from tether.rollout.native.expert_recorder import ExpertRecorder
 from tether.rollout.native.kv_cache import Continue, Decode, KVCache, Prefill, Prefix
+from tether.rollout.native.repeated_step import RepeatedStep
 from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
 
 Forward = Callable[[Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]
 """Token ids [R, Q], their positions [R, Q], the layout, and the flat positions [M] where logits are wanted (None: all)
 -> logits [M, V]."""
+
+
+class _Drawn(NamedTuple):
+    """Of a token for each of M slots."""
+
+    ended: Tensor
+    """[M] bool, whether the row's turn ends with it."""
+    by_itself: Tensor
+    """[M] bool, whether it ends a response."""
+    broken: Tensor
+    """[M] bool, whether the logits gave no distribution."""
+    state: Tensor
+    """[2] int64: whether any row ended or is broken, and the keys of the longest row that goes on."""
 
 
 class Generation:
@@ -61,11 +76,17 @@ class Generation:
         self._num_tokens = 0
         self._active = 0
         self._cache = KVCache(num_slots, longest_row(prompts, sampling), self._device)
+        self._kernels = maker(self._device.type, self._dtype)
+        self._steps = RepeatedStep(self._kernels)
         # By slot: the row, its last token, the position of that token, the number of tokens sampled so far.
         self._state = torch.zeros(4, num_slots, dtype=torch.int64, device=self._device)
         self._row, self._token, self._position, self._count = self._state
+        # A free slot may be decoded with the others: as the first token of a row beyond the last.
+        self._free = torch.tensor([[self._num_rows], [0], [0], [0]], device=self._device)
+        self._state[:] = self._free
+        self._longest = 0  # keys of the longest active row, the one of its next token included
         self._eos = torch.tensor([] if sampling.ignore_eos else sorted(eos), dtype=torch.int64, device=self._device)
-        shape = (self._num_rows, sampling.max_new_tokens)
+        shape = (self._num_rows + 1, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._log_probs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=self._device)
         self._lengths = [0] * self._num_rows
@@ -75,8 +96,9 @@ class Generation:
         self._kept_prefixes: dict[int, Prefix] = {}  # of paused rows: all but the last token
         self._room_to_keep = max_kept_tokens  # tokens of such prefixes that there still is room for
         vocabulary = model.config.get_text_config().vocab_size
-        recorded = sampling.record_kept and sampling.cuts(vocabulary)
-        self._kept = KeptRecorder(*shape, vocabulary, self._device) if recorded else None
+        self._cuts = sampling.cuts(vocabulary)
+        recorded = sampling.record_kept and self._cuts
+        self._kept = KeptRecorder(self._num_rows, shape[1], vocabulary, self._device) if recorded else None
 
     def renew(self, forward: Forward, version: int) -> None:
         """Go on with other weights; between two steps.
@@ -88,6 +110,7 @@ class Generation:
         if self._versions is None:
             self._versions = torch.full(self._tokens.shape, self._version, device=self._device)
         self._forward, self._version = forward, version
+        self._steps = RepeatedStep(self._kernels)
         self._prefill_again()
 
     def step(self) -> bool:
@@ -98,11 +121,11 @@ class Generation:
             return False
         # A prefill has a fixed cost, so a few slots are let go empty before they are filled together.
         if free >= min(waiting, max(1, self._cache.num_slots // 8)) > 0:
-            self._accept(self._prefill(free))
+            self._accept_first(self._prefill(free))
         elif free and len(self._paused) > 3 * self._active // 4:
             self._go_on(free)
         else:
-            self._accept(self._decode())
+            self._decode()
         return True
 
     def _prefill_again(self) -> None:
@@ -149,7 +172,7 @@ class Generation:
             self._record_contexts(list(whole), lengths)
             self._occupy_again(list(whole), lengths)
         if parts:
-            self._accept(torch.cat(parts))
+            self._accept_first(torch.cat(parts))
 
     def _continued(self, kept: dict[int, Prefix]) -> Tensor:
         """Put kept prefixes into the next slots, and the tokens that came after them; logits after each."""
@@ -244,24 +267,40 @@ class Generation:
         """Give the next slots to rows that were answered."""
         self._occupy(torch.tensor(rows), torch.tensor(lengths), torch.tensor([self._heard[row] for row in rows]))
 
-    def _decode(self) -> Tensor:
-        """[R, V] logits after each active row's last token."""
-        rows = slice(0, self._active)
-        position = self._position[rows]
-        layout = Decode(self._cache, position, self._longest())
-        logits = self._forward(self._token[rows, None], position[:, None], layout, None)
+    def _decode(self) -> None:
+        """Draw the next token of every active row."""
+        rows = slice(0, self._active if self._experts else self._kernels.rows_at_once(self._active, len(self._row)))
+        position, length = self._position[rows], self._longest
+
+        def forward() -> Tensor:
+            layout = Decode(self._cache, position, length)
+            return self._forward(self._token[rows, None], position[:, None], layout, None)
+
+        can_repeat = getattr(self._forward, "is_of_device_alone", False)
+        memory = Decode(self._cache, position, length).memory() if can_repeat else ()
         if self._experts:
+            logits = forward()
             self._experts.add_tokens(self._row[rows], position)
-        return logits
+            drawn = self._draw(logits, rows)
+        elif self._cuts:  # what is cut is looked for on the host
+            logits = self._steps(memory, forward)
+            drawn = self._draw(logits[: self._active], slice(0, self._active))
+        else:
+            drawn = self._steps(memory, lambda: self._draw(forward(), rows))
+        self._accept(slice(0, self._active), drawn)
 
     def _record_contexts(self, rows: list[int], lengths: list[int]) -> None:
         """Of rows whose whole contexts were just prefilled."""
         if self._experts:
             self._experts.add_pieces([([row], 0, length) for row, length in zip(rows, lengths, strict=True)])
 
-    def _accept(self, logits: Tensor) -> None:
-        """Sample a token for the last `len(logits)` active rows, and let go those that end with it."""
+    def _accept_first(self, logits: Tensor) -> None:
+        """Draw a token for the last `len(logits)` active rows, which were just prefilled."""
         slots = slice(self._active - len(logits), self._active)
+        self._accept(slots, self._draw(logits, slots))
+
+    def _draw(self, logits: Tensor, slots: slice) -> _Drawn:
+        """Sample a token for each of these slots, all by the device alone."""
         row, count = self._row[slots], self._count[slots]
         noise = uniform(self._key.seed, self._key.step, self._key.first_sample + row, count)
         token, log_prob, kept = draw(logits, noise, self._sampling, with_kept=self._kept is not None)
@@ -272,18 +311,30 @@ class Generation:
         self._tokens[row, count] = token
         self._log_probs[row, count] = log_prob.to(self._log_probs.dtype)
         self._token[slots] = token
-        count += 1  # a view: this is the state itself
-        self._position[slots] += 1
-        self._num_tokens += len(logits)
+        is_real = row < self._num_rows
+        count += is_real  # a view: this is the state itself
+        position = self._position[slots]
+        position += is_real
 
-        broken = ~torch.isfinite(log_prob)
-        by_itself = torch.isin(token, self._eos)
+        broken = ~torch.isfinite(log_prob) & is_real
+        by_itself = (token[:, None] == self._eos).any(dim=-1)  # torch.isin may sort, and wait for it
         ended = by_itself | (count == self._sampling.max_new_tokens)
         if self._sampling.max_length is not None:
-            ended |= self._position[slots] + 1 == self._sampling.max_length
-        if (ended | broken).any():
+            ended |= position + 1 == self._sampling.max_length
+        ended &= is_real
+        state = torch.stack([(ended | broken).any(), (position * ~ended).max() + 1])
+        return _Drawn(ended, by_itself, broken, state)
+
+    def _accept(self, slots: slice, drawn: _Drawn) -> None:
+        """Let those of these active slots go that end with what was drawn."""
+        has_ended, longest = drawn.state.tolist()
+        self._longest = longest if len(drawn.ended) >= self._active else max(longest, self._longest)
+        self._num_tokens += slots.stop - slots.start
+        if has_ended:
+            size = slots.stop - slots.start
+            ended, by_itself, broken = (x[:size] for x in (drawn.ended, drawn.by_itself, drawn.broken))
             if broken.any():
-                self._refuse(int(row[broken][0]))
+                self._refuse(int(self._row[slots][broken][0]))
             self._release(slots.start + ended.nonzero().flatten(), by_itself[ended])
 
     def _release(self, slots: Tensor, by_itself: Tensor) -> None:
@@ -302,8 +353,9 @@ class Generation:
         kept = self._active - len(slots)
         gap, mover = (~stays[:kept]).nonzero().flatten(), kept + stays[kept:].nonzero().flatten()
         if len(gap):
-            self._cache.move(mover, gap, self._longest())
+            self._cache.move(mover, gap, self._longest)
             self._state[:, gap] = self._state[:, mover]
+        self._state[:, kept : self._active] = self._free
         self._active = kept
 
     def _finish(self, row: int) -> None:
@@ -311,15 +363,11 @@ class Generation:
         if self._on_finished is not None:
             self._on_finished(FinishedResponse(row, self._tokens[row, : self._lengths[row]].tolist()))
 
-    def _longest(self) -> int:
-        """Keys of the longest active row, the one of its next token included."""
-        return int(self._position[: self._active].max()) + 1
-
     def _refuse(self, row: int) -> None:
         n = self._sampling.n
         raise ValueError(
             f"sample {self._key.first_sample + row} (response {row % n} to prompts[{row // n}]), token "
-            f"{int(self._count[self._row[: self._active] == row][0]) - 1}: the model's logits are NaN or infinite. "
+            f"{int(self._count[self._row == row][0]) - 1}: the model's logits are NaN or infinite. "
             "If it has been trained, it diverged: begin again, or from an earlier checkpoint, with a lower "
             "actor_rollout_ref.actor.optim.lr. Else its weights are damaged, or too large for "
             f"{self._dtype} (actor_rollout_ref.rollout.dtype)"
@@ -334,7 +382,7 @@ class Generation:
         n, width = self._sampling.n, max(self._lengths)
         length, rows = torch.tensor(self._lengths), torch.arange(self._num_rows)
         prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in self._prompts], batch_first=True)
-        response_ids = self._tokens[:, :width].to("cpu", copy=True)
+        response_ids = self._tokens[:-1, :width].to("cpu", copy=True)
         sampled = torch.arange(width) < length[:, None]
         for row, begin, end in self._answers:
             sampled[row, begin:end] = False
@@ -345,10 +393,10 @@ class Generation:
             response_ids=response_ids,
             response_length=length,
             response_mask=sampled,
-            rollout_log_probs=self._log_probs[:, :width].to("cpu", copy=True),
+            rollout_log_probs=self._log_probs[:-1, :width].to("cpu", copy=True),
             truncated=~torch.isin(response_ids[rows, length - 1], self._eos.cpu()),
             policy_version=self._oldest(sampled),
-            token_versions=None if self._versions is None else self._versions[:, :width].to("cpu", copy=True),
+            token_versions=None if self._versions is None else self._versions[:-1, :width].to("cpu", copy=True),
             kept=None if self._kept is None else self._kept.result(width),
             routed_experts=self._experts.result(prompt_ids.shape[1] + width) if self._experts else None,
             batch_size=[self._num_rows],
@@ -358,7 +406,7 @@ class Generation:
         """[B] version of the oldest weights that drew a token of the row."""
         if self._versions is None:
             return torch.full((self._num_rows,), self._version)
-        versions = self._versions[:, : sampled.shape[1]].cpu()
+        versions = self._versions[:-1, : sampled.shape[1]].cpu()
         return versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(dim=-1)
 
 

@@ -32,6 +32,8 @@ class ReplayedDecoder:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self.is_of_device_alone = not decoder.reads_positions()
+        """Whether a decoding step neither waits for the device nor reads from it."""
         self._step: _Step | None = None
         self._has_only_kernels: dict[int, bool] = {}
 

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tether.kernels import inverse_sample, kernels_for
+from tether.kernels import inverse_sample, kernels_for, rows_in_scratch
 from tether.rollout.protocol import SamplingParams
-
-_SCRATCH = 1 << 21  # elements of the fp32 weights held at once: 8 MiB, about what a cache holds
 
 
 class Draw(NamedTuple):
@@ -48,7 +46,7 @@ def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_kept
     if is_plain:
         drawn = kernels_for(logits).sample(logits, uniform, sampling.temperature)
         return Draw(*drawn, _none_of(logits))
-    at_once = max(1, _SCRATCH // logits.shape[-1])
+    at_once = rows_in_scratch(logits)
     parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     if sampling.temperature == 0:
         draws = [_greedy(rows) for rows, _ in parts]
