@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.decode_cuda
 
-The weights are random, of the sizes of SmolLM2-135M and SmolLM2-1.7B, which changes no time and needs no download. Every
+The weights are random, of the sizes of SmolLM2-135M and SmolLM2-1.7B: that changes no time and needs no download. Every
 row has 100 prompt tokens and goes on for the same number of tokens; prefill is included. Each figure is of the second
 call: the first compiles kernels.
 """
