@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+if os.environ.get("TETHER_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: a machine with a GPU runs the same tests
+
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
