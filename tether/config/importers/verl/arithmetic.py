@@ -12,6 +12,7 @@ from fractions import Fraction
 NAME = r"[A-Za-z_]\w*"
 """Of a variable."""
 _NUMBER = re.compile(r"0|-?[1-9]\d*")
+_LIMIT = 1 << 63
 _ASSIGNED = re.compile(rf"({NAME})(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*({NAME})")
 _WHOLE = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -22,6 +23,8 @@ _WHOLE = {
 
 def whole_number(text: str, variables: Mapping[str, Sequence[str]]) -> int | None:
     """The value of the inside of ``$((...))``; None where a variable is unknown, or it is no sum of whole numbers."""
+    if "#" in text or assigned_names(text):  # another base, or what changes a variable
+        return None
 
     def number(name: re.Match[str]) -> str:
         values = variables.get(name[1] or name[2], ())
@@ -29,9 +32,10 @@ def whole_number(text: str, variables: Mapping[str, Sequence[str]]) -> int | Non
 
     digits = re.sub(rf"\$?({NAME})|\$\{{({NAME})\}}", number, text)
     try:
-        return _whole(ast.parse(digits.replace("/", "//").strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        value = _whole(ast.parse(digits.replace("/", "//").strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
+    return value if -_LIMIT <= value < _LIMIT else None
 
 
 def assigned_names(text: str) -> list[str]:

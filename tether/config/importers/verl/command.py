@@ -20,7 +20,7 @@ from tether.config.loading.load import load_config
 from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
-from tether.config.secrets import has_secrets
+from tether.config.secrets import has_secrets, is_secret
 from tether.config.support.verl_keys import renamed
 from tether.runtime.hubs import USE_MODELSCOPE, uses_modelscope
 
@@ -30,6 +30,9 @@ _STARTED = re.compile(
 _PPO = re.compile(r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?main_dapo(?:\.py)?")
 """The trainers whose algorithm is the one here: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
+_MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", "cp", "sed", "awk", "test", "[", "[[")
+"""Commands that name a trainer and do not start it."""
+_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
 
@@ -65,7 +68,11 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         text = script.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(script), f"cannot be read ({error})", "give a shell script")]) from None
-    read = read_script(text, os.environ)
+    try:
+        read = read_script(text, _environment_of_the_caller())
+    except RecursionError:
+        what = "it nests expansions or functions too deeply to be read"
+        raise ConfigError([Problem(str(script), what, "write the values that result into it")]) from None
     launch = _launch(script, read)
     unknown = [word for word in launch.settings if UNKNOWN in word]
     replaced = {word.split("=")[0].lstrip("+") for word in more}
@@ -75,8 +82,10 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
         raise ConfigError([*broken, *problems, *unreadable])
     body = _settings(overrides)
-    environment = {**read.exported, **launch.environment}
-    heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer})."]
+    environment = {
+        name: value for name, value in {**read.exported, **launch.environment}.items() if name.isidentifier()
+    }
+    heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer.replace(UNKNOWN, '')})."]
     if environment:  # their names alone: values may be secrets
         heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
     tree = {"defaults": [launch.config_name, "_self_"], **body} if launch.config_name else body
@@ -89,6 +98,15 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         *_obstacles(written, script),
     ]
     return written, "\n".join(listing)
+
+
+def _environment_of_the_caller() -> dict[str, str]:
+    """The variables that a script finds set; in place of a secret what reads it when the file is run."""
+    return {name: f"${{oc.env:{name}}}" if _is_secret(name) else value for name, value in os.environ.items()}
+
+
+def _is_secret(name: str) -> bool:
+    return is_secret(name) or name.endswith(("TOKEN", "_KEY", "_PASS"))
 
 
 def _launch(script: Path, read: Script) -> _Launch:
@@ -125,7 +143,8 @@ def _launch(script: Path, read: Script) -> _Launch:
             else:
                 folder = value
         elif word.startswith("-"):
-            options.append(word.replace(UNKNOWN, ""))
+            value = f" {words.pop(0)}" if word in _WITH_VALUE and words else ""
+            options.append((word + value).replace(UNKNOWN, ""))
         elif word.strip():
             settings.append(word)
     if name and name not in _PREDEFINED:
@@ -138,6 +157,8 @@ def _launch(script: Path, read: Script) -> _Launch:
 
 def _place_of_trainer(command: Command) -> int | None:
     """Where among the words the trainer's name stands; before it may be python, ray job submit, nsys, env, ..."""
+    if command.words[0].rpartition("/")[2] in _MENTIONING:
+        return None
     for place, word in enumerate(command.words):
         before = command.words[place - 1] if place else ""
         if _STARTED.fullmatch(word) and (before == "-m" or word.endswith(".py")):
@@ -163,7 +184,12 @@ def _environment(before: Sequence[str]) -> dict[str, str]:
 
 def _unknown(word: str) -> Problem:
     key, equals, value = word.replace(UNKNOWN, "").partition("=")
-    parts = ", ".join(word.split(UNKNOWN)[1::2])
+    unknown = word.split(UNKNOWN)[1::2]
+    parts = ", ".join(unknown)
+    if any(part.startswith("{") for part in unknown):
+        return Problem(
+            key, f"{parts} is not in quotes, so that bash makes several words of it", f"write '{key}={value}'"
+        )
     if not equals:
         return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
     fix = f"export what it needs, or add {key}=VALUE to this command"

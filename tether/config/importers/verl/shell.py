@@ -1,4 +1,4 @@
-"""The part of bash that training scripts are written in: variables, quotes, arrays, and commands over many lines.
+"""The part of bash that training scripts are written in: variables, quotes, arrays, functions, and long commands.
 
 Nothing is run. What only a run of the script could tell (`$(...)`, `if`, the arguments of the script) stays unknown: a
 word that depends on it says so, and where.
@@ -6,22 +6,28 @@ word that depends on it says so, and where.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tether.config.importers.verl.arithmetic import NAME, assigned_names
-from tether.config.importers.verl.brackets import end_of_substitution
+from tether.config.importers.verl.brackets import HEREDOC, Heredoc, end_of_heredocs, end_of_substitution
 from tether.config.importers.verl.words import ARGUMENTS, ASSIGNMENT, UNKNOWN, WordReader, unknown
 
 _ELEMENT = re.compile(rf"({NAME})\[[^]]*\]\+?=")
 _BLOCKS, _ENDS = {"if", "for", "while", "until", "select", "case", "{"}, {"fi", "done", "esac", "}"}
 _WITHIN = {"then", "else", "elif", "do", "!", "time"}
 _DECLARING = {"export", "declare", "typeset", "local", "readonly"}
+_CHANGING = re.compile("-[a-zA-Z]*[iuln]")
+"""Options of `declare` by which a variable holds something else than what is assigned to it."""
 _READING = {"read", "mapfile", "readarray", "getopts"}
 _SUCCEEDING = {"set", "cd", "pushd", "popd", "mkdir", "echo", "printf", "true", ":", "ulimit", "unset", "shopt"}
 _NOT_READ = {"source", ".", "eval"}
-_HEREDOC = re.compile(r"""<<-?[ \t]*(?:'([^'\n]*)'|"([^"\n]*)"|\\?([^\s;&|<>()'"\\]+))""")
+_SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh")
+_APART = ("|", "|&", "&")
+"""What ends a command that runs in a subshell."""
+_MOST_CALLS = 20  # one within another
 
 
 @dataclass(frozen=True)
@@ -64,78 +70,129 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
 
 @dataclass(frozen=True)
 class _Block:
-    """A compound command that has not ended yet: ``if``, ``case``, ``{``, ``(``, ..."""
+    """A compound command that has not ended yet: ``if``, ``case``, ``{``, ``(``, ..., or the call of a function."""
 
     kind: str
     is_conditional: bool
-    outside: Mapping[str, list[str]]
-    """Of a subshell: the variables as they are again when it ends; of a function: the arguments."""
+    is_apart: bool
+    """Whether it runs in a subshell."""
+    before: Mapping[str, list[str]]
+    """The variables when it began."""
+    own: set[str] = field(default_factory=set)
+    """Variables of a function that are as before when it returns."""
 
 
 class _Reader:
-    def __init__(self, text: str, variables: dict[str, list[str]]) -> None:
+    def __init__(self, text: str, variables: dict[str, list[str]], *, skips: bool = False) -> None:
         self._text, self._variables = text, variables
+        self._inherited = frozenset(variables)
         self._words = WordReader(text, variables, self._is_conditional)
         self._script = Script()
         self._blocks: list[_Block] = []
+        self._functions: dict[str, int] = {}  # name -> where the body begins
+        self._skips = skips  # the body of a function that is only defined: its end is looked for
         self._is_certain = True  # whether the next command runs whenever its block does: not after && and ||
-        self._defines = False  # whether the next block is the body of a function
-        self._heredocs: list[str] = []  # the last lines of those that begin in the next line
+        self._is_piped = False  # whether the next command is behind a |
+        self._has_ended = False
+        self._heredocs: list[Heredoc] = []  # those that begin in the next line
 
     def read(self) -> Script:
-        while self._words.at < len(self._text):
-            line = self._line()
+        self._run()
+        return self._script
+
+    def _run(self, outside: int | None = None) -> None:
+        """Read commands to the end, or until all blocks have ended but those outside of the first one."""
+        has_begun = False
+        while self._words.at < len(self._text) and not self._has_ended:
+            line, before = self._line(), dict(self._variables)
             words, end = self._command()
-            kind = self._blocks[-1].kind if self._blocks else ""
+            depth, kind = len(self._blocks), self._blocks[-1].kind if self._blocks else ""
             if kind == "case" and end == ")":
                 words = []  # a pattern
-            is_last = words[:1] == ["exit"] and not self._is_conditional() and kind != "("
-            succeeds = self._take(line, words) if words else True
-            if is_last:
-                break
+            is_command = bool(words)
+            succeeds = self._take(line, words, end) if is_command else True
+            if is_command and len(self._blocks) == depth and (self._is_piped or end in _APART):
+                self._set_back(before)
             if end == ")" and kind == "(":
-                self._close()
-            if words or end not in ("", "\n"):
-                self._is_certain = end != "||" and (end not in ("&&", "|") or (succeeds and self._is_certain))
-        return self._script
+                self._close(end)
+            if is_command or end not in ("", "\n"):
+                is_certain = end != "||" and (end not in ("&&", "|", "|&") or (succeeds and self._is_certain))
+                self._is_certain, self._is_piped = is_certain, end in ("|", "|&")
+            if outside is not None:
+                has_begun = has_begun or max(depth, len(self._blocks)) > outside
+                if has_begun and len(self._blocks) <= outside:
+                    break
 
     def _line(self) -> int:
         return self._text.count("\n", 0, self._words.at) + 1
 
     def _note(self, line: int, text: str, fix: str = "move comments above the command") -> None:
-        self._script.notes.append(Note(f"line {line}: {text}", fix))
+        self._script.notes.append(Note(f"line {line}: {text.replace(UNKNOWN, '')}", fix))
 
     def _is_conditional(self) -> bool:
         return not self._is_certain or any(block.is_conditional for block in self._blocks)
 
     def _open(self, kind: str) -> None:
-        conditional = kind not in ("{", "(") or self._defines or not self._is_certain
-        of_function = {ARGUMENTS: self._variables.get(ARGUMENTS, [])} if self._defines else {}
-        self._blocks.append(_Block(kind, conditional, dict(self._variables) if kind == "(" else of_function))
-        if self._defines:
-            self._variables[ARGUMENTS] = [unknown("$@")]  # those that it is called with
-        self._defines, self._is_certain = False, True
+        is_conditional = kind not in ("{", "(") or not self._is_certain
+        is_apart = kind == "(" or self._is_piped
+        self._blocks.append(_Block(kind, is_conditional, is_apart, dict(self._variables)))
+        self._is_certain, self._is_piped = True, False
 
-    def _close(self) -> None:
-        if not self._blocks:
+    def _close(self, end: str) -> None:
+        if self._blocks and self._blocks[-1].kind != "call":
+            block = self._blocks.pop()
+            if block.is_apart or end in _APART:
+                self._set_back(block.before)
+
+    def _set_back(self, variables: Mapping[str, list[str]]) -> None:
+        self._variables.clear()
+        self._variables |= variables
+
+    def _define(self, name: str) -> None:
+        """Note a function, whose body is next, and read past it."""
+        begin = re.compile(r"\s*(?:\(\s*\))?(?:\s+|#[^\n]*\n)*").match(self._text, self._words.at)
+        assert begin
+        self._words.at = begin.end()
+        if self._skips:  # it looks for the end of another
             return
-        block = self._blocks.pop()
-        if block.kind == "(":
-            self._variables.clear()
-        self._variables |= block.outside
+        self._functions[name] = begin.end()
+        skipped = _Reader(self._text, dict(self._variables), skips=True)
+        skipped._words.at = begin.end()
+        skipped._run(0)
+        self._words.at = skipped._words.at
 
-    def _take(self, line: int, words: list[str]) -> bool:
+    def _call(self, line: int, words: Sequence[str], environment: Mapping[str, list[str]]) -> None:
+        """Read the body of a function with the arguments of a call."""
+        name, *arguments = words
+        if sum(block.kind == "call" for block in self._blocks) == _MOST_CALLS:
+            self._note(line, f"{name} calls itself, which is not followed", "write out what it runs")
+            return
+        outer = self._words.at, self._heredocs, self._is_certain, self._is_piped
+        own = {ARGUMENTS, *environment}
+        self._blocks.append(_Block("call", not self._is_certain, False, dict(self._variables), own))
+        depth = len(self._blocks)
+        self._variables |= {**environment, ARGUMENTS: arguments}
+        self._words.at, self._heredocs, self._is_certain, self._is_piped = self._functions[name], [], True, False
+        self._run(depth)
+        block = self._blocks[depth - 1]
+        del self._blocks[depth - 1 :]
+        for variable in block.own:
+            if variable in block.before:
+                self._variables[variable] = block.before[variable]
+            else:
+                self._variables.pop(variable, None)
+        self._words.at, self._heredocs, self._is_certain, self._is_piped = outer
+
+    def _take(self, line: int, words: list[str], end: str) -> bool:
         """Open and close blocks, assign, or note a command.
 
         Returns:
             Whether it succeeds for certain, so that what follows ``&&`` runs.
         """
-        if words[0] == "function":
-            words, self._defines = words[2:], True
         while words and words[0] in _BLOCKS | _ENDS | _WITHIN:
             word = words.pop(0)
             if word in _ENDS:
-                self._close()
+                self._close(end)
             elif word in _BLOCKS:
                 self._open(word)
             if word in _BLOCKS - {"{"}:
@@ -146,37 +203,67 @@ class _Reader:
                     self._words.assign(words[0], None)
                 return False
         declares = bool(words) and words[0] in _DECLARING
-        is_arithmetic = declares and words[0] != "export" and any(re.match("-[a-zA-Z]*i", word) for word in words[1:])
-        rest = [word for word in words[1:] if not word.startswith("-")] if declares else words
+        options = [word for word in words[1:] if word.startswith("-")] if declares else []
+        rest = [word for word in words[1:] if word not in options] if declares else words
         assigned: dict[str, list[str] | None] = {}
         names: list[str] = []
         while rest and (declares or ASSIGNMENT.match(rest[0]) or _ELEMENT.match(rest[0])):
             word = rest.pop(0)
             if match := ASSIGNMENT.match(word):
-                before = "".join(self._variables.get(match[1], [])) if match[2] else ""
-                assigned[match[1]] = None if is_arithmetic else [before + word[match.end() :]]
+                assigned[match[1]] = self._words.assigned(word)
             elif match := _ELEMENT.match(word):
                 assigned[match[1]] = None
             names.append(match[1] if match else word)
         if rest:
-            environment = {name: "".join(values or [unknown(f"${name}")]) for name, values in assigned.items()}
-            self._script.commands.append(Command(line, tuple(rest), environment))
-            self._run_builtin(line, rest)
-            return rest[0] in _SUCCEEDING
+            own = {name: values or [unknown(f"${name}")] for name, values in assigned.items()}
+            return self._simple(line, rest, own)
+        if declares:
+            self._declare(line, words[0], options, names)
         for name, values in assigned.items():
             self._words.assign(name, values)
         if declares and words[0] == "export":
             self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
         return True
 
+    def _declare(self, line: int, what: str, options: Sequence[str], names: list[str]) -> None:
+        """Note which variables are of a function alone, or hold something else than what is assigned to them."""
+        for name in [name for name in names if UNKNOWN in name]:
+            self._note(line, f"{what} {name} is not read: variables that it sets are unknown", "write them out")
+            names.remove(name)
+        if what != "export" and any(map(_CHANGING.match, options)):
+            self._words.changing |= set(names)
+        calls = [block for block in self._blocks if block.kind == "call"]
+        if calls and what in ("local", "declare", "typeset") and "-g" not in options:
+            calls[-1].own.update(names)
+
+    def _simple(self, line: int, words: list[str], environment: Mapping[str, list[str]]) -> bool:
+        """Note a command, or call a function; returns whether it succeeds for certain."""
+        if self._skips:
+            return False
+        if words[0] in self._functions:
+            self._call(line, words, environment)
+            return False
+        own = {name: "".join(values) for name, values in environment.items()}
+        self._script.commands.append(Command(line, tuple(words), own))
+        self._run_builtin(line, words)
+        for place in range(len(words) - 2):
+            if _SHELL.fullmatch(words[place]) and re.fullmatch("-[a-z]*c", words[place + 1]):
+                self._read_inner(line, words[place + 2], inherits=place == 0)
+        return words[0] in _SUCCEEDING
+
+    def _read_inner(self, line: int, text: str, *, inherits: bool) -> None:
+        """Read the script of ``bash -c``, which inherits the environment only where it starts on the same machine."""
+        known = (self._inherited | set(self._script.exported)) & set(self._variables) if inherits else ()
+        inner = _Reader(text, {name: self._variables[name] for name in known}).read()
+        self._script.commands += [Command(line, one.words, one.environment) for one in inner.commands]
+        self._script.notes += [Note(f"line {line}, within the quotes: {one.text}", one.fix) for one in inner.notes]
+
     def _run_builtin(self, line: int, words: Sequence[str]) -> None:
-        """Apply the effect of a builtin of bash on the variables."""
+        """Apply the effect of a builtin of bash."""
         name, *arguments = words
         if name in _NOT_READ:
-            what = (
-                f"{' '.join(words[:2])} is not read: variables that it sets are unknown, or keep their earlier values"
-            )
-            self._note(line, what.replace(UNKNOWN, ""), "write what it sets into the script")
+            what = f"{' '.join(words[:2])} is not read: what it sets is unknown, or keeps its earlier value"
+            self._note(line, what, "write what it sets into the script")
         changed: list[str] = []
         if name in _READING:
             changed = [word for word in arguments if re.fullmatch(NAME, word)]
@@ -184,22 +271,62 @@ class _Reader:
             changed = arguments[1:2]
         elif name == "let":
             changed = [one for word in arguments for one in assigned_names(word)]
-        for variable in changed:
-            self._words.assign(variable, None)
-        if name == "unset":
-            for variable in arguments:
+        elif name == "unset":
+            changed = [word.partition("[")[0] for word in arguments if "[" in word or self._is_conditional()]
+            for variable in set(arguments) - set(changed):
                 self._script.exported.pop(variable, None)
-                if self._is_conditional():
-                    self._words.assign(variable, None)
-                else:
-                    self._variables.pop(variable, None)
+                self._variables.pop(variable, None)
+        elif name in ("cd", "pushd", "popd"):
+            self._change_folder(name, [word for word in arguments if word != "--"])
         elif name == "shift":
-            self._words.assign(ARGUMENTS, None)
+            changed = [ARGUMENTS]
         elif name == "set" and "--" in arguments:
             self._words.assign(ARGUMENTS, list(arguments[arguments.index("--") + 1 :]))
+        elif name == "set" and arguments and not arguments[0].startswith(("-", "+")):
+            self._words.assign(ARGUMENTS, arguments)
+        elif name in ("exit", "exec", "return") and self._ends_for_certain(name, arguments):
+            self._words.at = len(self._text)
+            self._has_ended = name != "return"
+        for variable in changed:
+            self._words.assign(variable, None)
+
+    def _change_folder(self, command: str, arguments: Sequence[str]) -> None:
+        before = self._variables.get("PWD")
+        to = arguments[0] if arguments else "".join(self._variables.get("HOME", [unknown("~")]))
+        is_known = command != "popd" and UNKNOWN not in to and not to.startswith(("-", "+"))
+        if is_known and not posixpath.isabs(to):
+            is_known = before is not None and UNKNOWN not in before[0]
+        self._words.assign("PWD", [posixpath.normpath(posixpath.join("".join(before or []), to))] if is_known else None)
+        self._words.assign("OLDPWD", before)
+
+    def _ends_for_certain(self, name: str, arguments: Sequence[str]) -> bool:
+        """Whether what is below `exit`, `exec` or `return` never runs."""
+        calls = [place for place, block in enumerate(self._blocks) if block.kind == "call"]
+        if name == "return":
+            is_certain = (
+                self._is_certain and not any(map(_may_be_left, self._blocks[calls[-1] + 1 :])) if calls else False
+            )
+            if calls and not is_certain:  # what is below in the function may not run
+                self._blocks[calls[-1]] = replace(self._blocks[calls[-1]], is_conditional=True)
+            return is_certain
+        is_passed = self._is_piped or not self._is_certain or any(map(_may_be_left, self._blocks))
+        return not is_passed and (name == "exit" or bool(arguments))
 
     def _command(self) -> tuple[list[str], str]:
         """The words up to the end of a command, and the operator that ends it."""
+        before: dict[str, list[str]] = {}
+        try:
+            return self._read_command(before)
+        finally:
+            self._words.take_back(before)
+
+    def _read_command(self, before: dict[str, list[str]]) -> tuple[list[str], str]:
+        """See `_command`.
+
+        Args:
+            before: takes the values of variables that are assigned at its beginning: ``A=1 B=$A`` sees them, and the
+                words of a command behind them do not.
+        """
         words: list[str] = []
         compares = False  # within [[ ... ]], where operators are part of it
         while self._words.at < len(self._text):
@@ -213,8 +340,13 @@ class _Reader:
                 self._words.at = self._words.end_of_line()
             elif compares and char in "&|()<>":
                 self._words.at += 1
+            elif words[:1] == ["function"] and len(words) == 2:
+                self._define(words[1])
+                return [], ";"
+            elif self._text.startswith("&>", self._words.at):
+                self._skip_redirection()
             elif char in "\n;&|)":
-                end = re.compile(r"&&|\|\||;;|.", re.DOTALL).match(self._text, self._words.at)
+                end = re.compile(r"&&|\|\||\|&|;;|.", re.DOTALL).match(self._text, self._words.at)
                 assert end
                 self._words.at = end.end()
                 if char == "\n":
@@ -230,8 +362,16 @@ class _Reader:
                     self._skip_redirection()
             else:
                 self._warn_of_a_broken_continuation()
-                may_assign = all(word in _DECLARING | _WITHIN or ASSIGNMENT.match(word) for word in words)
-                words += self._words.word(may_assign=may_assign)
+                begins = [word for word in words if word not in _WITHIN | {"{"}]
+                is_prefix = all(map(ASSIGNMENT.match, begins))
+                assigns = is_prefix and ASSIGNMENT.match(self._text, self._words.at) is not None
+                if not assigns:
+                    self._words.take_back(before)
+                found = self._words.word(may_assign=is_prefix or begins[0] in _DECLARING)
+                if assigns and found and (match := ASSIGNMENT.match(found[0])):
+                    before.setdefault(match[1], self._variables.get(match[1], []))
+                    self._variables[match[1]] = self._words.assigned(found[0])
+                words += found
                 compares = bool(words) and (words[-1] == "[[" or (compares and words[-1] != "]]"))
         return words, ""
 
@@ -245,33 +385,31 @@ class _Reader:
             words += ["let"]
             return ""
         empty = re.compile(r"\(\s*\)").match(text, self._words.at)
-        if words and empty:  # the name of a function
-            self._words.at, self._defines = empty.end(), True
+        if words and empty:
+            self._words.at = empty.end()
+            self._define(words[-1])
             words.clear()
-            return "\n"
+            return ";"
         self._words.at += 1
         if not words and not (self._blocks and self._blocks[-1].kind == "case"):
             self._open("(")
         return ""
 
     def _skip_redirection(self) -> None:
-        heredoc = None if self._text.startswith("<<<", self._words.at) else _HEREDOC.match(self._text, self._words.at)
-        if heredoc:
-            self._heredocs.append(heredoc[1] or heredoc[2] or heredoc[3] or "")
+        if heredoc := HEREDOC.match(self._text, self._words.at):
+            self._heredocs.append(Heredoc.of(heredoc))
             self._words.at = heredoc.end()
             return
-        self._words.at += 1
-        while self._text[self._words.at : self._words.at + 1] in ("<", ">", "&", " "):
-            self._words.at += 1
+        operator = re.compile(r"[<>&]+(?:[ \t]|\\\n)*").match(self._text, self._words.at)
+        assert operator
+        self._words.at = operator.end()
         if self._text.startswith("(", self._words.at):
             self._words.at = end_of_substitution(self._text, self._words.at - 1)
         else:
             self._words.word()  # its target
 
     def _skip_heredocs(self) -> None:
-        for last in self._heredocs:
-            end = re.compile(rf"^\t*{re.escape(last)}$\n?", re.MULTILINE).search(self._text, self._words.at)
-            self._words.at = end.end() if end else len(self._text)
+        self._words.at = end_of_heredocs(self._text, self._words.at, self._heredocs)
         self._heredocs = []
 
     def _warn_of_a_comment_in_a_command(self, words: Sequence[str]) -> None:
@@ -290,3 +428,8 @@ class _Reader:
         if match := re.compile(r"\\[ \t]+(#[^\n]*)?(\n|$)").match(self._text, self._words.at):
             what = "a comment follows" if match[1] else "spaces follow"
             self._note(self._line(), f"{what} the backslash, so the command ends here; what is below is not passed")
+
+
+def _may_be_left(block: _Block) -> bool:
+    """Whether a block may not be reached, or ends without ending what is around it."""
+    return block.is_conditional or block.is_apart

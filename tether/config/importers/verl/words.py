@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tether.config.importers.verl.arithmetic import NAME, whole_number
-from tether.config.importers.verl.brackets import end_of_braces, end_of_substitution
+from tether.config.importers.verl.arithmetic import NAME, assigned_names, whole_number
+from tether.config.importers.verl.brackets import end_of_brace_list, end_of_braces, end_of_quotes, end_of_substitution
 
 UNKNOWN = "\0"
 """Stands before and after what is not known, as it is written in the script."""
 ARGUMENTS = "@"
 """Among the variables: the arguments, where `set -- ...` has set them; without, the script is run without any."""
 ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
-_PARAMETER = re.compile(rf"\$({NAME}|[@*#?$!0-9])")
+_PARAMETER = re.compile(rf"\$({NAME}|[@*#?$!0-9-])")
 _BRACED = re.compile(
-    rf"(?P<name>{NAME}|\d+|[@*])(?P<all>\[[@*]\])?((?P<colon>:?)(?P<sign>[-=?+])(?P<word>.*))?", re.DOTALL
+    rf"(?P<name>{NAME}|\d+|[@*])(?:\[(?:(?P<all>[@*])|(?P<place>\d+))\])?"
+    r"((?P<colon>:?)(?P<sign>[-=?+])(?P<word>.*))?",
+    re.DOTALL,
 )
-_ARGUMENTS_FROM = re.compile(r"[@*]:\d+")
+_SLICE = re.compile(rf"(?:({NAME})\[[@*]\]|[@*]):(\d+)(?::(\d+))?")
+_PATTERN = re.compile(r"""[^'"=$`\\]*[*?][^'"=$`\\]*""")
+_USUAL = " \t\n"
 
 
 def unknown(written: str) -> str:
@@ -38,11 +42,28 @@ class WordReader:
         self._text = text
         self.at = 0  # in the text: what is read next
         self.variables = variables
+        self.changing: set[str] = set()  # variables that hold something else than what is assigned to them
         self._is_conditional = is_conditional
 
     def assign(self, name: str, values: list[str] | None) -> None:
         """Set a variable; None: to what only a run could tell."""
-        self.variables[name] = [unknown(f"${name}")] if values is None or self._is_conditional() else values
+        is_known = values is not None and name not in self.changing and not self._is_conditional()
+        self.variables[name] = values if values is not None and is_known else [unknown(f"${name}")]
+
+    def assigned(self, word: str) -> list[str]:
+        """The elements of a variable after ``NAME=value`` or ``NAME+=value``, which are of an array's first one."""
+        match = ASSIGNMENT.match(word)
+        assert match
+        old = self.variables.get(match[1], [])
+        return ["".join(old[:1] if match[2] else []) + word[match.end() :], *old[1:]]
+
+    def take_back(self, before: dict[str, list[str]]) -> None:
+        """Give variables their former elements, of which there are none where they were not set."""
+        for name, values in before.items():
+            self.variables[name] = values
+            if not values:
+                del self.variables[name]
+        before.clear()
 
     def end_of_line(self) -> int:
         """Place of the next end of a line."""
@@ -62,10 +83,14 @@ class WordReader:
                 if char in "<>" and current.isdecimal() and not words:
                     return []  # the file descriptor of a redirection
                 break
+            assigns = may_assign and bool(ASSIGNMENT.match(current))
             if char == "\\":
                 follows = self._text[self.at + 1 : self.at + 2]
                 current += "" if follows == "\n" else follows
                 self.at += 2
+            elif char == "{" and not assigns and (end_of_list := end_of_brace_list(self._text, self.at)):
+                current += unknown(self._text[self.at : end_of_list])  # several words
+                self.at = end_of_list
             elif char == "'":
                 end = self._text.find("'", self.at + 1)
                 end = len(self._text) if end < 0 else end
@@ -73,6 +98,7 @@ class WordReader:
                 self.at = end + 1
             elif char == '"':
                 parts = self._quoted()
+                parts = [" ".join(parts)] if assigns and parts else parts
                 is_quoted = is_quoted or bool(parts)
                 words += [current + parts[0], *parts[1:-1]] if len(parts) > 1 else []
                 current = parts[-1] if len(parts) > 1 else current + "".join(parts)
@@ -91,10 +117,17 @@ class WordReader:
                 self.at += 1
                 current += "".join(self.variables.get("HOME", [unknown("~")]))
             elif char in "$`":
-                assigns = may_assign and bool(ASSIGNMENT.match(current))
-                begin, value = self.at, " ".join(self._expansion())
-                is_whole = assigns or UNKNOWN in value or '"' in self._text[begin : self.at]  # a default in quotes
-                parts = [value] if is_whole else re.split(r"[ \t\n]+", value)
+                begin, values = self.at, self._expansion()
+                if re.search("[\"']", self._text[begin : self.at]) and not assigns:  # a default in quotes: whole words
+                    is_quoted = is_quoted or bool(values)
+                    parts = values or [""]
+                else:
+                    value = " ".join(values)
+                    is_whole = assigns or UNKNOWN in value
+                    is_whole = is_whole or not value
+                    if not is_whole and not self._splits_as_usual():
+                        value, is_whole = unknown(self._text[begin : self.at]), True
+                    parts = [value] if is_whole else re.split(r"[ \t\n]+", value)
                 current += parts[0]
                 if len(parts) > 1:
                     words += [current, *parts[1:-1]] if current or is_quoted else parts[1:-1]
@@ -119,7 +152,10 @@ class WordReader:
             elif char == "#":
                 self.at = self.end_of_line()
             else:
-                items += self.word()
+                begin = self.at
+                found = self.word()
+                written = self._text[begin : self.at]
+                items += [unknown(written)] if _PATTERN.fullmatch(written) else found  # files that are there
         self.at += 1
         has_places = any(re.match(r"\[[^]]*\]=", item) for item in items)
         before = self.variables.get(name, []) if is_appended else []
@@ -151,64 +187,107 @@ class WordReader:
         self.at += 1
         return [] if is_empty_list else parts
 
+    def _splits_as_usual(self) -> bool:
+        """Whether unquoted values are split where they have blanks."""
+        return self.variables.get("IFS", [_USUAL]) == [_USUAL]
+
     def _expansion(self, *, in_quotes: bool = False) -> list[str]:
         """The value of what begins with $; of an array all its elements."""
         begin = self.at
+        values: list[str] | None = None
         if match := _PARAMETER.match(self._text, begin):
             self.at = match.end()
             values = self._values(match[1])
-            if values is not None:
-                return values if match[1] in "@*" else values[:1]
+            if values is not None and in_quotes and match[1] == "*":
+                values = self._joined(values)
+            elif values is not None and match[1] not in "@*":
+                values = values[:1]
         elif self._text.startswith("${", begin):
             self.at = end_of_braces(self._text, begin)
             inside = self._text[begin + 2 : self.at - 1]
-            if _ARGUMENTS_FROM.fullmatch(inside) and not self._values("@"):
-                return []
-            if (braced := _BRACED.fullmatch(inside)) and (values := self._braced(braced, in_quotes)) is not None:
-                return values
+            if sliced := _SLICE.fullmatch(inside):
+                values = self._slice(sliced)
+            elif braced := _BRACED.fullmatch(inside):
+                values = self._braced(braced, in_quotes)
         elif self._text.startswith(("$(", "`"), begin):
             self.at = end_of_substitution(self._text, begin)
             written = self._text[begin : self.at]
-            if written.startswith("$((") and (value := whole_number(written[3:-2], self.variables)) is not None:
-                return [str(value)]
+            if written.startswith("$(("):
+                number = whole_number(written[3:-2], self.variables)
+                values = None if number is None else [str(number)]
+                self._forget(written)
+        elif self._text.startswith("$[", begin):  # of old scripts
+            end = self._text.find("]", begin)
+            self.at = len(self._text) if end < 0 else end + 1
+            self._forget(self._text[begin : self.at])
         else:
             self.at += 1
             return ["$"]
-        return [unknown(self._text[begin : self.at])]
+        return [unknown(self._text[begin : self.at])] if values is None else values
+
+    def _forget(self, arithmetic: str) -> None:
+        """The variables that it sets are unknown from here on."""
+        for name in assigned_names(arithmetic):
+            self.assign(name, None)
+
+    def _joined(self, values: list[str]) -> list[str] | None:
+        """The elements as one word; None: by a separator that is not known."""
+        return [" ".join(values)] if self._splits_as_usual() else None
+
+    def _slice(self, sliced: re.Match[str]) -> list[str] | None:
+        """The elements of ``${NAME[@]:1}`` and ``${@:2:3}``; None: unknown."""
+        name, first, count = sliced[1] or "@", int(sliced[2]), sliced[3]
+        values = self._values(name)
+        if values is None or UNKNOWN in "".join(values) or (name == "@" and first == 0):
+            return [] if name == "@" and values == [] and first else None
+        first -= name == "@"
+        return values[first:] if count is None else values[first : first + int(count)]
 
     def _values(self, name: str) -> list[str] | None:
         """The elements of a variable, or the arguments; None: unknown, or not set."""
+        arguments = self.variables.get(ARGUMENTS)
         if name in "@*":
-            return self.variables.get(ARGUMENTS, [])
-        if name.isdecimal():
-            arguments = self.variables.get(ARGUMENTS)
-            is_known = arguments is not None and UNKNOWN not in "".join(arguments) and name != "0"
-            return (arguments[int(name) - 1 : int(name)] or [""]) if arguments and is_known else None
-        return self.variables.get(name)
+            return arguments or []
+        if name != "#" and not name.isdecimal():
+            return self.variables.get(name)
+        if arguments is None or UNKNOWN in "".join(arguments) or name == "0":
+            return None
+        return [str(len(arguments))] if name == "#" else arguments[int(name) - 1 : int(name)] or [""]
 
     def _braced(self, braced: re.Match[str], in_quotes: bool) -> list[str] | None:
         """The value of ``${NAME}`` and of its forms with a word for where it is not set; None: unknown."""
-        name, sign = braced["name"], braced["sign"]
+        name, sign, every = braced["name"], braced["sign"], braced["all"] or braced["name"]
         if name.isdecimal() and UNKNOWN in "".join(self.variables.get(ARGUMENTS, [])):
             return None
         values = self._values(name)
+        if braced["place"] is not None and values is not None:
+            place = int(braced["place"])
+            if UNKNOWN in "".join(values[: place + 1]):
+                return None
+            values = values[place : place + 1] or None
         is_set = values is not None and not (values in ([], [""]) and (braced["colon"] or not values))
         if is_set and values is not None and sign != "+":
-            return values if braced["all"] or name in "@*" else values[:1]
+            if every == "*" and in_quotes:
+                return self._joined(values)
+            return values if every in "@*" else values[:1]
         if values is not None and any(UNKNOWN in value for value in values):
             return None
         if sign is None or sign == "?":
             return values
-        if sign == "+":
-            return [self._filled(braced["word"], in_quotes)] if is_set else [""]
+        if sign == "+" and not is_set:
+            return [] if every in "@*" else [""]
         word = self._filled(braced["word"], in_quotes)
-        if sign == "=":
-            self.assign(name, [word])
-        return [word]
+        if sign == "=" and word is not None:
+            self.assign(name, word)
+        return word
 
-    def _filled(self, word: str, in_quotes: bool) -> str:
-        """The word of ``${NAME:-word}``, its variables filled in."""
+    def _filled(self, word: str, in_quotes: bool) -> list[str] | None:
+        """The word of ``${NAME:-word}``, its variables filled in: the elements of an array, or one; None: unknown."""
         inner = WordReader(word, self.variables, self._is_conditional)
+        if word.startswith('"') and end_of_quotes(word, 0) == len(word):
+            return inner._quoted()
+        if not in_quotes and re.search("[\"']", word) and re.search(r"[ \t\n]", _without_quotes(word)):
+            return None  # whole words beside others that are split
         filled = ""
         while inner.at < len(word):
             char = word[inner.at]
@@ -220,10 +299,26 @@ class WordReader:
                 end = word.find("'", inner.at + 1)
                 filled += word[inner.at + 1 : end if end >= 0 else None]
                 inner.at = end + 1 if end >= 0 else len(word)
+            elif char == "~" and inner.at == 0 and not in_quotes and re.match(r"~(/|$)", word):
+                filled += "".join(self.variables.get("HOME", [unknown("~")]))
+                inner.at += 1
             else:
                 inner.at += char == "\\" and (
                     not in_quotes or word[inner.at + 1 : inner.at + 2] in ("$", '"', "\\", "}")
                 )
                 filled += word[inner.at : inner.at + 1]
                 inner.at += 1
-        return filled
+        return [filled]
+
+
+def _without_quotes(word: str) -> str:
+    """A word without its parts in quotes."""
+    rest, at = "", 0
+    while at < len(word):
+        if word[at] == '"':
+            at = end_of_quotes(word, at)
+        elif word[at] == "'":
+            at = (word.find("'", at + 1) + 1) or len(word)
+        else:
+            rest, at = rest + word[at], at + 1
+    return rest
