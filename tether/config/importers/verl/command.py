@@ -82,9 +82,8 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
         raise ConfigError([*broken, *problems, *unreadable])
     body = _settings(overrides)
-    environment = {
-        name: value for name, value in {**read.exported, **launch.environment}.items() if name.isidentifier()
-    }
+    environment = {**read.exported, **launch.environment}
+    environment = {name: value for name, value in environment.items() if UNKNOWN not in name}
     heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer.replace(UNKNOWN, '')})."]
     if environment:  # their names alone: values may be secrets
         heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
@@ -187,9 +186,8 @@ def _unknown(word: str) -> Problem:
     unknown = word.split(UNKNOWN)[1::2]
     parts = ", ".join(unknown)
     if any(part.startswith("{") for part in unknown):
-        return Problem(
-            key, f"{parts} is not in quotes, so that bash makes several words of it", f"write '{key}={value}'"
-        )
+        what = f"{parts} is not in quotes, so that bash makes several words of it"
+        return Problem(key, what, f"write '{key}={value}'")
     if not equals:
         return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
     fix = f"export what it needs, or add {key}=VALUE to this command"

@@ -44,6 +44,7 @@ class WordReader:
         self.variables = variables
         self.changing: set[str] = set()  # variables that hold something else than what is assigned to them
         self._is_conditional = is_conditional
+        self._is_in_quotes = False  # whether the last expansion was that of a default in quotes: of whole words
 
     def assign(self, name: str, values: list[str] | None) -> None:
         """Set a variable; None: to what only a run could tell."""
@@ -112,13 +113,17 @@ class WordReader:
             elif (
                 char == "~"
                 and re.compile(r"~(?=[/\s;]|$)").match(self._text, self.at)
-                and (ASSIGNMENT.fullmatch(current) or not (current or is_quoted))
+                and (
+                    ASSIGNMENT.fullmatch(current)
+                    or not (current or is_quoted)
+                    or (assigns and self._text[self.at - 1] == ":")
+                )
             ):
                 self.at += 1
                 current += "".join(self.variables.get("HOME", [unknown("~")]))
             elif char in "$`":
                 begin, values = self.at, self._expansion()
-                if re.search("[\"']", self._text[begin : self.at]) and not assigns:  # a default in quotes: whole words
+                if self._is_in_quotes and not assigns:
                     is_quoted = is_quoted or bool(values)
                     parts = values or [""]
                 else:
@@ -193,7 +198,7 @@ class WordReader:
 
     def _expansion(self, *, in_quotes: bool = False) -> list[str]:
         """The value of what begins with $; of an array all its elements."""
-        begin = self.at
+        begin, self._is_in_quotes = self.at, False
         values: list[str] | None = None
         if match := _PARAMETER.match(self._text, begin):
             self.at = match.end()
@@ -277,6 +282,7 @@ class WordReader:
         if sign == "+" and not is_set:
             return [] if every in "@*" else [""]
         word = self._filled(braced["word"], in_quotes)
+        self._is_in_quotes = sign != "=" and re.search("[\"']", braced["word"]) is not None
         if sign == "=" and word is not None:
             self.assign(name, word)
         return word
