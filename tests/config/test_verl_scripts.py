@@ -395,6 +395,72 @@ def test_secrets_in_settings_are_told(tmp_path: Path) -> None:
     assert "passwords or keys" in listing
 
 
+def test_secrets_of_the_caller_are_read_when_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_PASS"):
+        monkeypatch.setenv(name, "hidden")
+    variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    settings = [f"{variables}.WANDB_API_KEY=$WANDB_API_KEY", "trainer.experiment_name=run-$HF_TOKEN-${MY_PASS:-none}"]
+    text, listing = translate(written(tmp_path, M + " ".join(settings)), [])
+    assert "hidden" not in text
+    tree = yaml.safe_load(text)
+    assert tree["trainer"]["experiment_name"] == "run-${oc.env:HF_TOKEN}-${oc.env:MY_PASS}"
+    assert tree["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"] == {"WANDB_API_KEY": "${oc.env:WANDB_API_KEY}"}
+    assert "passwords or keys" not in listing
+
+
+@pytest.mark.parametrize("command", ["echo", "pkill -f", "pgrep -f", "grep -c x", "/usr/bin/cat"])
+def test_a_command_that_mentions_the_trainer_is_no_start(tmp_path: Path, command: str) -> None:
+    script = written(tmp_path, f"{command} main_ppo.py\n{command} -m verl.trainer.main_ppo\n{M}data.seed=1")
+    assert yaml.safe_load(translate(script, [])[0]) == {"data": {"seed": 1}}
+
+
+@pytest.mark.parametrize("start", ["exec ", "nohup ", "bash -c '", 'docker exec -it c bash -lc "cd /verl && '])
+def test_a_trainer_behind_another_command_is_one(tmp_path: Path, start: str) -> None:
+    end = {"'": "'", '"': '"'}.get(next((char for char in start if char in "'\""), ""), "")
+    text, _ = translate(written(tmp_path, f"{start}{M}data.seed=1{end}"), [])
+    assert yaml.safe_load(text) == {"data": {"seed": 1}}
+
+
+def test_what_is_unknown_of_names_does_not_reach_the_heading(tmp_path: Path) -> None:
+    text, _ = translate(written(tmp_path, "export $(grep -v x .env)\npython $X/trainer/main_ppo.py data.seed=1"), [])
+    assert UNKNOWN not in text
+    assert text.startswith("# The settings of run.sh, line 2 ($X/trainer/main_ppo.py).")
+
+
+def test_what_is_nested_too_deeply_is_one_error(tmp_path: Path) -> None:
+    text = "A=" + "${B:-" * 3000 + "}" * 3000
+    with pytest.raises(ConfigError, match=r"run\.sh: it nests expansions or functions too deeply"):
+        translate(written(tmp_path, f"{text}\n{M}data.seed=$A"), [])
+
+
+def test_a_long_sum_is_named_in_short(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.seed: is \$\(\(1\+") as caught:
+        translate(written(tmp_path, f"A=$(({'1+' * 5000}1))\n{M}data.seed=$A"), [])
+    assert len(str(caught.value)) < 600
+
+
+def test_all_that_is_wrong_is_in_one_error(tmp_path: Path) -> None:
+    script = written(tmp_path, M + "trainer.nnodes=$(x) data.custom={a:1,b:2} critic.no_such_key=2")
+    with pytest.raises(ConfigError) as caught:
+        translate(script, [])
+    found = str(caught.value)
+    assert "trainer.nnodes: is $(x) in the script" in found
+    assert "{a:1,b:2} is not in quotes, so that bash makes several words of it. write 'data.custom={a:1,b:2}'" in found
+    assert "critic.no_such_key: unknown key" in found
+
+
+def test_options_of_hydra_take_their_values_along(tmp_path: Path) -> None:
+    text, listing = translate(written(tmp_path, M + "--cfg job data.seed=1 --package foo"), [])
+    assert yaml.safe_load(text) == {"data": {"seed": 1}}
+    assert "--cfg job is no setting and was left out" in listing
+
+
+def test_where_the_file_went_is_said(tmp_path: Path) -> None:
+    script, out = written(tmp_path, M + "data.seed=1"), tmp_path / "run.yaml"
+    done = CliRunner().invoke(app, ["config", "import-verl", str(script), "-o", str(out)])
+    assert f"written to {out}" in done.output
+
+
 def test_a_first_line_behind_a_byte_order_mark_counts(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"S=3\n{M}data.seed=$S", encoding="utf-8-sig")
@@ -418,7 +484,7 @@ def test_a_function_that_starts_the_trainer_twice_is_refused(tmp_path: Path) -> 
 
 
 def test_a_function_that_is_never_called_starts_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="starts no trainer of verl's"):
+    with pytest.raises(ConfigError, match=r"starts no trainer of verl's; line 2 names one, .* that is never called"):
         translate(written(tmp_path, f"run() {{\n{M} data.seed=1\n}}\n"), [])
 
 

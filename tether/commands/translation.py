@@ -23,5 +23,6 @@ def write_translation(yaml: str, listing: str, out: Path | None, source: Path) -
             out.write_text(yaml, encoding="utf-8")
         except OSError as error:
             raise ValueError(f"--out {out}: cannot be written ({error.strerror}). give a file") from None
+        typer.echo(f"written to {out}", err=True)
     if listing:
         typer.echo(listing, err=True)

@@ -33,6 +33,7 @@ _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
 _MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", "cp", "sed", "awk", "test", "[", "[[")
 """Commands that name a trainer and do not start it."""
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
+_MOST_SHOWN = 80  # characters of an expression, in a message
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
 
@@ -78,18 +79,18 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     replaced = {word.split("=")[0].lstrip("+") for word in more}
     problems = [_unknown(word) for word in unknown if word.split("=")[0].lstrip("+") not in replaced]
     overrides, unreadable = parse_overrides([*(w for w in launch.settings if UNKNOWN not in w), *more])
+    body = _settings(overrides)
     if problems or unreadable:
         broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
-        raise ConfigError([*broken, *problems, *unreadable])
-    body = _settings(overrides)
+        keys_that_are_none = [one for one in _refusals(_dumped(body), script) if one.what.startswith("unknown key")]
+        raise ConfigError([*broken, *problems, *unreadable, *keys_that_are_none])
     environment = {**read.exported, **launch.environment}
     environment = {name: value for name, value in environment.items() if UNKNOWN not in name}
     heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer.replace(UNKNOWN, '')})."]
     if environment:  # their names alone: values may be secrets
         heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
     tree = {"defaults": [launch.config_name, "_self_"], **body} if launch.config_name else body
-    dumped = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
-    written = "\n".join(heading) + "\n" + dumped
+    written = "\n".join(heading) + "\n" + _dumped(tree)
     listing = [
         *(note.text for note in read.notes),
         *(f"{option} is no setting and was left out" for option in launch.options),
@@ -97,6 +98,10 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         *_obstacles(written, script),
     ]
     return written, "\n".join(listing)
+
+
+def _dumped(tree: Mapping[str, object]) -> str:
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def _environment_of_the_caller() -> dict[str, str]:
@@ -126,6 +131,9 @@ def _launch(script: Path, read: Script) -> _Launch:
     if len(found) != 1:
         lines = ", ".join(str(command.line) for command, _ in found)
         what = f"starts verl {len(found)} times, in lines {lines}" if found else "starts no trainer of verl's"
+        named = [number for number, line in enumerate(read.text.splitlines(), 1) if "main_ppo" in line]
+        if named and not found:
+            what += f"; line {named[0]} names one, in text, in a comment or in a function that is never called"
         raise ConfigError(
             [Problem(str(script), what, "give a script with one python -m verl.trainer.main_ppo KEY=VALUE ...")]
         )
@@ -183,7 +191,8 @@ def _environment(before: Sequence[str]) -> dict[str, str]:
 
 def _unknown(word: str) -> Problem:
     key, equals, value = word.replace(UNKNOWN, "").partition("=")
-    unknown = word.split(UNKNOWN)[1::2]
+    unknown = [part if len(part) <= _MOST_SHOWN else f"{part[:_MOST_SHOWN]}.." for part in word.split(UNKNOWN)[1::2]]
+    value = value if len(value) <= 2 * _MOST_SHOWN else f"{value[: 2 * _MOST_SHOWN]}.."
     parts = ", ".join(unknown)
     if any(part.startswith("{") for part in unknown):
         what = f"{parts} is not in quotes, so that bash makes several words of it"
@@ -245,18 +254,31 @@ def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str,
             f"{USE_MODELSCOPE}={environment[USE_MODELSCOPE]} is set there and no setting: set it for tether train too, "
             "or write modelscope: before the names of models"
         )
-    if has_secrets(body):
+    if has_secrets(_without_references(body)):
         remarks.append("the file has passwords or keys of the script in it: keep it to yourself")
     return remarks
 
 
+def _without_references(value: object) -> object:
+    """Without texts that are read from the environment when the file is run."""
+    if isinstance(value, dict):
+        return {key: _without_references(inner) for key, inner in value.items()}
+    return "" if isinstance(value, str) and re.fullmatch(r"\$\{oc\.env:\w+\}", value) else value
+
+
 def _obstacles(written: str, script: Path) -> list[str]:
     """Reasons why the file cannot be run as it is."""
+    problems = _refusals(written, script)
+    return ["to be changed before it runs:", *(f"  {problem}" for problem in problems)] if problems else []
+
+
+def _refusals(written: str, script: Path) -> Sequence[Problem]:
+    """What is wrong with the file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{script.stem}.yaml"
         file.write_text(written, encoding="utf-8")
         try:
             load_config(file, [])
         except ConfigError as error:
-            return ["to be changed before it runs:", *(f"  {problem}" for problem in error.problems)]
+            return error.problems
     return []

@@ -53,6 +53,7 @@ class Note:
 class Script:
     """Commands that a script would run."""
 
+    text: str
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
@@ -87,7 +88,7 @@ class _Reader:
         self._text, self._variables = text, variables
         self._inherited = frozenset(variables)
         self._words = WordReader(text, variables, self._is_conditional)
-        self._script = Script()
+        self._script = Script(text)
         self._blocks: list[_Block] = []
         self._functions: dict[str, int] = {}  # name -> where the body begins
         self._skips = skips  # the body of a function that is only defined: its end is looked for
