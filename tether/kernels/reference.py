@@ -42,6 +42,8 @@ class Reference:
     """The operations in plain PyTorch."""
 
     name = "reference"
+    captures = False
+    """Whether `capture` records calls."""
 
     def describe(self) -> str:
         """Which kernels are used, for the log."""
@@ -274,9 +276,6 @@ class Reference:
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """See `tether.kernels.vocabulary_chunks.grad_logits`."""
         return grad_logits(chunks, targets, kept, log_normalizer, entropy, from_log_prob, from_entropy)
-
-    captures = False
-    """Whether `capture` records calls."""
 
     def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
         """A recording of all that a call has the device do, and where running it leaves the result.

@@ -22,6 +22,7 @@ class Cuda(Reference):
     """Liger's norms and gated MLPs, flash-attn's packed attention; PyTorch where they are not installed."""
 
     name = "cuda"
+    captures = True
 
     def describe(self) -> str:
         """Which kernels are used, for the log."""
@@ -36,8 +37,6 @@ class Cuda(Reference):
     @cached_property
     def _flash(self) -> ModuleType | None:
         return import_module("tether.kernels.cuda.flash_attention") if find_spec("flash_attn") else None
-
-    captures = True
 
     def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
         """See `Reference`: a CUDA graph."""
