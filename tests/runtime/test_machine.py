@@ -1,4 +1,4 @@
-"""What a run sets and reads of the machine's GPU, on a machine that need not have one."""
+"""Settings and state of a GPU, on a machine that need not have one."""
 
 import random
 

@@ -108,7 +108,7 @@ def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
 
 
 def _begins_with(side: Side, before: Sequence[Message]) -> bool:
-    """Whether a conversation begins with the prompt, behind a system message that the prompt may lack."""
+    """Whether a conversation starts with the prompt; a system message may stand in front that the prompt lacks."""
     if isinstance(side, str):
         return False
     if before[0]["role"] != "system":

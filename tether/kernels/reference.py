@@ -285,7 +285,7 @@ class Reference:
         raise TypeError(f"{self.name} kernels record no calls")
 
     def rows_at_once(self, active: int, most: int) -> int:
-        """How many rows to decode of which so many are active: more, where fewer numbers of rows are worth more."""
+        """Rows to decode of at most so many: those that are active, and more where each number of rows is recorded."""
         return active
 
     def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:

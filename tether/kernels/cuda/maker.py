@@ -47,21 +47,6 @@ class Cuda(Reference):
         step = max(8, 1 << max(0, active.bit_length() - 3))
         return min(most, -(-active // step) * step)
 
-    def decode_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        position: Tensor,
-        length: int,
-        spec: AttentionSpec,
-        biases: dict[int | None, Tensor],
-    ) -> Tensor:
-        """See `Reference`; over all positions that the cache has, so that it is the same kernel at each step."""
-        return super().decode_attention(query, key, value, keys, values, position, keys.shape[2], spec, biases)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """See `Reference`."""
         if self._liger is None:

@@ -19,6 +19,7 @@ from tether.keyed_random import uniform
 from tether.models.output import KeptRecorder
 from tether.rollout.native.expert_recorder import ExpertRecorder
 from tether.rollout.native.kv_cache import Continue, Decode, KVCache, Prefill, Prefix
+from tether.rollout.native.recorded_decoder import ReplayedDecoder
 from tether.rollout.native.repeated_step import RepeatedStep
 from tether.rollout.native.sampling import draw
 from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams
@@ -276,8 +277,9 @@ class Generation:
             layout = Decode(self._cache, position, length)
             return self._forward(self._token[rows, None], position[:, None], layout, None)
 
-        can_repeat = getattr(self._forward, "is_of_device_alone", False)
-        memory = Decode(self._cache, position, length).memory() if can_repeat else ()
+        forwarded = self._forward
+        repeats = self._kernels.captures and isinstance(forwarded, ReplayedDecoder) and forwarded.is_of_device_alone
+        memory = Decode(self._cache, position, length).memory() if repeats else ()
         if self._experts:
             logits = forward()
             self._experts.add_tokens(self._row[rows], position)
@@ -329,9 +331,9 @@ class Generation:
         """Let those of these active slots go that end with what was drawn."""
         has_ended, longest = drawn.state.tolist()
         self._longest = longest if len(drawn.ended) >= self._active else max(longest, self._longest)
-        self._num_tokens += slots.stop - slots.start
+        size = slots.stop - slots.start
+        self._num_tokens += size
         if has_ended:
-            size = slots.stop - slots.start
             ended, by_itself, broken = (x[:size] for x in (drawn.ended, drawn.by_itself, drawn.broken))
             if broken.any():
                 self._refuse(int(self._row[slots][broken][0]))

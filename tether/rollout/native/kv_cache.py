@@ -201,6 +201,7 @@ class Decode:
         """See `AttentionLayout.attend`: [R, H, 1, D] in, [R, H, 1, E] out."""
         query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
         keys, values = self._cache.room(spec.layer, self._length, key, value)
-        return kernels_for(query, key, value).decode_attention(
-            query, key, value, keys, values, self._position, self._length, spec, self._biases
-        )
+        kernels = kernels_for(query, key, value)
+        # A recorded step is run again at other lengths: it looks at all positions that there are.
+        length = keys.shape[2] if kernels.captures else self._length
+        return kernels.decode_attention(query, key, value, keys, values, self._position, length, spec, self._biases)

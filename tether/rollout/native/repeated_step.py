@@ -17,7 +17,7 @@ class RepeatedStep:
     result of a step that was run again lies where that of the step before lay.
 
     Args:
-        kernels: of the model's device and dtype.
+        kernels: of the model's device and dtype; where they capture nothing, no step has a memory that is given.
     """
 
     def __init__(self, kernels: Reference) -> None:
@@ -32,8 +32,6 @@ class RepeatedStep:
             memory: while it is the same, the step reads and writes the same places; empty: it does not.
             step: what to call.
         """
-        if not self._kernels.captures:
-            return step()
         if not memory or memory != self._memory:
             self._memory, self._recorded = memory, None
             return step()

@@ -74,7 +74,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     except RecursionError:
         what = "it nests expansions or functions too deeply to be read"
         raise ConfigError([Problem(str(script), what, "write the values that result into it")]) from None
-    launch = _launch(script, read)
+    launch = _launch(script, text, read)
     unknown = [word for word in launch.settings if UNKNOWN in word]
     replaced = {word.split("=")[0].lstrip("+") for word in more}
     problems = [_unknown(word) for word in unknown if word.split("=")[0].lstrip("+") not in replaced]
@@ -82,10 +82,10 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     body = _settings(overrides)
     if problems or unreadable:
         broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
-        keys_that_are_none = [one for one in _refusals(_dumped(body), script) if one.what.startswith("unknown key")]
-        raise ConfigError([*broken, *problems, *unreadable, *keys_that_are_none])
-    environment = {**read.exported, **launch.environment}
-    environment = {name: value for name, value in environment.items() if UNKNOWN not in name}
+        unknown_keys = [one for one in _refusals(_dumped(body), script) if one.what.startswith("unknown key")]
+        raise ConfigError([*broken, *problems, *unreadable, *unknown_keys])
+    own = {**read.exported, **launch.environment}
+    environment = {name: value for name, value in own.items() if UNKNOWN not in name}
     heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer.replace(UNKNOWN, '')})."]
     if environment:  # their names alone: values may be secrets
         heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
@@ -106,14 +106,15 @@ def _dumped(tree: Mapping[str, object]) -> str:
 
 def _environment_of_the_caller() -> dict[str, str]:
     """The variables that a script finds set; in place of a secret what reads it when the file is run."""
-    return {name: f"${{oc.env:{name}}}" if _is_secret(name) else value for name, value in os.environ.items()}
+    return {name: f"${{oc.env:{name}}}" if _may_be_secret(name) else value for name, value in os.environ.items()}
 
 
-def _is_secret(name: str) -> bool:
-    return is_secret(name) or name.endswith(("TOKEN", "_KEY", "_PASS"))
+def _may_be_secret(variable: str) -> bool:
+    """Wider than for a key, of which many are harmless, such as ``eos_token``."""
+    return is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS"))
 
 
-def _launch(script: Path, read: Script) -> _Launch:
+def _launch(script: Path, text: str, read: Script) -> _Launch:
     """The one command that starts a trainer of verl's.
 
     Raises:
@@ -131,7 +132,7 @@ def _launch(script: Path, read: Script) -> _Launch:
     if len(found) != 1:
         lines = ", ".join(str(command.line) for command, _ in found)
         what = f"starts verl {len(found)} times, in lines {lines}" if found else "starts no trainer of verl's"
-        named = [number for number, line in enumerate(read.text.splitlines(), 1) if "main_ppo" in line]
+        named = [number for number, line in enumerate(text.splitlines(), 1) if "main_ppo" in line]
         if named and not found:
             what += f"; line {named[0]} names one, in text, in a comment or in a function that is never called"
         raise ConfigError(
@@ -191,8 +192,8 @@ def _environment(before: Sequence[str]) -> dict[str, str]:
 
 def _unknown(word: str) -> Problem:
     key, equals, value = word.replace(UNKNOWN, "").partition("=")
-    unknown = [part if len(part) <= _MOST_SHOWN else f"{part[:_MOST_SHOWN]}.." for part in word.split(UNKNOWN)[1::2]]
-    value = value if len(value) <= 2 * _MOST_SHOWN else f"{value[: 2 * _MOST_SHOWN]}.."
+    unknown = [_shortened(part, _MOST_SHOWN) for part in word.split(UNKNOWN)[1::2]]
+    value = _shortened(value, 2 * _MOST_SHOWN)
     parts = ", ".join(unknown)
     if any(part.startswith("{") for part in unknown):
         what = f"{parts} is not in quotes, so that bash makes several words of it"
@@ -201,6 +202,10 @@ def _unknown(word: str) -> Problem:
         return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
     fix = f"export what it needs, or add {key}=VALUE to this command"
     return Problem(key, f"is {value} in the script, and {parts} is known only when it is run", fix)
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}.."
 
 
 def _settings(overrides: Sequence[Override]) -> dict[str, object]:
@@ -273,7 +278,7 @@ def _obstacles(written: str, script: Path) -> list[str]:
 
 
 def _refusals(written: str, script: Path) -> Sequence[Problem]:
-    """What is wrong with the file."""
+    """Problems for which the file would be refused."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{script.stem}.yaml"
         file.write_text(written, encoding="utf-8")

@@ -26,7 +26,7 @@ _SUCCEEDING = {"set", "cd", "pushd", "popd", "mkdir", "echo", "printf", "true", 
 _NOT_READ = {"source", ".", "eval"}
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh")
 _APART = ("|", "|&", "&")
-"""What ends a command that runs in a subshell."""
+"""Operators behind a command that runs in a subshell."""
 _MOST_CALLS = 20  # one within another
 
 
@@ -53,7 +53,6 @@ class Note:
 class Script:
     """Commands that a script would run."""
 
-    text: str
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
@@ -88,7 +87,7 @@ class _Reader:
         self._text, self._variables = text, variables
         self._inherited = frozenset(variables)
         self._words = WordReader(text, variables, self._is_conditional)
-        self._script = Script(text)
+        self._script = Script()
         self._blocks: list[_Block] = []
         self._functions: dict[str, int] = {}  # name -> where the body begins
         self._skips = skips  # the body of a function that is only defined: its end is looked for
@@ -293,7 +292,7 @@ class _Reader:
 
     def _change_folder(self, command: str, arguments: Sequence[str]) -> None:
         before = self._variables.get("PWD")
-        to = arguments[0] if arguments else "".join(self._variables.get("HOME", [unknown("~")]))
+        to = arguments[0] if arguments else self._words.home()
         is_known = command != "popd" and UNKNOWN not in to and not to.startswith(("-", "+"))
         if is_known and not posixpath.isabs(to):
             is_known = before is not None and UNKNOWN not in before[0]
@@ -304,10 +303,10 @@ class _Reader:
         """Whether what is below `exit`, `exec` or `return` never runs."""
         calls = [place for place, block in enumerate(self._blocks) if block.kind == "call"]
         if name == "return":
-            is_certain = (
-                self._is_certain and not any(map(_may_be_left, self._blocks[calls[-1] + 1 :])) if calls else False
-            )
-            if calls and not is_certain:  # what is below in the function may not run
+            if not calls:
+                return False
+            is_certain = self._is_certain and not any(map(_may_be_left, self._blocks[calls[-1] + 1 :]))
+            if not is_certain:  # the rest of the function may not run
                 self._blocks[calls[-1]] = replace(self._blocks[calls[-1]], is_conditional=True)
             return is_certain
         is_passed = self._is_piped or not self._is_certain or any(map(_may_be_left, self._blocks))

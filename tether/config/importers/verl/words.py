@@ -66,6 +66,10 @@ class WordReader:
                 del self.variables[name]
         before.clear()
 
+    def home(self) -> str:
+        """The folder that ``~`` stands for."""
+        return "".join(self.variables.get("HOME", [unknown("~")]))
+
     def end_of_line(self) -> int:
         """Place of the next end of a line."""
         end = self._text.find("\n", self.at)
@@ -120,7 +124,7 @@ class WordReader:
                 )
             ):
                 self.at += 1
-                current += "".join(self.variables.get("HOME", [unknown("~")]))
+                current += self.home()
             elif char in "$`":
                 begin, values = self.at, self._expansion()
                 if self._is_in_quotes and not assigns:
@@ -128,8 +132,7 @@ class WordReader:
                     parts = values or [""]
                 else:
                     value = " ".join(values)
-                    is_whole = assigns or UNKNOWN in value
-                    is_whole = is_whole or not value
+                    is_whole = assigns or not value or UNKNOWN in value
                     if not is_whole and not self._splits_as_usual():
                         value, is_whole = unknown(self._text[begin : self.at]), True
                     parts = [value] if is_whole else re.split(r"[ \t\n]+", value)
@@ -306,7 +309,7 @@ class WordReader:
                 filled += word[inner.at + 1 : end if end >= 0 else None]
                 inner.at = end + 1 if end >= 0 else len(word)
             elif char == "~" and inner.at == 0 and not in_quotes and re.match(r"~(/|$)", word):
-                filled += "".join(self.variables.get("HOME", [unknown("~")]))
+                filled += self.home()
                 inner.at += 1
             else:
                 inner.at += char == "\\" and (
