@@ -33,7 +33,7 @@ from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.execution import Replicas, ShardedEngine, ShardedSampler, StoredWeights
 from tether.execution.ray_group import RayGroup
-from tether.rollout.servers import Server
+from tether.rollout.servers import Policy, Server
 from tether.rollout.vllm import Vllm, launch_of
 from tether.runtime.ranks import Pool
 from tether.trainer.loop import Trainer
@@ -161,7 +161,9 @@ def compare_served(folder: Path, python: Path) -> tuple[float, float, int]:
     given = {"model": str(folder / "served"), "dtype": "float32", "load_format": "dummy", "enforce_eager": True,
              "max_model_len": 64, "gpu_memory_utilization": 0.05}  # fmt: skip
     alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    server = Server(Vllm("qwen2", model.config.vocab_size), launch_of(python, folder / "vllm.log", given, alone), 900)
+    server = Server(
+        Vllm(Policy("qwen2", model.config.vocab_size)), launch_of(python, folder / "vllm.log", given, alone), 900
+    )
     weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
     there = [torch.zeros_like(tensor) for _, tensor in weights]
     bucket = 512 << 20

@@ -269,6 +269,12 @@ CASES = {
         f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs",
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
     ),
+    "servers_sample_where_their_addresses_are": (
+        [f"{ROLLOUT}.server_urls=[http://h:1]"],
+        f"{ROLLOUT}.server_urls",
+        f"http://h:1 is given, while {ROLLOUT}.name=native samples without servers. set {ROLLOUT}.name to vllm or",
+        [f"{ROLLOUT}.name=sglang"],
+    ),
     "vllm_takes_adapters_of_this_rank": (
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=513"],
         "actor_rollout_ref.model.lora_rank",
@@ -604,6 +610,7 @@ NOT_VERLS = {
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     "models_are_placed",
+    "servers_sample_where_their_addresses_are",
     "routers_can_be_told",
 }
 """About keys, names or options that verl does not have or does not read."""

@@ -17,7 +17,7 @@ from tether.models.output import KeptSets
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Dialect, ServedEngine, Server, Traffic
+from tether.rollout.servers import Dialect, Policy, ServedEngine, Server, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import Adapters, Vllm
@@ -31,7 +31,8 @@ PROMPTS = [[4 + (17 * i + 5 * j) % 250 for j in range(length)] for i, length in 
 LONG = [[4 + (7 * j) % 250 for j in range(200)]]
 """A prompt that fills more than one block of vLLM's prefix cache."""
 TOLERANCE = 1e-6
-DIALECTS: dict[str, Dialect] = {"vllm": Vllm("qwen2", 260), "sglang": SGLang("qwen2")}
+POLICY = Policy("qwen2", 260, "float32", longest=512)
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY)}
 STAND_INS = {"vllm": vllm_stand_in, "sglang": sglang_stand_in}
 
 
@@ -99,7 +100,7 @@ class Bench:
         self.dialect = dialect or DIALECTS[kind]
         more = {}
         if adapters:
-            self.dialect = Vllm("qwen2", 260, adapters)
+            self.dialect = Vllm(POLICY, adapters)
             options |= adapters.options()
             more["rank"] = options["max_lora_rank"]
             torch.manual_seed(1)

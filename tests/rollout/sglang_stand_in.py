@@ -24,7 +24,7 @@ from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, l
 
 FAULTS = (
     "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails", "another_model",
-    "seedless", "keeps_cache", "no_sleep",
+    "seedless", "keeps_cache", "no_sleep", "another_dtype",
 )  # fmt: skip
 FIELDS = {
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask",
@@ -214,7 +214,8 @@ class SGLangLanguage:
         if path == "/server_info":
             version = "0.4.9" if "old" in model.faults else "0.5.23"
             seeded, tells = model.deterministic, model.tells_experts
-            return {"version": version, "tp_size": 1, "enable_deterministic_inference": seeded,
+            return {"version": version, "tp_size": 1, "dtype": model.dtype, "context_length": model.limit,
+                    "enable_deterministic_inference": seeded,
                     "enable_return_routed_experts": tells}  # fmt: skip
         raise Refused(404, "Not Found")
 

@@ -50,6 +50,7 @@ class Model:
         self.lock = threading.Lock()
         self.aborts = 0
         self.tells_experts = False
+        self.dtype = "bfloat16" if "another_dtype" in faults else "float32"
         self.head: torch.Tensor | None = None
         if "stale_head" in faults:
             self.head = self.model.lm_head.weight.detach().clone()

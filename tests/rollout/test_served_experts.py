@@ -14,11 +14,12 @@ from tests.rollout.test_experts import EOS, KEY, PROMPTS, SAMPLING, Echo, agrees
 from tests.tiny import tiny_model
 from tether.batch import WeightUpdate
 from tether.rollout import SamplingParams
-from tether.rollout.servers import Dialect, ServedEngine, Server, Traffic
+from tether.rollout.servers import Dialect, Policy, ServedEngine, Server, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.vllm import Vllm
 
-DIALECTS: dict[str, Dialect] = {"vllm": Vllm("qwen3_moe", 260), "sglang": SGLang("qwen3_moe", experts=(2, 2))}
+POLICY = Policy("qwen3_moe", 260)
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY, experts=(2, 2))}
 MODEL = tiny_model("qwen3_moe")
 REFUSED = r"does not tell the experts .* with --enable-return-routed-experts"
 

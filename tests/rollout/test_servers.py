@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +264,67 @@ def test_one_that_dies_while_it_starts_shows_its_last_words(started: Callable[..
             "no_routes",
             r"HTTP 404.*(takes no weights: it has no such route|no vLLM server that tether can use); docs/servers.md",
         ),
+        (
+            "another_dtype",
+            r"computes in bfloat16; .*rollout.dtype is float32. Start it with --dtype float32, or set .*dtype=bfloat16",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(faults).engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_a_server_that_would_cut_responses_is_named(made: Callable[..., Bench]) -> None:
+    """vLLM cuts them without a word."""
+    bench = made()
+    bench.there.RequestHandlerClass.speaks.model.limit = 511
+    what = r"takes 511 tokens of .*; this run needs 512 .*Start it with --(max-model-len|context-length) 512"
+    with pytest.raises(ValueError, match=what):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_a_web_server_of_another_kind_is_not_waited_for(made: Callable[..., Bench], kind: str, tmp_path: Path) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        engine = made().engine_of(Server(DIALECTS[kind], f"http://127.0.0.1:{other.server_port}", 60))
+        with pytest.raises(
+            ValueError, match=r"/health: HTTP 404: a page of HTML. This is no (vLLM|SGLang) server that tether can"
+        ):
+            engine.generate(PROMPTS, SAMPLING, KEY)
+        other.shutdown()
+
+
+def test_a_host_without_an_address_is_not_waited_for(made: Callable[..., Bench], kind: str) -> None:
+    engine = made().engine_of(Server(DIALECTS[kind], "http://nowhere.invalid:80", 60))
+    with pytest.raises(ValueError, match=r"nowhere.invalid:80: .* \(nowhere.invalid\)"):
+        engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+DIES = """#!/bin/sh
+echo "WARNING 11-27 16:52:00 [a.py:1] ImportError: no matter"
+echo "(Worker pid=1) ERROR 11-27 16:52:00 [b.py:2] ValueError: Available memory (19/23 GiB) is less than desired"
+for i in $(seq 100); do echo "  File $i"; done
+echo "RuntimeError: Engine core initialization failed. See root cause above."
+exit 1
+"""
+
+
+def test_the_cause_of_a_death_is_found_in_a_long_log(made: Callable[..., Bench], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(DIES)
+    python.chmod(0o755)
+    with pytest.raises(ValueError, match=r"(?s)first error: ValueError: Available memory .*ends with:.*See root cause"):
+        made(python=python).engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+def test_a_long_start_is_said(
+    started: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_SAYS_AFTER", 0.0)
+    started().engine.generate(PROMPTS[:1], SAMPLING, KEY)
+    assert re.search(r"(vLLM|SGLang) starts \(0 of at most 900 seconds\); it writes to .*server.log", caplog.text)
 
 
 def test_the_other_kind_of_server_is_named(made: Callable[..., Bench], kind: str) -> None:

@@ -21,7 +21,7 @@ from tether.models.megatron.layout import experts_of
 
 FAULTS = (
     "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails",
-    "another_name", "another_vocabulary", "another_model", "no_extension", "no_sleep",
+    "another_name", "another_vocabulary", "another_model", "no_extension", "no_sleep", "another_dtype",
 )  # fmt: skip
 
 
@@ -181,7 +181,8 @@ class VllmLanguage:
             kind = "llama" if "another_model" in faults else config.model_type
             words = config.vocab_size + ("another_vocabulary" in faults)
             tells = self.model.tells_experts
-            return {"model_type": kind, "vocabulary": words, "rank": self.model.rank, "experts": tells}
+            return {"model_type": kind, "vocabulary": words, "dtype": self.model.dtype, "rank": self.model.rank,
+                    "experts": tells}  # fmt: skip
         if method != "pack_head":
             raise Refused(500, f"no method {method}")
         self.model.head = None
@@ -196,8 +197,9 @@ class VllmLanguage:
             raise Refused(404, f"The model `{body['model']}` does not exist. Valid aliases: policy.")
         if (body["model"] == adapted) != (self.model.plain is not None):
             raise Refused(500, "an update of the layers has taken the adapter away, or nobody asked for it")
-        if len(body["token_ids"]) + params["max_tokens"] > self.model.limit:
+        if len(body["token_ids"]) >= self.model.limit:
             raise Refused(400, f"This model's maximum context length is {self.model.limit} tokens.")
+        params["max_tokens"] = min(params["max_tokens"], self.model.limit - len(body["token_ids"]))  # silently
         if slow := os.environ.get("STAND_IN_SECONDS"):
             time.sleep(float(slow))
         choice = self.model.choose(body["token_ids"], params, aborts)

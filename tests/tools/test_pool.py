@@ -131,6 +131,7 @@ def test_an_environment_that_a_row_names_is_looked_for():
         ("tool: []", r"no list under `tools:`. Did you mean tool\?"),
         ("tools: [7]", r"tools\[0\] is '7', not a mapping"),
         ("tools: [{config: {}}]", r"class_name is None. Name a class"),
+        ("tools: [{class_nam: a.B}]", r"class_name is None \(there is class_nam\). Name a class"),
         ("tools: [{class_name: a.B, config: [1]}]", "not a mapping of the arguments"),
         ("tools: [{class_name: a.B, config: {type: mcp}}]", "type='mcp'"),
         ("tools: [{class_name: a.B, tool_schema: {function: {}}}]", "function.name is missing"),

@@ -1,5 +1,6 @@
 """Asynchronous training: batches are sampled while the policy learns, by weights that are only so old."""
 
+import json
 import math
 import pickle
 import threading
@@ -262,8 +263,14 @@ def test_a_run_learns_from_partial_responses(inputs: Path, tmp_path: Path):
     """Sampling of one row at a time outlasts the step before, so that weights change within a batch."""
     options = [*GRPO, *MODES["fully_async"], "actor_rollout_ref.rollout.partial_rollout=True",
                "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.total_training_steps=4",
-               "algorithm.rollout_correction.rollout_is=token"]  # fmt: skip
-    metrics = measured(train([*base_overrides(inputs, tmp_path), *options]))
+               "algorithm.rollout_correction.rollout_is=token",
+               f"trainer.rollout_data_dir={tmp_path / 'rows'}"]  # fmt: skip
+    metrics = measured(train([*base_overrides(inputs, tmp_path / "run"), *options]))
+    for step in (1, 2, 3, 4):
+        rows = [json.loads(line) for line in (tmp_path / "rows" / f"{step}.jsonl").read_text().splitlines()]
+        mixed = [row for row in rows if len(set(row.get("token_versions", []))) > 1]
+        assert len(mixed) / len(rows) == metrics[step].get("training/partial_rows", 0.0)
+        assert all(row["policy_version"] == min(row.get("token_versions", [row["policy_version"]])) for row in rows)
     assert all(metrics[step]["training/staleness"] <= 2 for step in (1, 2, 3, 4))
     assert all(0 <= metrics[step].get("training/partial_rows", 0.0) <= 1 for step in (1, 2, 3, 4))
     assert all(map(math.isfinite, metrics[4].values()))

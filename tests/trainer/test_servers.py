@@ -1,5 +1,6 @@
 """Whole runs that sample by servers: by stand-ins of vLLM and SGLang everywhere, and by vLLM where it is there."""
 
+import json
 import math
 import multiprocessing
 import os
@@ -108,11 +109,19 @@ AHEAD = {
 @pytest.mark.parametrize("mode", AHEAD)
 def test_the_server_samples_while_the_policy_learns(inputs: Path, mode: str) -> None:
     """Its log-probs are those of the weights that it had: step 1 agrees exactly, step 2 is one update behind."""
-    ahead = [*AHEAD[mode], "trainer.total_training_steps=3", "trainer.test_freq=3"]
+    ahead = [*AHEAD[mode], "trainer.total_training_steps=3", "trainer.test_freq=3",
+             f"trainer.rollout_data_dir={inputs / 'rows'}"]  # fmt: skip
     with another_server(inputs / "model") as url:
         metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, *ahead, url]))
     assert metrics[1]["training/staleness"] == 0
     assert metrics[1]["rollout_corr/k3_kl"] < 1e-7
+    rows = [json.loads(line) for line in (inputs / "rows" / "3.jsonl").read_text().splitlines()]
+    behind = {2 - row["policy_version"] for row in rows}
+    assert (
+        max(behind) <= metrics[3]["training/staleness"]
+        if mode == "partial"
+        else behind == {metrics[3]["training/staleness"]}
+    )
     if mode == "one_step_off":
         assert metrics[2]["training/staleness"] == metrics[3]["training/staleness"] == 1
         assert metrics[2]["rollout_corr/k3_kl"] > 1e-7
@@ -258,12 +267,12 @@ def test_what_is_no_address_of_a_server_is_refused(inputs: Path, url: str) -> No
 
 
 def test_a_wait_for_a_server_is_said(inputs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dead = [f"{ROLLOUT}.server_urls=[http://127.0.0.1:9]", f"{ROLLOUT}.server_timeout=1"]
+    dead = [f"{ROLLOUT}.server_urls=[http://127.0.0.1:9]", f"{ROLLOUT}.server_timeout=3"]
     with pytest.raises(
-        ValueError, match=r"http://127\.0\.0\.1:9: no vLLM server answers within .*server_timeout=1 seconds"
+        ValueError, match=r"http://127\.0\.0\.1:9: no vLLM server answers within .*server_timeout=3 seconds"
     ):
         train([*base_overrides(inputs, inputs / "run"), *VLLM, *dead])
-    assert "http://127.0.0.1:9 does not answer; the run waits up to 1 seconds for it" in caplog.text
+    assert "Connection refused; the run waits up to 3 seconds for the server" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,9 @@ def server_python(name: str) -> Path:
         return environment_of(name, f"TETHER_{name.upper()}")
     except ValueError as error:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name={error}. Run scripts/{name}.sh, which makes one; name servers that "
-            "run in actor_rollout_ref.rollout.server_urls; or set actor_rollout_ref.rollout.name=native"
+            f"actor_rollout_ref.rollout.name={error}. Run scripts/{name}.sh, which makes one, or say in "
+            f"TETHER_{name.upper()} where it is; name servers that run in actor_rollout_ref.rollout.server_urls; or "
+            "set actor_rollout_ref.rollout.name=native"
         ) from None
 
 

@@ -20,7 +20,7 @@ from tether.models.language.load import is_gguf, load_config
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Dialect, Launch, ServedEngine, Server, Traffic
+from tether.rollout.servers import Dialect, Launch, Policy, ServedEngine, Server, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import Adapters, Vllm
@@ -37,7 +37,6 @@ class PolicyCard:
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
     eos_token_ids: frozenset[int]
-    dtype: torch.dtype
     second_names: frozenset[str]
     """Names of weights that lie in the same memory as one before them: tied ones."""
 
@@ -52,7 +51,7 @@ class PolicyCard:
                 names.add(name)
             seen.add(place)
         ends = eos_token_ids(policy)
-        return cls(policy.config, policy.generation_config, ends, policy.dtype, frozenset(names))
+        return cls(policy.config, policy.generation_config, ends, frozenset(names))
 
     def read(self) -> PolicyCard:
         """The card itself, which thus travels."""
@@ -94,7 +93,7 @@ def build_servers(
     dialect, adapters = _dialect(config, policy.config), _adapters(config)
     servers = [Server(dialect, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
-        dtype=DTYPES.get(rollout.dtype, policy.dtype),
+        dtype=DTYPES[rollout.dtype],
         bucket=rollout.update_weights_bucket_megabytes << 20,
         left_out=policy.second_names,
         max_num_seqs=rollout.max_num_seqs,
@@ -154,12 +153,19 @@ def _adapters(config: RunConfig) -> Adapters | None:
 
 def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
+    wanted = Policy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy))
     tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
-        return Vllm(model.model_type, model.vocab_size, _adapters(config), tells)
+        return Vllm(wanted, _adapters(config), tells)
     each = experts_per_token(policy)
     experts = (model.num_hidden_layers, each) if each else None
-    return SGLang(model.model_type, rollout.weight_transfer, experts, tells)
+    return SGLang(wanted, rollout.weight_transfer, experts, tells)
+
+
+def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
+    """Most tokens of prompt and response together."""
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    return min(longest, getattr(policy.get_text_config(), "max_position_embeddings", None) or longest)
 
 
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:
@@ -174,8 +180,7 @@ def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs:
     policy.config.save_pretrained(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
-    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    longest, folder = min(longest, policy.context or longest), str(described.absolute())
+    longest, folder = _longest(rollout, policy.config), str(described.absolute())
     on_gpu = device.type == "cuda"
     if name == "vllm":
         adapters = _adapters(config)

@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from tether.runtime.user_files import missing_file
-from tether.spelling import did_you_mean
+from tether.spelling import closest, did_you_mean
 from tether.types import JsonObject
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
@@ -200,7 +200,11 @@ def _entries(path: str, section: str, key: str) -> Iterator[tuple[JsonObject, st
 def _class_name(entry: Mapping[str, object], place: str) -> str:
     name = entry.get("class_name")
     if not isinstance(name, str) or "." not in name:
-        raise ValueError(f"{place}.class_name is {name!r}. Name a class: FILE.py:Class, or package.module.Class")
+        near = [key for key in closest("class_name", map(str, entry)) if key != "class_name"]
+        instead = f" (there is {near[0]})" if near else ""
+        raise ValueError(
+            f"{place}.class_name is {name!r}{instead}. Name a class: FILE.py:Class, or package.module.Class"
+        )
     return name
 
 

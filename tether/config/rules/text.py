@@ -127,6 +127,15 @@ SLEEP_OPTIONS = {"vllm": ("enable_sleep_mode",), "sglang": ("enable_memory_saver
 """Options of servers without which they give no memory back."""
 
 
+def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
+    """Addresses of servers say nothing about their kind, and native sampling would pass over them."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name in SERVERS or not rollout.server_urls:
+        return None
+    what = f"{rollout.server_urls[0]} is given, while {ROLLOUT}.name={rollout.name} samples without servers"
+    return Problem(f"{ROLLOUT}.server_urls", what, f"set {ROLLOUT}.name to {' or '.join(SERVERS)}, or leave it out")
+
+
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
     """A server is told to give its memory back, which it was started without."""
     rollout = cfg.actor_rollout_ref.rollout
@@ -319,6 +328,7 @@ RULES: tuple[Rule, ...] = (
     misplaced,
     servers_tell_what_they_kept,
     servers_can_sleep,
+    servers_sample_where_their_addresses_are,
     staleness_bounds_something,
     vllm_takes_adapters_of_this_rank,
     agents_are_known,

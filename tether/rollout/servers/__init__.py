@@ -4,7 +4,7 @@
 to another: `tether.rollout.vllm` and `tether.rollout.sglang` each have one.
 """
 
-from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, experts_missing
+from tether.rollout.servers.dialect import Dialect, Draw, Launch, Policy, Sampled, check_formats, experts_missing
 from tether.rollout.servers.engine import ServedEngine, Traffic
 from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
 from tether.rollout.servers.server import Server
@@ -15,12 +15,14 @@ __all__ = [
     "Dialect",
     "Draw",
     "Launch",
+    "Policy",
     "Sampled",
     "ServedEngine",
     "Server",
     "ServerGone",
     "ServerRefuses",
     "Traffic",
+    "check_formats",
     "experts_missing",
     "shared_file",
 ]

@@ -87,6 +87,49 @@ class Sampled:
         return replace(self, experts=experts)
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The policy that a server is to run."""
+
+    model_type: str
+    """As transformers names it."""
+    vocabulary: int
+    """Tokens that it has; a server's tokenizer is never used."""
+    dtype: str | None = None
+    """That the server is to compute in; None: any."""
+    longest: int = 0
+    """Most tokens of prompt and response together."""
+
+
+def check_formats(
+    url: str, wanted: Policy, *, dtype: str | None, longest: int | None, options: tuple[str, str]
+) -> None:
+    """See that a server computes in the numbers of the run, and cuts no response off.
+
+    Args:
+        url: of the server.
+        wanted: the policy that it is to run.
+        dtype: that it computes in; None: it does not tell.
+        longest: tokens of prompt and response that it takes; None: it does not tell.
+        options: of its command line, for the two.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if dtype is not None and wanted.dtype is not None and dtype != wanted.dtype:
+        key = "actor_rollout_ref.rollout.dtype"
+        raise ValueError(
+            f"{url}: computes in {dtype}; {key} is {wanted.dtype}. "
+            f"Start it with {options[0]} {wanted.dtype}, or set {key}={dtype}"
+        )
+    if longest is not None and longest < wanted.longest:
+        raise ValueError(
+            f"{url}: takes {longest} tokens of prompt and response; this run needs {wanted.longest} "
+            "(actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len). "
+            f"Start it with {options[1]} {wanted.longest}, or lower these"
+        )
+
+
 def experts_missing(url: str, how: str) -> ValueError:
     """The error of a server that does not tell what was asked for."""
     key = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"

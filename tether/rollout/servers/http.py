@@ -15,6 +15,10 @@ class ServerGone(Exception):
     """No whole answer came: the server is dead, hangs, broke off, or failed by itself (HTTP 5xx)."""
 
 
+class NoSuchHost(ServerGone):
+    """The name of its host has no address."""
+
+
 class ServerRefuses(ValueError):
     """The server understood the request and refuses it (HTTP 4xx)."""
 
@@ -63,6 +67,8 @@ class Connections:
             connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
             answer = connection.getresponse()
             text, status = answer.read().decode(errors="replace"), answer.status
+        except socket.gaierror as error:
+            raise NoSuchHost(f"{self.url}: {error.strerror} ({self.host})") from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         finally:
@@ -89,4 +95,5 @@ def _message(text: str) -> str:
     if isinstance(found, dict):
         inner = found.get("error", found.get("detail", found))
         found = inner.get("message", inner) if isinstance(inner, dict) else inner
-    return str(found)[:600]
+    words = str(found)
+    return "a page of HTML" if words.lstrip().startswith("<") else words[:600]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import socket
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, TakesAdapters
-from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
+from tether.rollout.servers.http import Connections, NoSuchHost, ServerGone, ServerRefuses
 from tether.rollout.servers.transfer import buckets
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
@@ -22,6 +23,8 @@ from tether.runtime.supervised import SupervisedProcess
 
 _log = logging.getLogger(__name__)
 _PORTS = 4  # to try: between its choice and the server's start another program may take one
+_SAYS_AFTER, _SAYS = 2.0, 60.0  # seconds to the first line about a server that does not answer, and between lines
+_ERROR = re.compile(r"(?:^|\s)((?:[\w.]*(?:Error|Exception)|error): \S.*)")
 _A_WHILE = 86400.0  # seconds: a whole row may take long, and what hangs is noticed by its signs of life
 
 
@@ -73,9 +76,11 @@ class Server:
             ValueError: it does not come up, or is of another kind or version.
         """
         self.begin()
-        begun, title, said = time.monotonic(), self.speaks.title, isinstance(self.where, Launch)
-        ports = 1
-        while not self.answers():
+        begun, title = time.monotonic(), self.speaks.title
+        ports, says = 1, begun + _SAYS_AFTER
+        while (error := self._trouble("/health")) is not None:
+            if isinstance(error, ServerRefuses | NoSuchHost):
+                raise ValueError(f"{error}. This is no {title} server that tether can use; {self.speaks.how}")
             if self._was_up:
                 raise ServerGone(f"{self.url}: the server does not answer any more")
             if self._process is not None and self._process.has_ended():
@@ -92,9 +97,9 @@ class Server:
                 self.stop()
                 key = f"actor_rollout_ref.rollout.server_timeout={self.timeout:g}"
                 raise ValueError(f"{self.url}: no {title} server answers within {key} seconds. {self._last_words()}")
-            if not said:
-                _log.warning("%s does not answer; the run waits up to %g seconds for it", self.url, self.timeout)
-                said = True
+            if time.monotonic() > says:
+                self._say_that_it_waits(time.monotonic() - begun, error)
+                says += _SAYS
             give_up_if_interrupted(begun, f"the {title} server did not start")
             time.sleep(0.1)
         if not self._was_up:
@@ -110,11 +115,22 @@ class Server:
         return self._answers("/health")
 
     def _answers(self, route: str) -> bool:
+        return self._trouble(route) is None
+
+    def _trouble(self, route: str) -> ServerGone | ServerRefuses | None:
+        """What is wrong with its answer; None: nothing."""
         try:
             self.http.get(route, within=self._soon)
-        except (ServerGone, ServerRefuses):
-            return False
-        return True
+        except (ServerGone, ServerRefuses) as error:
+            return error
+        return None
+
+    def _say_that_it_waits(self, seconds: float, error: Exception) -> None:
+        if isinstance(self.where, Launch):
+            what = "%s starts (%.0f of at most %g seconds); it writes to %s"
+            _log.warning(what, self.speaks.title, seconds, self.timeout, self.where.log)
+        else:
+            _log.warning("%s; the run waits up to %g seconds for the server", error, self.timeout)
 
     def sample(self, draw: Draw) -> Sampled:
         """A row, drawn with the present weights.
@@ -259,8 +275,10 @@ class Server:
             lines = self.where.log.read_text(errors="replace").splitlines()
         except OSError:
             lines = []
-        telling = [line[:300] for line in lines if line.strip()][-12:]
-        return "\n".join([f"{self.where.log} ends with:", *telling])
+        errors = [found[1] for line in lines if "WARNING" not in line and (found := _ERROR.search(line))]
+        first = [f"Its first error: {errors[0][:600]}"] if errors else []
+        ends = [line[:300] for line in lines if line.strip()][-4 if first else -12 :]
+        return "\n".join([*first, f"{self.where.log} ends with:", *ends])
 
 
 def _free_port() -> int:

@@ -14,7 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tether.rollout.servers import Connections, Draw, Launch, Sampled, ServerGone, ServerRefuses, experts_missing
+from tether.rollout.servers import (
+    Connections,
+    Draw,
+    Launch,
+    Policy,
+    Sampled,
+    ServerGone,
+    ServerRefuses,
+    check_formats,
+    experts_missing,
+)
 from tether.rollout.sglang.weights import WAYS
 from tether.types import JsonObject
 
@@ -40,8 +50,8 @@ class SGLang:
     these left, and the log-probs after them, come with ``return_sampling_mask``.
     """
 
-    model_type: str
-    """Of the policy, as transformers names it: SGLang passes over weights that its own model has not."""
+    policy: Policy
+    """Its type is compared, as SGLang passes over weights that its own model has not."""
     way: str = "disk"
     """A name in `WAYS`: how weights travel."""
     experts: tuple[int, int] | None = None
@@ -52,7 +62,7 @@ class SGLang:
     name = "sglang"
     title = "SGLang"
     how = "docs/servers.md shows how to start one"
-    options = "--enable-deterministic-inference, SGLANG_RETURN_ORIGINAL_LOGPROB=0"
+    options = "--dtype, --enable-deterministic-inference, SGLANG_RETURN_ORIGINAL_LOGPROB=0"
     health_asleep = "/model_info"  # /health samples a token
 
     def look(self, http: Connections, within: float) -> None:
@@ -63,9 +73,12 @@ class SGLang:
         if server["version"] not in KNOWN:
             known = f"tether knows {' and '.join(KNOWN)}. scripts/sglang.sh installs one"
             raise ValueError(f"{http.url}: runs SGLang {server['version']}; {known}")
-        if model.get("model_type") != self.model_type:
-            ours = f"actor_rollout_ref.model.path is a {self.model_type}"
+        if model.get("model_type") != self.policy.model_type:
+            ours = f"actor_rollout_ref.model.path is a {self.policy.model_type}"
             raise ValueError(f"{http.url}: runs {model.get('model_path')}, a {model.get('model_type')}; {ours}")
+        dtype, longest = server.get("dtype"), server.get("context_length")
+        told = None if dtype == "auto" else dtype  # auto: that of the model's folder
+        check_formats(http.url, self.policy, dtype=told, longest=longest, options=("--dtype", "--context-length"))
         if not server.get("enable_deterministic_inference"):
             what = "its seeds have no effect: rows that are drawn again, as after a resume, are others"
             _log.warning("%s: runs without --enable-deterministic-inference; %s", http.url, what)

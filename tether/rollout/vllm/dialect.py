@@ -19,9 +19,11 @@ from tether.rollout.servers import (
     Connections,
     Draw,
     Launch,
+    Policy,
     Sampled,
     ServerGone,
     ServerRefuses,
+    check_formats,
     experts_missing,
     shared_file,
 )
@@ -75,10 +77,7 @@ class Adapters:
 class Vllm:
     """See `Dialect`."""
 
-    model_type: str
-    """Of the policy, as transformers names it."""
-    vocabulary: int
-    """Tokens that the policy has; a server's tokenizer is never used."""
+    policy: Policy
     adapters: Adapters | None = None
     """Of the policy, where they travel as such."""
     tells_experts: bool = False
@@ -87,7 +86,7 @@ class Vllm:
     name = "vllm"
     title = "vLLM"
     how = "docs/servers.md shows how to start one"
-    options = "--logprobs-mode processed_logprobs, --generation-config vllm"
+    options = "--dtype, --logprobs-mode processed_logprobs, --generation-config vllm"
     health_asleep = "/health"
 
     def look(self, http: Connections, within: float) -> None:
@@ -103,7 +102,7 @@ class Vllm:
             what = f"serves {', '.join(served)}, not {SERVED} (--served-model-name)"
             raise ValueError(f"{http.url}: {what}; {self.how}")
         about = http.post("/collective_rpc", {"method": "about"}, within)["results"][0]
-        for what, ours in (("model_type", self.model_type), ("vocabulary", self.vocabulary)):
+        for what, ours in (("model_type", self.policy.model_type), ("vocabulary", self.policy.vocabulary)):
             if about[what] != ours:
                 theirs = f"{models['data'][0]['root']}, of {what} {about[what]}"
                 path = "--model PATH with the path of the policy"
@@ -111,6 +110,9 @@ class Vllm:
                     f"{http.url}: runs {theirs}; actor_rollout_ref.model.path has {what} {ours}. Start it with {path}, "
                     "or take its address out of actor_rollout_ref.rollout.server_urls"
                 )
+        longest = models["data"][0].get("max_model_len")
+        flags = ("--dtype", "--max-model-len")
+        check_formats(http.url, self.policy, dtype=about.get("dtype"), longest=longest, options=flags)
         if self.adapters and about["rank"] < self.adapters.rank:
             theirs = f"takes adapters of rank {about['rank']} at most; actor_rollout_ref.model.lora_rank is"
             how = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank"

@@ -8,6 +8,8 @@ A line is one response. Its first keys are those of verl's rollout dumps::
     data_source, index, uid                     where the prompt comes from, its row there, its number in the step
     prompt_ids, response_ids, response_mask     tokens; 1 where the update learns from the token
     rewards                                     reward of each response token, after shaping and the KL penalty
+    policy_version                              updates that the weights had had which drew it; the oldest, of several
+    token_versions                              the same of each response token, where weights changed within a batch
     ...                                         whatever else the reward returned
 """
 
@@ -77,6 +79,10 @@ class RolloutFiles:
                 "response_mask": mask[row, :length].long().tolist(),
                 "rewards": rewards[row, :length].tolist(),
             }
+            if rollout.policy_version is not None:
+                record["policy_version"] = int(rollout.policy_version[row])
+            if rollout.token_versions is not None:
+                record["token_versions"] = rollout.token_versions[row, :length].tolist()
             extra = outcome.extra if isinstance(outcome, Score) else {}
             yield record | {key: value for key, value in extra.items() if key not in record}
 

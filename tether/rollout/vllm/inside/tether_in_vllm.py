@@ -95,13 +95,16 @@ class Extension:
     """Methods that ``/collective_rpc`` finds in a worker besides its own."""
 
     def about(self) -> dict[str, str | int]:
-        """The model that is served, the largest rank of adapters that it takes, and whether it tells experts."""
+        """The model that is served, its number format, the largest rank of adapters that it takes, and whether it tells
+        experts.
+        """
         config, lora = self.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
         takes = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
         rank = lora.max_lora_rank if takes else 0
         tells = self.vllm_config.aux_output_config.enable_return_routed_experts  # type: ignore[attr-defined]
         kind, words = config.hf_text_config.model_type, config.get_vocab_size()
-        return {"model_type": kind, "vocabulary": words, "rank": rank, "experts": tells}
+        dtype = str(config.dtype).removeprefix("torch.")
+        return {"model_type": kind, "vocabulary": words, "dtype": dtype, "rank": rank, "experts": tells}
 
     def pack_head(self) -> None:
         """See `pack_tied_head`."""
