@@ -102,6 +102,19 @@ cmd $A""",
     "braces that are no list": 'cmd a={} b={x} c="{a,b}" {a:1}\nA={1,2}\ncmd $A',
     "exec": "cmd a\nexec true\ncmd d",
     "a split by the usual blanks": 'IFS=$(printf x)\nunset IFS\nA="a b"\ncmd $A',
+    "places of tildes": 'A=${N+}~/ B=""~/ C=x:~/y D=x\\:~/y\nX=(a=~/ ~/c)\ncmd $A $B $C $D "${X[@]}" a=b:~/v \'a\'=~/',
+    "arguments that are not there": 'set --\ncmd ${2-e} "$2" "${2}" "${*}" "$*" "$@" x\nA=\ncmd "$@$A" y',
+    "an array without elements": 'X=()\ncmd "$X" "${X}" "${X[*]}" "${X[@]}" z',
+    "arrays in subshells": "X=(a)\nX=(1) | cat\n{ X=(2); } | cat\n(X=(3))\ncmd $X",
+    "parentheses behind other words": "A=1\nif (true); then :; fi\n! (A=2)\n{ (A=3; cmd $A); }\n({ A=4; })\ncmd $A",
+    "the streams of a shell": "exec > >(cat) 2>&1\nA=1\ncmd $A 2> >(cat)",
+    "shifted arguments": 'f() { local A=$1; shift; cmd $A "$@" $#; }\nf a "b c" d\nset -- 1 2 3\nshift 2\ncmd $1',
+    "locals": "A=1\nX=(x)\nf() { local A; local X=(1 2); cmd ${A:-none} ${X[@]}; }\nf\ncmd $A ${X[@]}",
+    "functions in subshells": "f() { A=1; }\n(f() { A=2; })\n{ f() { A=3; }; } | cat\nf\ncmd $A\n(g() {\n:\n})\ncmd b",
+    "functions in groups": "{ h() {\n:\n}\n}\n{ function k { cmd k; }; }\nk\ncmd a",
+    "the same variable twice": "A=2 A+=3\ncmd $A\nA=1 A=${A}2\ncmd $A",
+    "what looks like an assignment": "A=1\n'A'=2 2> /dev/null\nB='A=3'\n$B 2> /dev/null\ncmd $A 'B'=4",
+    "lists in quotes in a default": 'A="${L:-[\\"a\\",\\"b\\"]}"\ncmd "$A" ${L:-[\\"a\\"]}',
     "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
 }
 
@@ -176,6 +189,18 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         "bash -c x; A=$-",
         "A=$((9223372036854775807 + 1))",
         "IFS=,\nA='1,2'\nset -- $A\nA=$1",
+        "export A={1,2}",
+        "A=~+",
+        "A=~other/x",
+        "readonly A\nreadonly A=1",
+        "A=$SECONDS",
+        "SECONDS=0; A=$SECONDS",
+        "A=$_",
+        "if x; then f() { A=2; }; else f() { A=3; }; fi\nf",
+        "f() { A=$A$A; f; f; }\nf",
+        'A=${F+x"y"$(z)}',
+        'A="${A:+x"y"z}"',
+        "X=s\nA=${X[@]:1}",
     ],
 )
 def test_a_variable_that_only_a_run_could_tell_is_unknown(setting: str) -> None:
@@ -256,7 +281,7 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_the_file_loads_to_what_the_script_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     text, listing = translate(written(tmp_path, SCRIPT % start), [])
-    assert listing == ""
+    assert listing == "the script passes its own arguments on ($@): what you call it with, add to this command"
     assert "settings: VLLM_ATTENTION_BACKEND, HF_TOKEN, WANDB_API_KEY" in text.splitlines()[1]
     assert "hf_1" not in text
     file = tmp_path / "run.yaml"

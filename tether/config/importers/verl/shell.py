@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tether.config.importers.verl.arithmetic import NAME, assigned_names
@@ -25,9 +25,14 @@ _READING = {"read", "mapfile", "readarray", "getopts"}
 _SUCCEEDING = {"set", "cd", "pushd", "popd", "mkdir", "echo", "printf", "true", ":", "ulimit", "unset", "shopt"}
 _NOT_READ = {"source", ".", "eval"}
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh")
+_OF_BASH = {"_", "SHLVL", "IFS", "RANDOM", "SRANDOM", "SECONDS", "LINENO", "BASHPID", "EPOCHSECONDS", "FUNCNAME"}
+"""Variables that bash itself sets, whatever they were; all but IFS hold something else than what is assigned."""
+_SETTING = re.compile(rf"\$\{{({NAME}):?=")
 _APART = ("|", "|&", "&")
 """Operators behind a command that runs in a subshell."""
-_MOST_CALLS = 20  # one within another
+_MOST_CALLS, _MOST_NESTED = 200, 20
+_SEVERAL = -1
+"""In place of where a function begins: only a run could tell which of its bodies is meant."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Script:
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    reads_arguments: bool = False
+    """Whether ``$@`` stands for what the script is called with, of which there is nothing here."""
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> Script:
@@ -65,7 +72,11 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
         text: of the script.
         environment: variables that it finds set, such as HOME.
     """
-    return _Reader(text, {name: [value] for name, value in environment.items()}).read()
+    return _Reader(text, {name: [value] for name, value in environment.items() if name not in _OF_BASH}).read()
+
+
+_State = tuple[Mapping[str, list[str]], Mapping[str, int]]
+"""Variables and functions."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,7 @@ class _Block:
     """Whether it runs in a subshell."""
     before: Mapping[str, list[str]]
     """The variables when it began."""
+    functions: Mapping[str, int]
     own: set[str] = field(default_factory=set)
     """Variables of a function that are as before when it returns."""
 
@@ -87,10 +99,14 @@ class _Reader:
         self._text, self._variables = text, variables
         self._inherited = frozenset(variables)
         self._words = WordReader(text, variables, self._is_conditional)
+        self._words.changing |= _OF_BASH - {"IFS"}
         self._script = Script()
         self._blocks: list[_Block] = []
+        self._calls = 0
         self._functions: dict[str, int] = {}  # name -> where the body begins
         self._skips = skips  # the body of a function that is only defined: its end is looked for
+        self._before: _State = {}, {}  # when the present command began
+        self._assignments = 0  # of the present command, before its name
         self._is_certain = True  # whether the next command runs whenever its block does: not after && and ||
         self._is_piped = False  # whether the next command is behind a |
         self._has_ended = False
@@ -98,6 +114,7 @@ class _Reader:
 
     def read(self) -> Script:
         self._run()
+        self._script.reads_arguments = self._words.reads_arguments
         return self._script
 
     def _run(self, outside: int | None = None) -> None:
@@ -105,15 +122,16 @@ class _Reader:
         has_begun = False
         while self._words.at < len(self._text) and not self._has_ended:
             line, before = self._line(), dict(self._variables)
+            self._before = before, dict(self._functions)
             words, end = self._command()
             depth, kind = len(self._blocks), self._blocks[-1].kind if self._blocks else ""
-            if kind == "case" and end == ")":
+            if kind == "case" and end == ")" and words != ["esac"]:
                 words = []  # a pattern
-            is_command = bool(words)
+            is_command = bool(words or self._words.arrays)
             succeeds = self._take(line, words, end) if is_command else True
             if is_command and len(self._blocks) == depth and (self._is_piped or end in _APART):
                 self._set_back(before)
-            if end == ")" and kind == "(":
+            if end == ")" and self._blocks and self._blocks[-1].kind == "(":
                 self._close(end)
             if is_command or end not in ("", "\n"):
                 is_certain = end != "||" and (end not in ("&&", "|", "|&") or (succeeds and self._is_certain))
@@ -132,10 +150,10 @@ class _Reader:
     def _is_conditional(self) -> bool:
         return not self._is_certain or any(block.is_conditional for block in self._blocks)
 
-    def _open(self, kind: str) -> None:
+    def _open(self, kind: str, before: _State) -> None:
         is_conditional = kind not in ("{", "(") or not self._is_certain
         is_apart = kind == "(" or self._is_piped
-        self._blocks.append(_Block(kind, is_conditional, is_apart, dict(self._variables)))
+        self._blocks.append(_Block(kind, is_conditional, is_apart, *before))
         self._is_certain, self._is_piped = True, False
 
     def _close(self, end: str) -> None:
@@ -143,6 +161,7 @@ class _Reader:
             block = self._blocks.pop()
             if block.is_apart or end in _APART:
                 self._set_back(block.before)
+                self._functions = dict(block.functions)
 
     def _set_back(self, variables: Mapping[str, list[str]]) -> None:
         self._variables.clear()
@@ -155,21 +174,29 @@ class _Reader:
         self._words.at = begin.end()
         if self._skips:  # it looks for the end of another
             return
-        self._functions[name] = begin.end()
+        is_another = name in self._functions and self._is_conditional()
+        self._functions[name] = _SEVERAL if is_another else begin.end()
         skipped = _Reader(self._text, dict(self._variables), skips=True)
         skipped._words.at = begin.end()
         skipped._run(0)
         self._words.at = skipped._words.at
+        if self._text[begin.end() : begin.end() + 1] != "(" and self._text.endswith(")", 0, self._words.at):
+            self._words.at -= 1  # it ends what is around the function
 
     def _call(self, line: int, words: Sequence[str], environment: Mapping[str, list[str]]) -> None:
         """Read the body of a function with the arguments of a call."""
         name, *arguments = words
-        if sum(block.kind == "call" for block in self._blocks) == _MOST_CALLS:
-            self._note(line, f"{name} calls itself, which is not followed", "write out what it runs")
+        self._calls += 1
+        is_deep = sum(block.kind == "call" for block in self._blocks) == _MOST_NESTED
+        if is_deep or self._calls > _MOST_CALLS or self._functions[name] == _SEVERAL:
+            why = "has several bodies" if self._functions[name] == _SEVERAL else "calls itself"
+            self._note(line, f"{name} {why}, which is not followed", "write out what it runs")
+            for variable in list(self._variables):
+                self._words.assign(variable, None)
             return
         outer = self._words.at, self._heredocs, self._is_certain, self._is_piped
         own = {ARGUMENTS, *environment}
-        self._blocks.append(_Block("call", not self._is_certain, False, dict(self._variables), own))
+        self._blocks.append(_Block("call", not self._is_certain, False, dict(self._variables), self._functions, own))
         depth = len(self._blocks)
         self._variables |= {**environment, ARGUMENTS: arguments}
         self._words.at, self._heredocs, self._is_certain, self._is_piped = self._functions[name], [], True, False
@@ -194,7 +221,7 @@ class _Reader:
             if word in _ENDS:
                 self._close(end)
             elif word in _BLOCKS:
-                self._open(word)
+                self._open(word, self._before)
             if word in _BLOCKS - {"{"}:
                 what = f"{word} ... is not evaluated; variables that are set in it are unknown"
                 self._note(line, what, "take what is to run out of it")
@@ -207,10 +234,12 @@ class _Reader:
         rest = [word for word in words[1:] if word not in options] if declares else words
         assigned: dict[str, list[str] | None] = {}
         names: list[str] = []
-        while rest and (declares or ASSIGNMENT.match(rest[0]) or _ELEMENT.match(rest[0])):
+        while rest and (declares or self._assignments):
             word = rest.pop(0)
+            self._assignments -= not declares
             if match := ASSIGNMENT.match(word):
-                assigned[match[1]] = self._words.assigned(word)
+                is_known = assigned.get(match[1], []) is not None
+                assigned[match[1]] = self._words.assigned(word, assigned) if is_known else None
             elif match := _ELEMENT.match(word):
                 assigned[match[1]] = None
             names.append(match[1] if match else word)
@@ -218,15 +247,21 @@ class _Reader:
             own = {name: values or [unknown(f"${name}")] for name, values in assigned.items()}
             return self._simple(line, rest, own)
         if declares:
-            self._declare(line, words[0], options, names)
+            self._declare(line, words[0], options, names, [name for name in names if name not in assigned])
         for name, values in assigned.items():
             self._words.assign(name, values)
+        if "readonly" in words[:1]:
+            self._words.changing |= set(names)
         if declares and words[0] == "export":
             self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
         return True
 
-    def _declare(self, line: int, what: str, options: Sequence[str], names: list[str]) -> None:
-        """Note which variables are of a function alone, or hold something else than what is assigned to them."""
+    def _declare(self, line: int, what: str, options: Sequence[str], names: list[str], bare: Sequence[str]) -> None:
+        """Note which variables are of a function alone, or hold something else than what is assigned to them.
+
+        Args:
+            bare: those of the names that are given no value; in a function, they have none.
+        """
         for name in [name for name in names if UNKNOWN in name]:
             self._note(line, f"{what} {name} is not read: variables that it sets are unknown", "write them out")
             names.remove(name)
@@ -234,7 +269,8 @@ class _Reader:
             self._words.changing |= set(names)
         calls = [block for block in self._blocks if block.kind == "call"]
         if calls and what in ("local", "declare", "typeset") and "-g" not in options:
-            calls[-1].own.update(names)
+            calls[-1].own.update(names, self._words.arrays)
+            self._unset(bare)
 
     def _simple(self, line: int, words: list[str], environment: Mapping[str, list[str]]) -> bool:
         """Note a command, or call a function; returns whether it succeeds for certain."""
@@ -272,14 +308,15 @@ class _Reader:
         elif name == "let":
             changed = [one for word in arguments for one in assigned_names(word)]
         elif name == "unset":
-            changed = [word.partition("[")[0] for word in arguments if "[" in word or self._is_conditional()]
-            for variable in set(arguments) - set(changed):
-                self._script.exported.pop(variable, None)
-                self._variables.pop(variable, None)
+            changed = [word.partition("[")[0] for word in arguments if "[" in word]
+            self._unset(set(arguments) - set(changed))
         elif name in ("cd", "pushd", "popd"):
             self._change_folder(name, [word for word in arguments if word != "--"])
         elif name == "shift":
-            changed = [ARGUMENTS]
+            left = list(self._variables.get(ARGUMENTS, []))
+            count = "".join(arguments) or "1"
+            is_known = count.isdecimal() and int(count) <= len(left) and UNKNOWN not in "".join(left)
+            self._words.assign(ARGUMENTS, left[int(count) :] if is_known else None)
         elif name == "set" and "--" in arguments:
             self._words.assign(ARGUMENTS, list(arguments[arguments.index("--") + 1 :]))
         elif name == "set" and arguments and not arguments[0].startswith(("-", "+")):
@@ -289,6 +326,14 @@ class _Reader:
             self._has_ended = name != "return"
         for variable in changed:
             self._words.assign(variable, None)
+
+    def _unset(self, names: Collection[str]) -> None:
+        for name in names:
+            if self._is_conditional():
+                self._words.assign(name, None)
+            else:
+                self._script.exported.pop(name, None)
+                self._variables.pop(name, None)
 
     def _change_folder(self, command: str, arguments: Sequence[str]) -> None:
         before = self._variables.get("PWD")
@@ -328,6 +373,8 @@ class _Reader:
                 words of a command behind them do not.
         """
         words: list[str] = []
+        self._words.arrays.clear()
+        self._assignments, begin = 0, self._words.at
         compares = False  # within [[ ... ]], where operators are part of it
         while self._words.at < len(self._text):
             char = self._text[self._words.at]
@@ -340,9 +387,9 @@ class _Reader:
                 self._words.at = self._words.end_of_line()
             elif compares and char in "&|()<>":
                 self._words.at += 1
-            elif words[:1] == ["function"] and len(words) == 2:
-                self._define(words[1])
-                return [], ";"
+            elif words[-2:-1] == ["function"] and all(word in _BLOCKS | _WITHIN for word in words[:-2]):
+                self._define(words[-1])
+                return words[:-2], ";"
             elif self._text.startswith("&>", self._words.at):
                 self._skip_redirection()
             elif char in "\n;&|)":
@@ -362,12 +409,20 @@ class _Reader:
                     self._skip_redirection()
             else:
                 self._warn_of_a_broken_continuation()
-                begins = [word for word in words if word not in _WITHIN | {"{"}]
-                is_prefix = all(map(ASSIGNMENT.match, begins))
-                assigns = is_prefix and ASSIGNMENT.match(self._text, self._words.at) is not None
+                begins = [word for word in words if word not in _WITHIN | _BLOCKS | _ENDS]
+                is_prefix = len(begins) == self._assignments
+                written = ASSIGNMENT.match(self._text, self._words.at) or _ELEMENT.match(self._text, self._words.at)
+                assigns = is_prefix and written is not None
                 if not assigns:
                     self._words.take_back(before)
-                found = self._words.word(may_assign=is_prefix or begins[0] in _DECLARING)
+                if is_prefix and not assigns and (self._assignments or self._words.arrays):
+                    # bash fills words in before it assigns
+                    sets = _SETTING.findall(self._text, begin, self._words.at)
+                    for name in {*self._words.arrays, *sets}:
+                        self._words.assign(name, None)
+                declares = not is_prefix and begins[0] in _DECLARING
+                found = self._words.word(may_assign=is_prefix, declares=declares)
+                self._assignments += assigns and bool(found)
                 if assigns and found and (match := ASSIGNMENT.match(found[0])):
                     before.setdefault(match[1], self._variables.get(match[1], []))
                     self._variables[match[1]] = self._words.assigned(found[0])
@@ -387,12 +442,14 @@ class _Reader:
         empty = re.compile(r"\(\s*\)").match(text, self._words.at)
         if words and empty:
             self._words.at = empty.end()
-            self._define(words[-1])
-            words.clear()
+            self._define(words.pop())
             return ";"
+        words[:] = [word for word in words if word not in _WITHIN]
+        if words and all(word in _BLOCKS for word in words):
+            return ";"  # they begin first
         self._words.at += 1
         if not words and not (self._blocks and self._blocks[-1].kind == "case"):
-            self._open("(")
+            self._open("(", (dict(self._variables), dict(self._functions)))
         return ""
 
     def _skip_redirection(self) -> None:
@@ -403,7 +460,9 @@ class _Reader:
         operator = re.compile(r"[<>&]+(?:[ \t]|\\\n)*").match(self._text, self._words.at)
         assert operator
         self._words.at = operator.end()
-        if self._text.startswith("(", self._words.at):
+        if self._text.startswith(("<(", ">("), self._words.at):
+            self._words.substitution()
+        elif self._text.startswith("(", self._words.at):
             self._words.at = end_of_substitution(self._text, self._words.at - 1)
         else:
             self._words.word()  # its target

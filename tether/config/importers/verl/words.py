@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tether.config.importers.verl.arithmetic import NAME, assigned_names, whole_number
 from tether.config.importers.verl.brackets import end_of_brace_list, end_of_braces, end_of_quotes, end_of_substitution
@@ -19,8 +19,10 @@ _BRACED = re.compile(
     r"((?P<colon>:?)(?P<sign>[-=?+])(?P<word>.*))?",
     re.DOTALL,
 )
-_SLICE = re.compile(rf"(?:({NAME})\[[@*]\]|[@*]):(\d+)(?::(\d+))?")
+_SLICE = re.compile(rf"(?:({NAME})\[@\]|@):(\d+)(?::(\d+))?")
 _PATTERN = re.compile(r"""[^'"=$`\\]*[*?][^'"=$`\\]*""")
+_HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|$)")
+_LONGEST = 1 << 17  # characters that bash can pass as one argument
 _USUAL = " \t\n"
 
 
@@ -43,19 +45,27 @@ class WordReader:
         self.at = 0  # in the text: what is read next
         self.variables = variables
         self.changing: set[str] = set()  # variables that hold something else than what is assigned to them
+        self.arrays: set[str] = set()  # those that the present command assigns
+        self.reads_arguments = False  # whether it has filled in those of the script, as if there were none
         self._is_conditional = is_conditional
         self._is_in_quotes = False  # whether the last expansion was that of a default in quotes: of whole words
 
     def assign(self, name: str, values: list[str] | None) -> None:
         """Set a variable; None: to what only a run could tell."""
         is_known = values is not None and name not in self.changing and not self._is_conditional()
+        is_known = is_known and sum(len(value) + 1 for value in values or ()) < _LONGEST
         self.variables[name] = values if values is not None and is_known else [unknown(f"${name}")]
 
-    def assigned(self, word: str) -> list[str]:
-        """The elements of a variable after ``NAME=value`` or ``NAME+=value``, which are of an array's first one."""
+    def assigned(self, word: str, own: Mapping[str, list[str] | None] | None = None) -> list[str]:
+        """The elements of a variable after ``NAME=value`` or ``NAME+=value``, which are of an array's first one.
+
+        Args:
+            word: the assignment.
+            own: variables that the same command has assigned before.
+        """
         match = ASSIGNMENT.match(word)
         assert match
-        old = self.variables.get(match[1], [])
+        old = {**self.variables, **(own or {})}.get(match[1], []) or []
         return ["".join(old[:1] if match[2] else []) + word[match.end() :], *old[1:]]
 
     def take_back(self, before: dict[str, list[str]]) -> None:
@@ -66,19 +76,23 @@ class WordReader:
                 del self.variables[name]
         before.clear()
 
-    def home(self) -> str:
-        """The folder that ``~`` stands for."""
-        return "".join(self.variables.get("HOME", [unknown("~")]))
-
     def end_of_line(self) -> int:
         """Place of the next end of a line."""
         end = self._text.find("\n", self.at)
         return len(self._text) if end < 0 else end
 
-    def word(self, *, may_assign: bool = False) -> list[str]:
-        """One word; several, or none, where an unquoted variable is split, which an assignment's is not."""
+    def word(self, *, may_assign: bool = False, declares: bool = False, is_element: bool = False) -> list[str]:
+        """One word; several, or none, where an unquoted variable is split, which an assignment's is not.
+
+        Args:
+            may_assign: whether it is an assignment if it looks like one.
+            declares: whether it is an argument of `declare` and the like.
+            is_element: whether it is one of an array.
+        """
         words: list[str] = []
         current, is_quoted = "", False
+        has_name = not is_element and ASSIGNMENT.match(self._text, self.at) is not None  # as written, an assignment
+        plain = self.at  # behind the last character that is neither quoted nor filled in
         while self.at < len(self._text):
             char = self._text[self.at]
             if char in " \t\n;&|()<>":
@@ -88,14 +102,18 @@ class WordReader:
                 if char in "<>" and current.isdecimal() and not words:
                     return []  # the file descriptor of a redirection
                 break
-            assigns = may_assign and bool(ASSIGNMENT.match(current))
+            assigns = (may_assign or declares) and has_name and "=" in current
             if char == "\\":
                 follows = self._text[self.at + 1 : self.at + 2]
                 current += "" if follows == "\n" else follows
                 self.at += 2
-            elif char == "{" and not assigns and (end_of_list := end_of_brace_list(self._text, self.at)):
-                current += unknown(self._text[self.at : end_of_list])  # several words
-                self.at = end_of_list
+            elif (
+                char == "{"
+                and not (assigns and may_assign)
+                and (end := end_of_brace_list(self._text, self.at)) is not None
+            ):
+                current += unknown(self._text[self.at : end])  # several words
+                self.at = end
             elif char == "'":
                 end = self._text.find("'", self.at + 1)
                 end = len(self._text) if end < 0 else end
@@ -116,15 +134,13 @@ class WordReader:
                     is_quoted, self.at = True, match.end()
             elif (
                 char == "~"
-                and re.compile(r"~(?=[/\s;]|$)").match(self._text, self.at)
-                and (
-                    ASSIGNMENT.fullmatch(current)
-                    or not (current or is_quoted)
-                    or (assigns and self._text[self.at - 1] == ":")
-                )
+                and plain == self.at
+                and (not current or (has_name and (current[-1] == ":" or ASSIGNMENT.fullmatch(current))))
+                and (home := _HOME.match(self._text, self.at))
             ):
-                self.at += 1
-                current += self.home()
+                is_plain = has_name or not self._text.startswith(":", home.end(1))  # else what follows decides
+                current += self.home(home[1]) if is_plain else unknown(home[1])
+                self.at = home.end(1)
             elif char in "$`":
                 begin, values = self.at, self._expansion()
                 if self._is_in_quotes and not assigns:
@@ -143,7 +159,12 @@ class WordReader:
             else:
                 current += char
                 self.at += 1
+                plain = self.at
         return [*words, current] if current or is_quoted else words
+
+    def home(self, written: str = "~") -> str:
+        """The folder of ``~``; that of another user, ``~+`` and the like are unknown."""
+        return "".join(self.variables.get("HOME", [unknown("~")])) if written == "~" else unknown(written)
 
     def _array(self, name: str, *, is_appended: bool) -> None:
         """``NAME=( ... )``, which may have comments and many lines."""
@@ -161,13 +182,14 @@ class WordReader:
                 self.at = self.end_of_line()
             else:
                 begin = self.at
-                found = self.word()
+                found = self.word(is_element=True)
                 written = self._text[begin : self.at]
                 items += [unknown(written)] if _PATTERN.fullmatch(written) else found  # files that are there
         self.at += 1
         has_places = any(re.match(r"\[[^]]*\]=", item) for item in items)
         before = self.variables.get(name, []) if is_appended else []
         self.assign(name, None if has_places else [*before, *items])
+        self.arrays.add(name)
 
     def substitution(self) -> str:
         """``$(...)``, ``<(...)`` and the like, which only a run could tell."""
@@ -177,23 +199,22 @@ class WordReader:
     def _quoted(self) -> list[str]:
         """Text in double quotes; the elements of ``"${NAME[@]}"``, of which there may be none."""
         self.at += 1
-        parts, has_text = [""], False
+        parts, has_empty_list = [""], False
         while self.at < len(self._text) and self._text[self.at] != '"':
             char = self._text[self.at]
             if char == "\\" and self._text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
                 follows = self._text[self.at + 1]
                 parts[-1] += "" if follows == "\n" else follows
-                self.at, has_text = self.at + 2, True
+                self.at += 2
             elif char in "$`":
                 values = self._expansion(in_quotes=True)
-                has_text = has_text or bool(values)
+                has_empty_list = has_empty_list or not values
                 parts = [*parts[:-1], parts[-1] + values[0], *values[1:]] if values else parts
             else:
                 parts[-1] += char
-                self.at, has_text = self.at + 1, True
-        is_empty_list = not has_text and self._text[self.at - 1 : self.at] != '"'
+                self.at += 1
         self.at += 1
-        return [] if is_empty_list else parts
+        return [] if has_empty_list and parts == [""] else parts
 
     def _splits_as_usual(self) -> bool:
         """Whether unquoted values are split where they have blanks."""
@@ -209,7 +230,7 @@ class WordReader:
             if values is not None and in_quotes and match[1] == "*":
                 values = self._joined(values)
             elif values is not None and match[1] not in "@*":
-                values = values[:1]
+                values = values[:1] or [""]
         elif self._text.startswith("${", begin):
             self.at = end_of_braces(self._text, begin)
             inside = self._text[begin + 2 : self.at - 1]
@@ -246,7 +267,8 @@ class WordReader:
         """The elements of ``${NAME[@]:1}`` and ``${@:2:3}``; None: unknown."""
         name, first, count = sliced[1] or "@", int(sliced[2]), sliced[3]
         values = self._values(name)
-        if values is None or UNKNOWN in "".join(values) or (name == "@" and first == 0):
+        may_be_text = sliced[1] is not None and len(values or ()) == 1  # of which it takes characters
+        if values is None or UNKNOWN in "".join(values) or (name == "@" and first == 0) or may_be_text:
             return [] if name == "@" and values == [] and first else None
         first -= name == "@"
         return values[first:] if count is None else values[first : first + int(count)]
@@ -255,12 +277,13 @@ class WordReader:
         """The elements of a variable, or the arguments; None: unknown, or not set."""
         arguments = self.variables.get(ARGUMENTS)
         if name in "@*":
+            self.reads_arguments = self.reads_arguments or arguments is None
             return arguments or []
         if name != "#" and not name.isdecimal():
             return self.variables.get(name)
         if arguments is None or UNKNOWN in "".join(arguments) or name == "0":
             return None
-        return [str(len(arguments))] if name == "#" else arguments[int(name) - 1 : int(name)] or [""]
+        return [str(len(arguments))] if name == "#" else arguments[int(name) - 1 : int(name)]
 
     def _braced(self, braced: re.Match[str], in_quotes: bool) -> list[str] | None:
         """The value of ``${NAME}`` and of its forms with a word for where it is not set; None: unknown."""
@@ -277,15 +300,20 @@ class WordReader:
         if is_set and values is not None and sign != "+":
             if every == "*" and in_quotes:
                 return self._joined(values)
-            return values if every in "@*" else values[:1]
+            return values if every in "@*" else values[:1] or [""]
         if values is not None and any(UNKNOWN in value for value in values):
             return None
         if sign is None or sign == "?":
-            return values
+            is_list = every == "@" or (every == "*" and not in_quotes)
+            return values if values is None or is_list else values or [""]
         if sign == "+" and not is_set:
             return [] if every in "@*" else [""]
-        word = self._filled(braced["word"], in_quotes)
-        self._is_in_quotes = sign != "=" and re.search("[\"']", braced["word"]) is not None
+        written = braced["word"]
+        is_whole = written.startswith('"') and end_of_quotes(written, 0) == len(written)
+        if in_quotes and not is_whole and re.search(r'(?<!\\)"', written):
+            return None  # bash itself is of several minds
+        word = self._filled(written, in_quotes)
+        self._is_in_quotes = sign != "=" and re.search("[\"']", written) is not None
         if sign == "=" and word is not None:
             self.assign(name, word)
         return word
@@ -295,22 +323,26 @@ class WordReader:
         inner = WordReader(word, self.variables, self._is_conditional)
         if word.startswith('"') and end_of_quotes(word, 0) == len(word):
             return inner._quoted()
-        if not in_quotes and re.search("[\"']", word) and re.search(r"[ \t\n]", _without_quotes(word)):
-            return None  # whole words beside others that are split
+        is_split = not in_quotes and re.search("[\"']", word)  # whole words beside others that are split
+        if re.search("[$][\"']", word) or (is_split and re.search(r"[ \t\n]", _without_quotes(word))):
+            return None
         filled = ""
         while inner.at < len(word):
             char = word[inner.at]
             if char in "$`":
-                filled += " ".join(inner._expansion(in_quotes=in_quotes))
+                value = " ".join(inner._expansion(in_quotes=in_quotes))
+                if is_split and not inner._is_in_quotes and re.search(r"[ \t\n]", value):
+                    return None
+                filled += value
             elif char == '"':
                 filled += " ".join(inner._quoted())
             elif char == "'" and not in_quotes:
                 end = word.find("'", inner.at + 1)
                 filled += word[inner.at + 1 : end if end >= 0 else None]
                 inner.at = end + 1 if end >= 0 else len(word)
-            elif char == "~" and inner.at == 0 and not in_quotes and re.match(r"~(/|$)", word):
-                filled += self.home()
-                inner.at += 1
+            elif char == "~" and inner.at == 0 and not in_quotes and (home := _HOME.match(word)):
+                filled += self.home(home[1])
+                inner.at = home.end(1)
             else:
                 inner.at += char == "\\" and (
                     not in_quotes or word[inner.at + 1 : inner.at + 2] in ("$", '"', "\\", "}")
