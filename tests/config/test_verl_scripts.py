@@ -105,6 +105,7 @@ cmd $A""",
     "places of tildes": 'A=${N+}~/ B=""~/ C=x:~/y D=x\\:~/y\nX=(a=~/ ~/c)\ncmd $A $B $C $D "${X[@]}" a=b:~/v \'a\'=~/',
     "arguments that are not there": 'set --\ncmd ${2-e} "$2" "${2}" "${*}" "$*" "$@" x\nA=\ncmd "$@$A" y',
     "an array without elements": 'X=()\ncmd "$X" "${X}" "${X[*]}" "${X[@]}" z',
+    "pipes in groups": "A=1\n{ A=2 | cat\n}\n{ A=3 & wait\n}\ncmd $A",
     "arrays in subshells": "X=(a)\nX=(1) | cat\n{ X=(2); } | cat\n(X=(3))\ncmd $X",
     "parentheses behind other words": "A=1\nif (true); then :; fi\n! (A=2)\n{ (A=3; cmd $A); }\n({ A=4; })\ncmd $A",
     "the streams of a shell": "exec > >(cat) 2>&1\nA=1\ncmd $A 2> >(cat)",
@@ -201,6 +202,7 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         'A=${F+x"y"$(z)}',
         'A="${A:+x"y"z}"',
         "X=s\nA=${X[@]:1}",
+        'A=\n: "${A:=x"y"z}"',
     ],
 )
 def test_a_variable_that_only_a_run_could_tell_is_unknown(setting: str) -> None:

@@ -129,7 +129,7 @@ class _Reader:
                 words = []  # a pattern
             is_command = bool(words or self._words.arrays)
             succeeds = self._take(line, words, end) if is_command else True
-            if is_command and len(self._blocks) == depth and (self._is_piped or end in _APART):
+            if is_command and len(self._blocks) >= depth and (self._is_piped or end in _APART):
                 self._set_back(before)
             if end == ")" and self._blocks and self._blocks[-1].kind == "(":
                 self._close(end)

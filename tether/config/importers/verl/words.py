@@ -310,11 +310,10 @@ class WordReader:
             return [] if every in "@*" else [""]
         written = braced["word"]
         is_whole = written.startswith('"') and end_of_quotes(written, 0) == len(written)
-        if in_quotes and not is_whole and re.search(r'(?<!\\)"', written):
-            return None  # bash itself is of several minds
-        word = self._filled(written, in_quotes)
+        is_mixed = in_quotes and not is_whole and re.search(r'(?<!\\)"', written)  # bash has rules of its own for it
+        word = None if is_mixed else self._filled(written, in_quotes)
         self._is_in_quotes = sign != "=" and re.search("[\"']", written) is not None
-        if sign == "=" and word is not None:
+        if sign == "=":
             self.assign(name, word)
         return word
 
