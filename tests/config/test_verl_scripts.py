@@ -202,6 +202,9 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         'A=${F+x"y"$(z)}',
         'A="${A:+x"y"z}"',
         "X=s\nA=${X[@]:1}",
+        "(false) && A=2",
+        "{ [ -d x ] && B=1; } && A=2",
+        "if x; then false; fi && A=2",
         'A=\n: "${A:=x"y"z}"',
     ],
 )

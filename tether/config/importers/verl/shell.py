@@ -128,7 +128,7 @@ class _Reader:
             if kind == "case" and end == ")" and words != ["esac"]:
                 words = []  # a pattern
             is_command = bool(words or self._words.arrays)
-            succeeds = self._take(line, words, end) if is_command else True
+            succeeds = self._take(line, words, end) if is_command else end != "&&"  # behind a )
             if is_command and len(self._blocks) >= depth and (self._is_piped or end in _APART):
                 self._set_back(before)
             if end == ")" and self._blocks and self._blocks[-1].kind == "(":
@@ -216,6 +216,7 @@ class _Reader:
         Returns:
             Whether it succeeds for certain, so that what follows ``&&`` runs.
         """
+        has_closed = words[:1] in [[word] for word in _ENDS]
         while words and words[0] in _BLOCKS | _ENDS | _WITHIN:
             word = words.pop(0)
             if word in _ENDS:
@@ -254,7 +255,7 @@ class _Reader:
             self._words.changing |= set(names)
         if declares and words[0] == "export":
             self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
-        return True
+        return not has_closed
 
     def _declare(self, line: int, what: str, options: Sequence[str], names: list[str], bare: Sequence[str]) -> None:
         """Note which variables are of a function alone, or hold something else than what is assigned to them.

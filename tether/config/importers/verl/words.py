@@ -21,7 +21,7 @@ _BRACED = re.compile(
 )
 _SLICE = re.compile(rf"(?:({NAME})\[@\]|@):(\d+)(?::(\d+))?")
 _PATTERN = re.compile(r"""[^'"=$`\\]*[*?][^'"=$`\\]*""")
-_HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|$)")
+_HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|\\\n|$)")
 _LONGEST = 1 << 17  # characters that bash can pass as one argument
 _USUAL = " \t\n"
 
