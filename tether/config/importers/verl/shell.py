@@ -25,14 +25,8 @@ _READING = {"read", "mapfile", "readarray", "getopts"}
 _SUCCEEDING = {"set", "cd", "pushd", "popd", "mkdir", "echo", "printf", "true", ":", "ulimit", "unset", "shopt"}
 _NOT_READ = {"source", ".", "eval"}
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh")
-_OF_BASH = {"_", "SHLVL", "IFS", "RANDOM", "SRANDOM", "SECONDS", "LINENO", "BASHPID", "EPOCHSECONDS", "FUNCNAME"}
-"""Variables that bash itself sets, whatever they were; all but IFS hold something else than what is assigned."""
-_SETTING = re.compile(rf"\$\{{({NAME}):?=")
 _APART = ("|", "|&", "&")
 """Operators behind a command that runs in a subshell."""
-_MOST_CALLS, _MOST_NESTED = 200, 20
-_SEVERAL = -1
-"""In place of where a function begins: only a run could tell which of its bodies is meant."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +55,6 @@ class Script:
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    reads_arguments: bool = False
-    """Whether ``$@`` stands for what the script is called with, of which there is nothing here."""
 
 
 def read_script(text: str, environment: Mapping[str, str]) -> Script:
@@ -72,11 +64,7 @@ def read_script(text: str, environment: Mapping[str, str]) -> Script:
         text: of the script.
         environment: variables that it finds set, such as HOME.
     """
-    return _Reader(text, {name: [value] for name, value in environment.items() if name not in _OF_BASH}).read()
-
-
-_State = tuple[Mapping[str, list[str]], Mapping[str, int]]
-"""Variables and functions."""
+    return _Reader(text, {name: [value] for name, value in environment.items()}).read()
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,6 @@ class _Block:
     """Whether it runs in a subshell."""
     before: Mapping[str, list[str]]
     """The variables when it began."""
-    functions: Mapping[str, int]
     own: set[str] = field(default_factory=set)
     """Variables of a function that are as before when it returns."""
 
@@ -99,13 +86,12 @@ class _Reader:
         self._text, self._variables = text, variables
         self._inherited = frozenset(variables)
         self._words = WordReader(text, variables, self._is_conditional)
-        self._words.changing |= _OF_BASH - {"IFS"}
         self._script = Script()
         self._blocks: list[_Block] = []
-        self._calls = 0
-        self._functions: dict[str, int] = {}  # name -> where the body begins
+        self._functions: dict[str, int | None] = {}  # where the body begins; None: only a run could tell which is meant
+        self._called: list[str] = []  # functions that have not returned
         self._skips = skips  # the body of a function that is only defined: its end is looked for
-        self._before: _State = {}, {}  # when the present command began
+        self._before: Mapping[str, list[str]] = {}  # the variables when the present command began
         self._assignments = 0  # of the present command, before its name
         self._is_certain = True  # whether the next command runs whenever its block does: not after && and ||
         self._is_piped = False  # whether the next command is behind a |
@@ -114,15 +100,14 @@ class _Reader:
 
     def read(self) -> Script:
         self._run()
-        self._script.reads_arguments = self._words.reads_arguments
         return self._script
 
     def _run(self, outside: int | None = None) -> None:
         """Read commands to the end, or until all blocks have ended but those outside of the first one."""
         has_begun = False
         while self._words.at < len(self._text) and not self._has_ended:
-            line, before = self._line(), dict(self._variables)
-            self._before = before, dict(self._functions)
+            line = self._line()
+            before = self._before = dict(self._variables)
             words, end = self._command()
             depth, kind = len(self._blocks), self._blocks[-1].kind if self._blocks else ""
             if kind == "case" and end == ")" and words != ["esac"]:
@@ -150,10 +135,10 @@ class _Reader:
     def _is_conditional(self) -> bool:
         return not self._is_certain or any(block.is_conditional for block in self._blocks)
 
-    def _open(self, kind: str, before: _State) -> None:
+    def _open(self, kind: str, before: Mapping[str, list[str]]) -> None:
         is_conditional = kind not in ("{", "(") or not self._is_certain
         is_apart = kind == "(" or self._is_piped
-        self._blocks.append(_Block(kind, is_conditional, is_apart, *before))
+        self._blocks.append(_Block(kind, is_conditional, is_apart, before))
         self._is_certain, self._is_piped = True, False
 
     def _close(self, end: str) -> None:
@@ -161,7 +146,6 @@ class _Reader:
             block = self._blocks.pop()
             if block.is_apart or end in _APART:
                 self._set_back(block.before)
-                self._functions = dict(block.functions)
 
     def _set_back(self, variables: Mapping[str, list[str]]) -> None:
         self._variables.clear()
@@ -175,7 +159,7 @@ class _Reader:
         if self._skips:  # it looks for the end of another
             return
         is_another = name in self._functions and self._is_conditional()
-        self._functions[name] = _SEVERAL if is_another else begin.end()
+        self._functions[name] = None if is_another else begin.end()
         skipped = _Reader(self._text, dict(self._variables), skips=True)
         skipped._words.at = begin.end()
         skipped._run(0)
@@ -186,21 +170,22 @@ class _Reader:
     def _call(self, line: int, words: Sequence[str], environment: Mapping[str, list[str]]) -> None:
         """Read the body of a function with the arguments of a call."""
         name, *arguments = words
-        self._calls += 1
-        is_deep = sum(block.kind == "call" for block in self._blocks) == _MOST_NESTED
-        if is_deep or self._calls > _MOST_CALLS or self._functions[name] == _SEVERAL:
-            why = "has several bodies" if self._functions[name] == _SEVERAL else "calls itself"
+        body = self._functions[name]
+        if body is None or name in self._called:
+            why = "has several bodies" if body is None else "calls itself"
             self._note(line, f"{name} {why}, which is not followed", "write out what it runs")
             for variable in list(self._variables):
                 self._words.assign(variable, None)
             return
         outer = self._words.at, self._heredocs, self._is_certain, self._is_piped
         own = {ARGUMENTS, *environment}
-        self._blocks.append(_Block("call", not self._is_certain, False, dict(self._variables), self._functions, own))
+        self._blocks.append(_Block("call", not self._is_certain, False, dict(self._variables), own))
         depth = len(self._blocks)
         self._variables |= {**environment, ARGUMENTS: arguments}
-        self._words.at, self._heredocs, self._is_certain, self._is_piped = self._functions[name], [], True, False
+        self._words.at, self._heredocs, self._is_certain, self._is_piped = body, [], True, False
+        self._called.append(name)
         self._run(depth)
+        self._called.pop()
         block = self._blocks[depth - 1]
         del self._blocks[depth - 1 :]
         for variable in block.own:
@@ -216,7 +201,7 @@ class _Reader:
         Returns:
             Whether it succeeds for certain, so that what follows ``&&`` runs.
         """
-        has_closed = words[:1] in [[word] for word in _ENDS]
+        has_closed = bool(words) and words[0] in _ENDS
         while words and words[0] in _BLOCKS | _ENDS | _WITHIN:
             word = words.pop(0)
             if word in _ENDS:
@@ -239,8 +224,7 @@ class _Reader:
             word = rest.pop(0)
             self._assignments -= not declares
             if match := ASSIGNMENT.match(word):
-                is_known = assigned.get(match[1], []) is not None
-                assigned[match[1]] = self._words.assigned(word, assigned) if is_known else None
+                assigned[match[1]] = self._words.assigned(word)
             elif match := _ELEMENT.match(word):
                 assigned[match[1]] = None
             names.append(match[1] if match else word)
@@ -251,8 +235,6 @@ class _Reader:
             self._declare(line, words[0], options, names, [name for name in names if name not in assigned])
         for name, values in assigned.items():
             self._words.assign(name, values)
-        if "readonly" in words[:1]:
-            self._words.changing |= set(names)
         if declares and words[0] == "export":
             self._script.exported |= {name: "".join(self._variables.get(name, [""])) for name in names}
         return not has_closed
@@ -313,9 +295,8 @@ class _Reader:
             self._unset(set(arguments) - set(changed))
         elif name in ("cd", "pushd", "popd"):
             self._change_folder(name, [word for word in arguments if word != "--"])
-        elif name == "shift":
-            left = list(self._variables.get(ARGUMENTS, []))
-            count = "".join(arguments) or "1"
+        elif name == "shift" and (left := self._variables.get(ARGUMENTS)):
+            count = arguments[0] if arguments else "1"
             is_known = count.isdecimal() and int(count) <= len(left) and UNKNOWN not in "".join(left)
             self._words.assign(ARGUMENTS, left[int(count) :] if is_known else None)
         elif name == "set" and "--" in arguments:
@@ -375,7 +356,7 @@ class _Reader:
         """
         words: list[str] = []
         self._words.arrays.clear()
-        self._assignments, begin = 0, self._words.at
+        self._assignments = 0
         compares = False  # within [[ ... ]], where operators are part of it
         while self._words.at < len(self._text):
             char = self._text[self._words.at]
@@ -416,11 +397,6 @@ class _Reader:
                 assigns = is_prefix and written is not None
                 if not assigns:
                     self._words.take_back(before)
-                if is_prefix and not assigns and (self._assignments or self._words.arrays):
-                    # bash fills words in before it assigns
-                    sets = _SETTING.findall(self._text, begin, self._words.at)
-                    for name in {*self._words.arrays, *sets}:
-                        self._words.assign(name, None)
                 declares = not is_prefix and begins[0] in _DECLARING
                 found = self._words.word(may_assign=is_prefix, declares=declares)
                 self._assignments += assigns and bool(found)
@@ -450,7 +426,7 @@ class _Reader:
             return ";"  # they begin first
         self._words.at += 1
         if not words and not (self._blocks and self._blocks[-1].kind == "case"):
-            self._open("(", (dict(self._variables), dict(self._functions)))
+            self._open("(", dict(self._variables))
         return ""
 
     def _skip_redirection(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from tether.config.importers.verl.arithmetic import NAME, assigned_names, whole_number
 from tether.config.importers.verl.brackets import end_of_brace_list, end_of_braces, end_of_quotes, end_of_substitution
@@ -22,7 +22,6 @@ _BRACED = re.compile(
 _SLICE = re.compile(rf"(?:({NAME})\[@\]|@):(\d+)(?::(\d+))?")
 _PATTERN = re.compile(r"""[^'"=$`\\]*[*?][^'"=$`\\]*""")
 _HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|\\\n|$)")
-_LONGEST = 1 << 17  # characters that bash can pass as one argument
 _USUAL = " \t\n"
 
 
@@ -46,26 +45,19 @@ class WordReader:
         self.variables = variables
         self.changing: set[str] = set()  # variables that hold something else than what is assigned to them
         self.arrays: set[str] = set()  # those that the present command assigns
-        self.reads_arguments = False  # whether it has filled in those of the script, as if there were none
         self._is_conditional = is_conditional
         self._is_in_quotes = False  # whether the last expansion was that of a default in quotes: of whole words
 
     def assign(self, name: str, values: list[str] | None) -> None:
         """Set a variable; None: to what only a run could tell."""
         is_known = values is not None and name not in self.changing and not self._is_conditional()
-        is_known = is_known and sum(len(value) + 1 for value in values or ()) < _LONGEST
         self.variables[name] = values if values is not None and is_known else [unknown(f"${name}")]
 
-    def assigned(self, word: str, own: Mapping[str, list[str] | None] | None = None) -> list[str]:
-        """The elements of a variable after ``NAME=value`` or ``NAME+=value``, which are of an array's first one.
-
-        Args:
-            word: the assignment.
-            own: variables that the same command has assigned before.
-        """
+    def assigned(self, word: str) -> list[str]:
+        """The elements of a variable after ``NAME=value`` or ``NAME+=value``, which are of an array's first one."""
         match = ASSIGNMENT.match(word)
         assert match
-        old = {**self.variables, **(own or {})}.get(match[1], []) or []
+        old = self.variables.get(match[1], [])
         return ["".join(old[:1] if match[2] else []) + word[match.end() :], *old[1:]]
 
     def take_back(self, before: dict[str, list[str]]) -> None:
@@ -107,13 +99,9 @@ class WordReader:
                 follows = self._text[self.at + 1 : self.at + 2]
                 current += "" if follows == "\n" else follows
                 self.at += 2
-            elif (
-                char == "{"
-                and not (assigns and may_assign)
-                and (end := end_of_brace_list(self._text, self.at)) is not None
-            ):
-                current += unknown(self._text[self.at : end])  # several words
-                self.at = end
+            elif char == "{" and not (assigns and may_assign) and (listed := end_of_brace_list(self._text, self.at)):
+                current += unknown(self._text[self.at : listed])  # several words
+                self.at = listed
             elif char == "'":
                 end = self._text.find("'", self.at + 1)
                 end = len(self._text) if end < 0 else end
@@ -138,8 +126,7 @@ class WordReader:
                 and (not current or (has_name and (current[-1] == ":" or ASSIGNMENT.fullmatch(current))))
                 and (home := _HOME.match(self._text, self.at))
             ):
-                is_plain = has_name or not self._text.startswith(":", home.end(1))  # else what follows decides
-                current += self.home(home[1]) if is_plain else unknown(home[1])
+                current += self.home(home[1])
                 self.at = home.end(1)
             elif char in "$`":
                 begin, values = self.at, self._expansion()
@@ -267,8 +254,7 @@ class WordReader:
         """The elements of ``${NAME[@]:1}`` and ``${@:2:3}``; None: unknown."""
         name, first, count = sliced[1] or "@", int(sliced[2]), sliced[3]
         values = self._values(name)
-        may_be_text = sliced[1] is not None and len(values or ()) == 1  # of which it takes characters
-        if values is None or UNKNOWN in "".join(values) or (name == "@" and first == 0) or may_be_text:
+        if values is None or UNKNOWN in "".join(values) or (name == "@" and first == 0):
             return [] if name == "@" and values == [] and first else None
         first -= name == "@"
         return values[first:] if count is None else values[first : first + int(count)]
@@ -277,7 +263,6 @@ class WordReader:
         """The elements of a variable, or the arguments; None: unknown, or not set."""
         arguments = self.variables.get(ARGUMENTS)
         if name in "@*":
-            self.reads_arguments = self.reads_arguments or arguments is None
             return arguments or []
         if name != "#" and not name.isdecimal():
             return self.variables.get(name)
