@@ -108,8 +108,10 @@ cmd $A""",
     "pipes in groups": "A=1\n{ A=2 | cat\n}\n{ A=3 & wait\n}\ncmd $A",
     "arrays in subshells": "X=(a)\nX=(1) | cat\n{ X=(2); } | cat\n(X=(3))\ncmd $X",
     "parentheses behind other words": "A=1\nif (true); then :; fi\n! (A=2)\n{ (A=3; cmd $A); }\n({ A=4; })\ncmd $A",
+    "parentheses within braces": "A=1\n{(A=2)}\nf() { (A=3; cmd $A)}\nf\ncmd $A",
+    "a name over two lines": 'A=1\nAb=2\ncmd $A\\\n-b "$A\\\n b" ${A}\\\nb $A\\\n b',
     "the streams of a shell": "exec > >(cat) 2>&1\nA=1\ncmd $A 2> >(cat)",
-    "shifted arguments": 'f() { local A=$1; shift; cmd $A "$@" $#; }\nf a "b c" d\nset -- 1 2 3\nshift 2\ncmd $1',
+    "shifted arguments": 'f() { local A=$1; shift; cmd $A "$@" $#; }\nf a "b c" d\nset 1 2\nshift\nshift 2\ncmd $1',
     "locals": "A=1\nX=(x)\nf() { local A; local X=(1 2); cmd ${A:-none} ${X[@]}; }\nf\ncmd $A ${X[@]}",
     "a function in a subshell": "(g() {\n:\n})\ncmd b",
     "functions in groups": "{ h() {\n:\n}\n}\n{ function k { cmd k; }; }\nk\ncmd a",
@@ -201,11 +203,26 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         "{ [ -d x ] && B=1; } && A=2",
         "if x; then false; fi && A=2",
         'A=\n: "${A:=x"y"z}"',
+        "A=()b=c",
+        "A=()'b'",
+        "cd /no/such/folder\nA=$PWD",
+        "B=1\nA=$B\\\nb",
+        'B=1\nA="$B\\\nb"',
+        'X=(1 2)\nA=${N:-a"${X[@]}"}',
+        "D=/usr\nA=($D/b*)",
+        "X=/usr/b*\nA=($X)",
     ],
 )
 def test_a_variable_that_only_a_run_could_tell_is_unknown(setting: str) -> None:
     (word,) = words_of(f"A=1\nF=\n{setting}\ncmd a=$A")
     assert UNKNOWN in word[0]
+
+
+def test_a_folder_is_known_where_it_is_there_or_is_made(tmp_path: Path) -> None:
+    text = "cd in && cmd $PWD\nmkdir -p $HOME/in\ncd $HOME\ncmd $PWD\ncd in\ncmd $PWD\ncmd $OLDPWD"
+    script = read_script(text, {"HOME": str(tmp_path), "PWD": str(tmp_path)})
+    folders = [command.words[1] for command in script.commands if command.words[0] == "cmd"]
+    assert folders == [f"{UNKNOWN}$PWD{UNKNOWN}", str(tmp_path), f"{tmp_path}/in", str(tmp_path)]
 
 
 @pytest.mark.parametrize("name", ["source env.sh", ". ./env.sh", 'eval "$(cat x)"'])
@@ -317,6 +334,7 @@ def test_what_keeps_it_from_being_run_is_listed(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("echo nothing", "starts no trainer of verl's"),
+        ("cat <<E\n$(python -m verl.trainer.main_ppo a.b=1)\nE", "line 2 names one, in text, $(...), a comment"),
         ("python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2", "2 times, in lines 1, 2"),
         ("python -m verl.trainer.main_ppo --config-name=own a.b=1", "is a file of the script's own"),
         (

@@ -134,7 +134,7 @@ def _launch(script: Path, text: str, read: Script) -> _Launch:
         what = f"starts verl {len(found)} times, in lines {lines}" if found else "starts no trainer of verl's"
         named = [number for number, line in enumerate(text.splitlines(), 1) if "main_ppo" in line]
         if named and not found:
-            what += f"; line {named[0]} names one, in text, in a comment or in a function that is never called"
+            what += f"; line {named[0]} names one, in text, $(...), a comment or a function that is never called"
         raise ConfigError(
             [Problem(str(script), what, "give a script with one python -m verl.trainer.main_ppo KEY=VALUE ...")]
         )

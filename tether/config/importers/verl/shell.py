@@ -6,6 +6,7 @@ word that depends on it says so, and where.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -92,6 +93,7 @@ class _Reader:
         self._called: list[str] = []  # functions that have not returned
         self._skips = skips  # the body of a function that is only defined: its end is looked for
         self._before: Mapping[str, list[str]] = {}  # the variables when the present command began
+        self._made: set[str] = set()  # folders
         self._assignments = 0  # of the present command, before its name
         self._is_certain = True  # whether the next command runs whenever its block does: not after && and ||
         self._is_piped = False  # whether the next command is behind a |
@@ -295,10 +297,14 @@ class _Reader:
             self._unset(set(arguments) - set(changed))
         elif name in ("cd", "pushd", "popd"):
             self._change_folder(name, [word for word in arguments if word != "--"])
+        elif name == "mkdir":
+            self._made |= set(map(self._path, arguments))
         elif name == "shift" and (left := self._variables.get(ARGUMENTS)):
             count = arguments[0] if arguments else "1"
-            is_known = count.isdecimal() and int(count) <= len(left) and UNKNOWN not in "".join(left)
-            self._words.assign(ARGUMENTS, left[int(count) :] if is_known else None)
+            if not count.isdecimal() or UNKNOWN in "".join(left):
+                changed = [ARGUMENTS]
+            elif int(count) <= len(left):  # else it does nothing
+                self._words.assign(ARGUMENTS, left[int(count) :])
         elif name == "set" and "--" in arguments:
             self._words.assign(ARGUMENTS, list(arguments[arguments.index("--") + 1 :]))
         elif name == "set" and arguments and not arguments[0].startswith(("-", "+")):
@@ -319,12 +325,15 @@ class _Reader:
 
     def _change_folder(self, command: str, arguments: Sequence[str]) -> None:
         before = self._variables.get("PWD")
-        to = arguments[0] if arguments else self._words.home()
-        is_known = command != "popd" and UNKNOWN not in to and not to.startswith(("-", "+"))
-        if is_known and not posixpath.isabs(to):
-            is_known = before is not None and UNKNOWN not in before[0]
-        self._words.assign("PWD", [posixpath.normpath(posixpath.join("".join(before or []), to))] if is_known else None)
-        self._words.assign("OLDPWD", before)
+        to = self._path(arguments[0] if arguments else self._words.home())
+        is_there = to in self._made or (posixpath.isabs(to) and os.path.isdir(to))
+        is_known = is_there and command != "popd"
+        self._words.assign("PWD", [to] if is_known else None)
+        self._words.assign("OLDPWD", before if is_known else None)
+
+    def _path(self, name: str) -> str:
+        """Where a folder is; a name that is not absolute where the present one is unknown."""
+        return posixpath.normpath(posixpath.join("".join(self._variables.get("PWD", [])), name))
 
     def _ends_for_certain(self, name: str, arguments: Sequence[str]) -> bool:
         """Whether what is below `exit`, `exec` or `return` never runs."""

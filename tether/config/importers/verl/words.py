@@ -20,7 +20,6 @@ _BRACED = re.compile(
     re.DOTALL,
 )
 _SLICE = re.compile(rf"(?:({NAME})\[@\]|@):(\d+)(?::(\d+))?")
-_PATTERN = re.compile(r"""[^'"=$`\\]*[*?][^'"=$`\\]*""")
 _HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|\\\n|$)")
 _USUAL = " \t\n"
 
@@ -46,6 +45,7 @@ class WordReader:
         self.changing: set[str] = set()  # variables that hold something else than what is assigned to them
         self.arrays: set[str] = set()  # those that the present command assigns
         self._is_conditional = is_conditional
+        self._is_pattern = False  # whether the last word may be one of files that are there
         self._is_in_quotes = False  # whether the last expansion was that of a default in quotes: of whole words
 
     def assign(self, name: str, values: list[str] | None) -> None:
@@ -82,7 +82,7 @@ class WordReader:
             is_element: whether it is one of an array.
         """
         words: list[str] = []
-        current, is_quoted = "", False
+        current, is_quoted, self._is_pattern = "", False, False
         has_name = not is_element and ASSIGNMENT.match(self._text, self.at) is not None  # as written, an assignment
         plain = self.at  # behind the last character that is neither quoted nor filled in
         while self.at < len(self._text):
@@ -139,12 +139,14 @@ class WordReader:
                     if not is_whole and not self._splits_as_usual():
                         value, is_whole = unknown(self._text[begin : self.at]), True
                     parts = [value] if is_whole else re.split(r"[ \t\n]+", value)
+                    self._is_pattern |= "*" in value or "?" in value
                 current += parts[0]
                 if len(parts) > 1:
                     words += [current, *parts[1:-1]] if current or is_quoted else parts[1:-1]
                     current, is_quoted = parts[-1], False  # quotes before the split are those of the first word
             else:
                 current += char
+                self._is_pattern |= char in "*?"
                 self.at += 1
                 plain = self.at
         return [*words, current] if current or is_quoted else words
@@ -171,11 +173,12 @@ class WordReader:
                 begin = self.at
                 found = self.word(is_element=True)
                 written = self._text[begin : self.at]
-                items += [unknown(written)] if _PATTERN.fullmatch(written) else found  # files that are there
+                items += [unknown(written)] if self._is_pattern and "=" not in written else found
         self.at += 1
+        is_text = bool(self.word())  # with what follows, it is no array
         has_places = any(re.match(r"\[[^]]*\]=", item) for item in items)
         before = self.variables.get(name, []) if is_appended else []
-        self.assign(name, None if has_places else [*before, *items])
+        self.assign(name, None if has_places or is_text else [*before, *items])
         self.arrays.add(name)
 
     def substitution(self) -> str:
@@ -214,6 +217,8 @@ class WordReader:
         if match := _PARAMETER.match(self._text, begin):
             self.at = match.end()
             values = self._values(match[1])
+            if match[1].isidentifier() and (rest := re.compile(r"\\\n\w+").match(self._text, self.at)):
+                self.at, values = rest.end(), None  # its name goes on in the next line
             if values is not None and in_quotes and match[1] == "*":
                 values = self._joined(values)
             elif values is not None and match[1] not in "@*":
@@ -319,7 +324,10 @@ class WordReader:
                     return None
                 filled += value
             elif char == '"':
-                filled += " ".join(inner._quoted())
+                parts = inner._quoted()
+                if len(parts) > 1:
+                    return None
+                filled += "".join(parts)
             elif char == "'" and not in_quotes:
                 end = word.find("'", inner.at + 1)
                 filled += word[inner.at + 1 : end if end >= 0 else None]
