@@ -366,6 +366,19 @@ def test_a_value_that_is_unknown_may_be_given(tmp_path: Path) -> None:
     assert yaml.safe_load(text) == {"trainer": {"nnodes": 1}, "data": {"seed": 3}}
 
 
+@pytest.mark.parametrize("append", ['if [ -n "$T" ]; then\nC+=(%s)\nfi', '[ -n "$T" ] && C+=(%s)'])
+def test_a_setting_that_may_be_appended_is_named_alone(tmp_path: Path, append: str) -> None:
+    setting = "trainer.total_training_steps=$T"
+    script = written(tmp_path, f'C=({M}trainer.nnodes=1)\n{append % setting}\nA=1 "${{C[@]}}" data.seed=2')
+    with pytest.raises(ConfigError) as caught:
+        translate(script, [])
+    (problem,) = caught.value.problems[-1:]
+    assert problem.path == "trainer.total_training_steps"
+    assert "add trainer.total_training_steps=VALUE" in problem.fix
+    text, _ = translate(script, ["trainer.total_training_steps=5"])
+    assert yaml.safe_load(text) == {"trainer": {"nnodes": 1, "total_training_steps": 5}, "data": {"seed": 2}}
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         translate(tmp_path / "no.sh", [])

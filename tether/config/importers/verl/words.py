@@ -178,7 +178,10 @@ class WordReader:
         is_text = bool(self.word())  # with what follows, it is no array
         has_places = any(re.match(r"\[[^]]*\]=", item) for item in items)
         before = self.variables.get(name, []) if is_appended else []
-        self.assign(name, None if has_places or is_text else [*before, *items])
+        if is_appended and self._is_conditional():
+            self.variables[name] = [*before, *map(_if_reached, items)]
+        else:
+            self.assign(name, None if has_places or is_text else [*before, *items])
         self.arrays.add(name)
 
     def substitution(self) -> str:
@@ -342,6 +345,13 @@ class WordReader:
                 filled += word[inner.at : inner.at + 1]
                 inner.at += 1
         return [filled]
+
+
+def _if_reached(item: str) -> str:
+    """An element, such as ``key=value``, that is there where the command is reached that appends it."""
+    written = item.replace(UNKNOWN, "")
+    begin = written.find("=") + 1
+    return written[:begin] + unknown(f"{written[begin:]} (if appended)".strip())
 
 
 def _without_quotes(word: str) -> str:
