@@ -137,10 +137,10 @@ class _Reader:
     def _is_conditional(self) -> bool:
         return not self._is_certain or any(block.is_conditional for block in self._blocks)
 
-    def _open(self, kind: str, before: Mapping[str, list[str]]) -> None:
+    def _open(self, kind: str) -> None:
         is_conditional = kind not in ("{", "(") or not self._is_certain
         is_apart = kind == "(" or self._is_piped
-        self._blocks.append(_Block(kind, is_conditional, is_apart, before))
+        self._blocks.append(_Block(kind, is_conditional, is_apart, self._before))
         self._is_certain, self._is_piped = True, False
 
     def _close(self, end: str) -> None:
@@ -209,7 +209,7 @@ class _Reader:
             if word in _ENDS:
                 self._close(end)
             elif word in _BLOCKS:
-                self._open(word, self._before)
+                self._open(word)
             if word in _BLOCKS - {"{"}:
                 what = f"{word} ... is not evaluated; variables that are set in it are unknown"
                 self._note(line, what, "take what is to run out of it")
@@ -435,7 +435,7 @@ class _Reader:
             return ";"  # they begin first
         self._words.at += 1
         if not words and not (self._blocks and self._blocks[-1].kind == "case"):
-            self._open("(", dict(self._variables))
+            self._open("(")
         return ""
 
     def _skip_redirection(self) -> None:
