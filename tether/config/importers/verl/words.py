@@ -173,7 +173,7 @@ class WordReader:
                 begin = self.at
                 found = self.word(is_element=True)
                 written = self._text[begin : self.at]
-                items += [unknown(written)] if self._is_pattern and "=" not in written else found
+                items += [unknown(written)] if self._is_pattern and "=" not in "".join(found) else found
         self.at += 1
         is_text = bool(self.word())  # with what follows, it is no array
         has_places = any(re.match(r"\[[^]]*\]=", item) for item in items)
