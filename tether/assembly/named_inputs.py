@@ -61,7 +61,14 @@ def missing_reward_inputs(config: RunConfig) -> list[Problem]:
 def scores_texts_alone(config: RunConfig) -> bool:
     """Whether neither the reward nor the rows need a tokenizer."""
     turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
-    return not config.reward_model.enable and not custom.path and not turns.enable
+    return not models_read_replies(config) and not custom.path and not turns.enable
+
+
+def models_read_replies(config: RunConfig) -> bool:
+    """Whether a reward model or a judge scores replies."""
+    parts = config.reward_model.parts
+    judges = not part_problems(parts) and any(isinstance(part, JudgePart) for part in read_parts(parts).values())
+    return config.reward_model.enable or judges
 
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
