@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_preference_is_learned(trained: tuple[Path, list[float]]) -> None:
     metrics = read_metrics(path)
     assert metrics[1]["rm/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert not list(path.parent.glob(".trained*"))
+
+
+def test_long_preparation_says_how_far_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tether.runtime.terminal.monotonic", count(0, 11).__next__)
+    pairs = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", preferences(3)))])
+    preference_batch(pairs, load_tokenizer(folder / "model"), 0, 99)
+    assert capsys.readouterr().err.startswith("preparing pairs:1/3 - eta:")
 
 
 def test_a_training_that_was_stopped_goes_on_bitwise(
