@@ -56,7 +56,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
         found = locate(name)
         if found.kind != "file":
             raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")
-        records = READERS[Path(found.name).suffix](Path(found.name), Columns()).records
+        records = READERS[Path(found.name).suffix](Path(found.name), Columns(), None).records
         for number in range(len(records)):
             place, record = f"{name} row {number}", records[number]
             wrong = list(pair_problems(record))
