@@ -393,6 +393,18 @@ def test_a_training_that_blows_up_is_no_success(lr: float, says: str, folder: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 
+@pytest.mark.parametrize(("lr", "warned"), [(1e-1, True), (3e-3, False)])
+def test_a_model_that_ranks_no_better_than_chance_is_told(
+    lr: float, warned: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(240))
+    (found,) = train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))[-1:]
+    last = capsys.readouterr().out.splitlines()[-1]
+    said = f"warning: the held-out accuracy is {found:.3f} of 60 pairs, no better than chance (0.5): the model learned "
+    assert last.startswith(said) == warned
+    assert "held-out accuracy: 0.000 before (an untrained head" in last or warned
+
+
 def test_a_training_whose_updates_are_skipped_ends_soon() -> None:
     def steps(skipped: str) -> int:
         """Steps that are made before it ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -77,6 +78,11 @@ def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, fl
     if not (outputs.chosen.isfinite().all() and outputs.rejected.isfinite().all()):
         raise ValueError(f"the scores of held-out pairs are not finite, so {_LOST}")
     return {ACCURACY: float((outputs.chosen > outputs.rejected).double().mean())}
+
+
+def beats_chance(accuracy: float, pairs: int) -> bool:
+    """Whether coins would rank as many of the held-out pairs right once in 20 times at most."""
+    return accuracy > 0.5 + 1.645 * math.sqrt(0.25 / pairs)
 
 
 def until_lost(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
