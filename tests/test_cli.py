@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tether
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs
+from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
 from tether.commands.cli import main
@@ -141,6 +141,26 @@ def test_config_check_looks_for_what_the_configuration_names(cli: Cli, inputs: P
     assert said[3].endswith("reward.py: defines no compute_score. Did you mean compute_scores?")
     assert cli(*check, *wrong, "--no-files").out.endswith("the configuration is sound\n")
     assert cli(*check, *wrong[3:], "custom_reward_function.name=compute_scores").code == 0
+
+
+def test_config_check_reads_the_first_rows(cli: Cli, inputs: Path, tmp_path: Path):
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    write_jsonl(train, [{"question": row["prompt"]} for row in rows])
+    write_jsonl(val, [*rows[:3], rows[3] | {"reward_model": None}])
+    check = ["config", "check", *base_overrides(inputs, tmp_path), *GRPO, f"data.train_files={train}"]
+    said = refused(cli(*check, f"data.val_files={val}")).splitlines()
+    assert said[0].startswith(f"data.train_files: {train}: not in the row layout: no `prompt`, `reward_model`, ")
+    assert said[1].startswith(f"data.val_files: {val} row 3: no `reward_model`, so no ground truth.")
+    assert len(said) == 2
+    assert cli(*check, "data.prompt_key=question", "data.data_source=tiny/sums", "--no-files").code == 0
+
+
+def test_config_check_reads_rows_without_torch(inputs: Path, tmp_path: Path):
+    code = f"import sys; sys.argv = ['tether', 'config', 'check', *{[*base_overrides(inputs, tmp_path), *GRPO]!r}]\n"
+    code += "from tether.commands.cli import main\n"
+    code += "try:\n    main()\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def test_config_check_looks_for_what_a_control_run_names(cli: Cli, tmp_path: Path):

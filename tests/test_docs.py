@@ -129,6 +129,15 @@ def test_every_page_is_in_the_index_and_short() -> None:
         assert page.name == "oracles.md" or len(text.splitlines()) <= 120  # without its generated tables
 
 
+@pytest.mark.parametrize(
+    ("page", "naming"), [("docs/index.md", "`recipes/{}`"), ("README.md", "(recipes/{}/README.md)")]
+)
+def test_every_recipe_is_listed(page: str, naming: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    folders = sorted(path.name for path in (ROOT / "recipes").iterdir() if path.is_dir())
+    assert [name for name in folders if naming.format(name) not in text] == []
+
+
 def test_generated_tables_are_the_codes() -> None:
     for path, text in runpy.run_path(str(ROOT / "docs/build.py"))["pages"]().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is behind the code: run python docs/build.py"

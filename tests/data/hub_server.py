@@ -25,7 +25,7 @@ class HubServer(ThreadingHTTPServer):
         """Method, path and range of each request."""
         self.cut: int | None = None
         """Bytes of a file after which the connection stands still."""
-        self.is_cut = threading.Event()
+        self.is_cut, self.goes_on = threading.Event(), threading.Event()
 
     @property
     def url(self) -> str:
@@ -99,7 +99,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: self.server.cut])
             self.wfile.flush()
             self.server.is_cut.set()
-            threading.Event().wait(60)
+            self.server.goes_on.wait(60)
+            body = body[self.server.cut :]
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:

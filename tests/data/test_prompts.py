@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tether.data.checks import repeated_problem
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.rows import Row, Rows, Source
 from tether.data.sources import load_rows
+from tether.runtime.terminal import Waiting
 
 Make = Callable[..., PreTrainedTokenizerFast]
 
@@ -229,17 +231,22 @@ def test_a_bar_appears_only_when_it_takes_long(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the captured stream for a terminal
-    monkeypatch.setattr(prompts, "QUIET_SECONDS", seconds)
+    monkeypatch.setattr(Waiting, "QUIET", seconds)
     PromptDataset(rows_of("q"), tokenizer, PromptOptions(20))
     assert ("preparing prompts" in capsys.readouterr().err) == (seconds < 0)
 
 
-def test_nothing_is_printed_where_there_is_no_terminal(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, ""), (11.0, "preparing prompts:1/1\n")])
+def test_where_there_is_no_terminal_long_work_says_how_far_it_is(
+    seconds: float,
+    lines: str,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(prompts, "QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("tether.runtime.terminal.monotonic", count(0, seconds).__next__)
     PromptDataset(rows_of("q"), tokenizer, PromptOptions(20))
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == lines
 
 
 def test_real_data(test_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:

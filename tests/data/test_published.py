@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -115,6 +116,29 @@ def test_a_pull_that_was_killed_goes_on(hub: HubServer, tmp_path: Path) -> None:
     pull("gsm8k", tmp_path / "rows")
     assert ("GET", f"/lfs/main/{found[0].name.removesuffix('.partial')}", f"bytes={begun}-") in hub.asked
     assert len(load_rows(str(tmp_path / "rows" / "train.parquet"))) == 42
+
+
+def test_two_pulls_at_once_download_once(hub: HubServer, tmp_path: Path) -> None:
+    said: list[str] = []
+    hub.cut = 700
+
+    def rows(name: str) -> int:
+        pull_dataset(DATASETS["gsm8k"], "openai/gsm8k", tmp_path / name, tmp_path / "cache", None, said.append)
+        return len(load_rows(str(tmp_path / name / "train.parquet")))
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rows, "first")
+        assert hub.is_cut.wait(20)
+        second = pool.submit(rows, "second")
+        deadline = time.monotonic() + 5
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+        hub.goes_on.set()
+        assert (first.result(), second.result()) == (42, 42)
+    file = tmp_path / "cache/datasets/openai%2Fgsm8k" / COMMIT / "main/test-00000-of-00001.parquet"
+    assert said[0] == f"another process downloads {file}; waiting for it"
+    fetched = [path for method, path, _ in hub.asked if method == "GET" and path.startswith("/lfs/")]
+    assert sorted(fetched) == [f"/lfs/{name}" for name in sorted(GSM8K) if name.startswith("main/")]
 
 
 def test_what_is_wrong_is_said(hub: HubServer, tmp_path: Path) -> None:

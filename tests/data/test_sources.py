@@ -272,6 +272,20 @@ def test_a_table_in_text_comes_with_the_command_that_converts_it(text: str, tmp_
     assert (row.messages[-1]["content"], row.data_source, row.ground_truth) == ("1+1?", "x", 2)
 
 
+def test_the_beginning_alone_is_read(tmp_path: Path) -> None:
+    records = [record(f"q{number}") for number in range(5)]
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*records[:2], "no row"])
+    (tmp_path / "list.json").write_text(json.dumps(records, indent=1))
+    files = [write_jsonl(tmp_path / "a.jsonl", records), str(tmp_path / "list.json"), bad]
+    files.append(write_parquet(tmp_path / "a.parquet", records))
+    assert contents(load_rows(files, first=2)) == ["q0", "q1"] * 4
+    with pytest.raises(ValueError, match=r"bad.jsonl row 2: a str, not an object with keys"):
+        load_rows(bad, first=3)
+    empty = write_parquet(tmp_path / "empty.parquet", [])
+    with pytest.raises(ValueError, match="no rows"):
+        load_rows(empty, first=3)
+
+
 def test_queries() -> None:
     assert split_query("chain_sum?size=20&suffix=%20a%0Ab&empty=") == (
         "chain_sum",

@@ -1,6 +1,8 @@
 """From demonstrations to a run that starts from them, by the commands that a user types."""
 
+import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -90,8 +92,12 @@ def test_the_clone_plays_well_and_a_run_starts_from_it(cloned, tmp_path):
     )
 
 
-def test_a_checkpoint_collects_too(cloned, tmp_path):
-    call("collect", *ENV, "--from", cloned / "bc", "-o", tmp_path / "demos", "-n", 2)
+def test_a_checkpoint_collects_too(cloned, tmp_path, monkeypatch):
+    monkeypatch.setattr("tether.runtime.terminal.monotonic", itertools.count(0, 11).__next__)
+    said = call("collect", *ENV, "--from", cloned / "bc", "-o", tmp_path / "demos", "-n", 2)
+    assert said.startswith("2 episodes of CartPole-v1 to record\nrecorded:1/2 - eta:0:")
+    said = call("eval", cloned / "bc", "env.eval.num_episodes=3")
+    assert re.match(r"(played:\d/3( - eta:\S+)?\n)+", said)
     assert len(read_dataset(tmp_path / "demos")) == 2
 
 

@@ -13,6 +13,7 @@ from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
 from tether.assembly.judge import build_judge
 from tether.assembly.named_inputs import missing_inputs
+from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config, read_parts
 from tether.rewards import Dialogue, RewardError, RewardFailure, RewardRequest, Score
 from tether.rewards.judge import Judge
@@ -110,6 +111,17 @@ def test_a_nonsense_judge_stops_the_run(inputs: Path, tmp_path: Path, server: Mo
     server.judge = lambda text: "As an AI, I cannot."
     with pytest.raises(RewardFailure, match=r"16 of 16 rewards failed .*\n.*of the part j: the judge's answer has"):
         train(*given(inputs, tmp_path / "run", {"j": judge(server)}, "custom_reward_function.path=null"))
+
+
+def test_a_judge_that_is_tried_reads_replies_no_longer_than_those_of_a_run(
+    inputs: Path, tmp_path: Path, server: ModelServer
+) -> None:
+    more = ["data.max_response_length=5", "custom_reward_function.path=null"]
+    overrides, file = given(inputs, tmp_path / "run", {"helpful": judge(server)}, *more)
+    check_reward(load_config(file, overrides), rows=2, samples=0, out=None)
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    read = [body["messages"][-1]["content"].removeprefix("Rate [").removesuffix("]") for body in server.bodies]
+    assert max(len(tokenizer(reply, add_special_tokens=False)["input_ids"]) for reply in read) == 5
 
 
 def test_a_model_of_tethers_own_judges(inputs: Path, tmp_path: Path) -> None:

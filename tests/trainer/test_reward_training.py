@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_preference_is_learned(trained: tuple[Path, list[float]]) -> None:
     metrics = read_metrics(path)
     assert metrics[1]["rm/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert not list(path.parent.glob(".trained*"))
+
+
+def test_long_preparation_says_how_far_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tether.runtime.terminal.monotonic", count(0, 11).__next__)
+    pairs = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", preferences(3)))])
+    preference_batch(pairs, load_tokenizer(folder / "model"), 0, 99)
+    assert capsys.readouterr().err.startswith("preparing pairs:1/3 - eta:")
 
 
 def test_a_training_that_was_stopped_goes_on_bitwise(
@@ -185,6 +195,17 @@ def test_ppo_raises_the_learned_score(trained: tuple[Path, list[float]], folder:
 
 CHAT = [{"role": "user", "content": "hi"}]
 GOOD = [{"role": "assistant", "content": "hello"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+LAST = "\n\nHuman: and?\n\nAssistant:"
+HH = f"\n\nHuman: hi\n\nAssistant: hello{LAST}"
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    """Turns of the user and of the assistant, who has the last one."""
+    return [{"role": ("assistant", "user")[at % 2], "content": contents[-1 - at]} for at in range(len(contents))][::-1]
+
+
+TURNS = conversation("a", "b", "c", "yes")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +238,30 @@ def test_a_prompt_that_both_sides_repeat_after_a_system_message(tmp_path: Path) 
     repeated, several = load_pairs([str(file)])
     assert (repeated.chosen, repeated.rejected) == (sides["chosen"], sides["rejected"])
     assert several.chosen == longer["chosen"]
+
+
+def test_turns_of_the_prompt_that_both_sides_repeat_are_read_once(tmp_path: Path) -> None:
+    whole = {"chosen": conversation("a", "b", "c", "yes"), "rejected": conversation("a", "b", "c", "no")}
+    prompt = whole["chosen"][:3]
+    rows = [{"prompt": prompt, **{side: whole[side][turns:] for side in whole}} for turns in range(4)]
+    system = [{"role": "system", "content": "Be brief."}]
+    rows.append({"prompt": [*system, *prompt], **{side: whole[side] for side in whole}})
+    rows.append({"prompt": "a ", "chosen": conversation("a", "yes"), "rejected": conversation("a", "no")})
+    *pairs, with_system, spaced = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", rows))])
+    assert [(pair.chosen, pair.rejected) for pair in pairs] == [(whole["chosen"], whole["rejected"])] * 4
+    assert with_system.rejected == [*system, *whole["rejected"]]
+    assert spaced.chosen == conversation("a", "yes")
+
+
+def test_a_response_may_begin_as_its_prompt_ends(tmp_path: Path) -> None:
+    """A greeting is greeted back; a longer echo is part of the response where one side alone has it."""
+    rows = [
+        {"prompt": "hi", "chosen": "hi there", "rejected": "hi."},
+        {"prompt": "What is the sum of 1 and 1?", "chosen": "What is the sum of 1 and 1? It is 2.", "rejected": "3"},
+        {"prompt": [SYSTEM], "chosen": conversation("a", "b"), "rejected": conversation("a", "c")},
+    ]
+    greeted, echoed, system = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", rows))])
+    assert [len(pair.chosen) for pair in (greeted, echoed, system)] == [2, 2, 3]
 
 
 def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
@@ -252,6 +297,31 @@ def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
         (
             {"chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "\ude00"}]},
             "row 1: `rejected` holds half a character",
+        ),
+        (
+            {"prompt": TURNS[:3], "chosen": TURNS[1:], "rejected": conversation("no")},
+            "row 1: of the last messages of `prompt` `chosen` repeats 2 and `rejected` 0; leave them out of both",
+        ),
+        (
+            {"prompt": "hello", "chosen": [*CHAT, *GOOD], "rejected": [*CHAT, {"role": "assistant", "content": "no"}]},
+            "row 1: `prompt` ends with a message of the user, and `chosen` begins with another one",
+        ),
+        (
+            {"prompt": CHAT, "chosen": [SYSTEM, *TURNS], "rejected": [SYSTEM, *TURNS[:3], *GOOD]},
+            "row 1: `prompt` ends with a message of the user, and `chosen` begins with one of the role system",
+        ),
+        *(
+            (
+                {"prompt": prompt, "chosen": f"{repeated} yes", "rejected": f"{repeated} no"},
+                f"row 1: `chosen` and `rejected` begin with {shown!r}, with which `prompt` ends",
+            )
+            for prompt, repeated, shown in (
+                (HH, HH, HH.strip()),
+                (HH, LAST, LAST.strip()),
+                (HH + " ", HH.lstrip(), HH.strip()),
+                ([*TURNS[:2], {"role": "user", "content": HH}], "\n\nAssistant:", "Assistant:"),
+                ("What is the sum of 1 and 1?", "What is the sum of 1 and 1?", "What is the sum of 1 and 1?"),
+            )
         ),
         ({"chosen": [*CHAT, *GOOD], "rejected": CHAT}, "row 1: `rejected` ends with a message of the role user"),
         ({"chosen": [*CHAT, *GOOD], "rejected": "no"}, "row 1: one of `chosen` and `rejected` is a text"),
@@ -321,6 +391,18 @@ def test_a_training_that_blows_up_is_no_success(lr: float, says: str, folder: Pa
     with pytest.raises(ValueError, match=rf"{says}.* lower --lr"):
         train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(1e-1, True), (3e-3, False)])
+def test_a_model_that_ranks_no_better_than_chance_is_told(
+    lr: float, warned: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(240))
+    (found,) = train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))[-1:]
+    last = capsys.readouterr().out.splitlines()[-1]
+    said = f"warning: the held-out accuracy is {found:.3f} of 60 pairs, no better than chance (0.5): the model learned "
+    assert last.startswith(said) == warned
+    assert "held-out accuracy: 0.000 before (an untrained head" in last or warned
 
 
 def test_a_training_whose_updates_are_skipped_ends_soon() -> None:

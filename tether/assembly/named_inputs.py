@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -61,9 +62,18 @@ def missing_reward_inputs(config: RunConfig) -> list[Problem]:
 def scores_texts_alone(config: RunConfig) -> bool:
     """Whether neither the reward nor the rows need a tokenizer."""
     turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
-    return not config.reward_model.enable and not custom.path and not turns.enable
+    return not models_read_replies(config) and not custom.path and not turns.enable
 
 
+def models_read_replies(config: RunConfig) -> bool:
+    """Whether a reward model or a judge scores replies."""
+    parts = config.reward_model.parts
+    judges = not part_problems(parts) and any(isinstance(part, JudgePart) for part in read_parts(parts).values())
+    return config.reward_model.enable or judges
+
+
+FIRST_ROWS = 100
+"""Rows of a file that are looked at."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
 """(key, what it names, a function that raises ValueError where that is not there)"""
@@ -82,8 +92,9 @@ def _of_text(config: RunConfig) -> Named:
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
-        yield from (("data.train_files", name, locate) for name in data.train_files)
-        yield from (("data.val_files", name, locate) for name in data.val_files)
+        rows = partial(_rows, config)
+        yield from (("data.train_files", name, rows) for name in data.train_files)
+        yield from (("data.val_files", name, rows) for name in data.val_files)
     if custom.path:
         named = f"{custom.path}:{custom.name}"
         yield "custom_reward_function.path", named, _definition
@@ -146,6 +157,20 @@ def _of_both(config: RunConfig) -> Named:
     yield from (("trainer.logger", name, _definition) for name in config.trainer.logger if is_own_function(name))
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
+
+
+def _rows(config: RunConfig, name: str) -> None:
+    """Look for a source of rows; of a file, look at the first ones."""
+    if locate(name).kind == "file":
+        data = config.data
+        importlib.import_module("tether.data.sources").load_rows(  # here: it takes a moment to load
+            name,
+            prompt_key=data.prompt_key,
+            reward_fn_key=data.reward_fn_key,
+            answer_key=data.answer_key,
+            data_source=data.data_source,
+            first=FIRST_ROWS,
+        )
 
 
 def _model(path: str, *, weights: bool = True) -> object:

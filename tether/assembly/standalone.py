@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.inputs import build_dataset, build_tokenizer
 from tether.assembly.learners import build_critic, critic_engine, load_value_model, update_plan
 from tether.assembly.loading import load_engine
-from tether.assembly.named_inputs import scores_texts_alone
+from tether.assembly.named_inputs import models_read_replies, scores_texts_alone
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import build_rewards, check_rewards
@@ -133,7 +133,7 @@ def build_reward_trial(
                 scored = collector.collect(asked, sampling_params(config), key, lambda done, _: on_sampled(done))
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
             cut: Callable[[str], str] = str
-            if tokenizer and config.reward_model.enable:
+            if tokenizer and models_read_replies(config):
                 cut = partial(_cut, tokenizer, data.max_response_length)
             yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None, cut)
 

@@ -21,7 +21,7 @@ from tether.rollout import NoiseKey
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
-from tether.runtime.terminal import Screen
+from tether.runtime.terminal import Screen, Waiting
 from tether.trainer import EvaluationResult
 from tether.trainer.control import POLICY
 
@@ -103,20 +103,19 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
 
 
 def _sampled(loaded: LoadedConfig, model: Path | str, step: int, screen: Screen) -> EvaluationResult:
-    evaluator, waiting = build_evaluator(loaded, model), screen.status("sampling")
-    with evaluator as (evaluation, collector), waiting as status:
-        return evaluation.run(
-            collector,
-            NoiseKey(loaded.config.trainer.seed, step),
-            lambda done, total: status.update(f"sampling: {done} of {total} responses"),
-        )
+    with (
+        build_evaluator(loaded, model) as (evaluation, collector),
+        Waiting("sampled", None, screen) as waiting,
+    ):
+        key = NoiseKey(loaded.config.trainer.seed, step)
+        return evaluation.run(collector, key, lambda done, total: waiting.show(done, total=total))
 
 
 def _played(loaded: LoadedConfig, checkpoint: Path, screen: Screen) -> dict[str, float]:
     set_threads(loaded.config.trainer.num_threads)
     seed_rng(loaded.config.trainer.seed)  # environments may draw from the global generators
     policy = load_policy(checkpoint / POLICY)
-    with ExitStack() as envs, screen.status("playing") as status:
+    with ExitStack() as envs, Waiting("played", None, screen) as waiting:
         return build_evaluation(loaded.config, policy, envs).run(
-            policy, checkpoint.name, lambda done, total: status.update(f"playing: {done} of {total} episodes")
+            policy, checkpoint.name, lambda done, total: waiting.show(done, total=total)
         )

@@ -66,9 +66,7 @@ def train(
         device=device,
         gradient_checkpointing=gradient_checkpointing,
     )
-    accuracy = train_reward_model(model, pairs, out, options, save_every)
-    untrained = " (an untrained head gives both sides of a pair the same score)" if accuracy[0] == 0 else ""
-    typer.echo(f"held-out accuracy: {accuracy[0]:.3f} before{untrained}, {accuracy[-1]:.3f} after")
+    train_reward_model(model, pairs, out, options, save_every)
     typer.echo(f"start the run with reward_model.enable=True reward_model.model.path={out}")
 
 
@@ -102,7 +100,7 @@ def train_reward_model(
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen, Waiting
     from tether.trainer import Persistence
-    from tether.trainer.text import ACCURACY, until_lost
+    from tether.trainer.text import ACCURACY, beats_chance, until_lost
 
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()
@@ -153,6 +151,14 @@ def train_reward_model(
         finally:
             if moved or (store.last_saved() is None and not whole.exists()):
                 lock.remove_folder()
+    untrained = " (an untrained head gives both sides of a pair the same score)" if found[0] == 0 else ""
+    screen.print(f"held-out accuracy: {found[0]:.3f} before{untrained}, {found[-1]:.3f} after", soft_wrap=True)
+    if not beats_chance(found[-1], apart):
+        warning = (
+            f"warning: the held-out accuracy is {found[-1]:.3f} of {apart} pairs, no better than chance (0.5): the "
+            "model learned no preference that holds beyond its own pairs. Lower --lr, or give more pairs"
+        )
+        screen.print(warning, style="yellow", soft_wrap=True)
     return found
 
 

@@ -1,14 +1,15 @@
 """Pairs of responses of which one is preferred: what a reward model learns from.
 
 A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text; with `prompt`, a
-conversation or the user's message, they are what follows it. Conversations that both begin with the prompt themselves,
-as in UltraFeedback, are left as they are. Texts without a prompt stand as they are, and are read without a chat
+conversation or the user's message, they are what follows it. What both conversations repeat of it, all of it as in
+UltraFeedback or its last messages, is read once. Texts without a prompt stand as they are, and are read without a chat
 template, as in Anthropic's hh-rlhf.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
@@ -22,11 +23,16 @@ from tether.data.columns import Columns
 from tether.data.location import locate
 from tether.data.rows import half_characters, raise_problems
 from tether.data.sources import READERS
+from tether.runtime.terminal import shortened
 from tether.types import JsonObject, Message
 
 Side = str | list[JsonObject]
 """A text, or a conversation."""
 SIDES = ("chosen", "rejected")
+ECHO = 20
+"""Characters of a prompt with which no two answers begin by chance; a shorter one may be a greeting."""
+TURN = re.compile(r"\n\n(Human|Assistant):")
+"""The beginning of a turn in texts such as hh-rlhf's."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
         found = locate(name)
         if found.kind != "file":
             raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")
-        records = READERS[Path(found.name).suffix](Path(found.name), Columns()).records
+        records = READERS[Path(found.name).suffix](Path(found.name), Columns(), None).records
         for number in range(len(records)):
             place, record = f"{name} row {number}", records[number]
             wrong = list(pair_problems(record))
@@ -97,9 +103,11 @@ def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
     prompt = record.get("prompt")
     if prompt is None:
         return chosen, rejected
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if all(_begins_with(side, before) for side in (chosen, rejected)):
+    before = _conversation(prompt)
+    repeated = _repeated(chosen, before)  # as by the other side: `pair_problems` has seen to that
+    if repeated == len(before):
         return chosen, rejected
+    before = before[: len(before) - repeated]
     chosen, rejected = (
         [*before, *([{"role": "assistant", "content": side}] if isinstance(side, str) else side)]
         for side in (chosen, rejected)
@@ -107,14 +115,57 @@ def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
     return chosen, rejected
 
 
-def _begins_with(side: Side, before: Sequence[Message]) -> bool:
-    """Whether a conversation starts with the prompt; a system message may stand in front that the prompt lacks."""
-    if isinstance(side, str):
-        return False
-    if before[0]["role"] != "system":
-        side = list(dropwhile(lambda message: message["role"] == "system", side))
-    shown = [[(message["role"], message["content"]) for message in part] for part in (side, before)]
-    return len(side) > len(before) and shown[0][: len(before)] == shown[1]
+def _conversation(prompt: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def _repeated(side: object, before: Sequence[Message]) -> int:
+    """Messages, the last ones of the prompt, that a conversation begins with.
+
+    A system message may stand in front that the prompt lacks, where it begins with the whole prompt.
+    """
+    if not _is_conversation(side):
+        return 0
+    bare = side if before[0]["role"] == "system" else list(dropwhile(lambda m: m["role"] == "system", side))
+    if _same(bare[: len(before)], before) and len(bare) > len(before):
+        return len(before)
+    counts = range(min(len(before), len(side) - 1), 0, -1)
+    return next((count for count in counts if _same(side[:count], before[-count:])), 0)
+
+
+def _same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
+    shown = [[(message["role"], message["content"].strip()) for message in part] for part in (messages, others)]
+    return shown[0] == shown[1]
+
+
+def _repetitions(prompt: str | Sequence[Message], record: Mapping[str, Any]) -> Iterator[str]:
+    """Where the sides repeat of the prompt what would be read twice, or may do so."""
+    before = _conversation(prompt)
+    sides: list[Any] = [record.get(name) for name in SIDES]
+    chosen, rejected = (_repeated(side, before) for side in sides)
+    if chosen != rejected:
+        counts = f"`chosen` repeats {chosen} and `rejected` {rejected}"
+        yield f"of the last messages of `prompt` {counts}; leave them out of both"
+    elif not chosen and before[-1]["role"] == "user" and _is_conversation(sides[0]):
+        first = sides[0][0]["role"] if sides[0] else ""
+        if another := {"user": "another one", "system": "one of the role system"}.get(first):
+            yield (
+                f"`prompt` ends with a message of the user, and `chosen` begins with {another}; leave out of the sides "
+                "what is before the answer, or take `prompt` out of the row"
+            )
+    elif all(isinstance(side, str) for side in sides) and (echo := _echo(before[-1]["content"], sides)):
+        yield (
+            f"`chosen` and `rejected` begin with {shortened(echo, 60)!r}, with which `prompt` ends, and it would be "
+            "read twice; leave it out of them, or, where it is part of the answers, write these as "
+            "[{role: assistant, content}]"
+        )
+
+
+def _echo(prompt: str, sides: Sequence[str]) -> str | None:
+    """What both texts begin with: the prompt, if it is no mere greeting, or its last turns."""
+    turns = (prompt[turn.start() :].strip() for turn in TURN.finditer(prompt))
+    whole = [prompt.strip()] if len(prompt) >= ECHO else []
+    return next((part for part in (*whole, *turns) if all(side.lstrip().startswith(part) for side in sides)), None)
 
 
 def pair_problems(record: object) -> Iterator[str]:
@@ -127,6 +178,8 @@ def pair_problems(record: object) -> Iterator[str]:
         yield "`prompt` is neither text nor a list of {role, content}"
     elif prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
         yield "`prompt` is empty; write null, or leave it out, where both sides stand alone"
+    elif prompt is not None:
+        yield from _repetitions(prompt, record)
     for key in ("prompt", *SIDES):
         if isinstance(value := record.get(key), str | list):
             yield from half_characters(value, key)

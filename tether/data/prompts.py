@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress
-
 from tether.batch import Prompt, TokenIds, as_token_ids
 from tether.data.chat import TRUNCATIONS, render, tokenize
 from tether.data.control_tokens import ControlTokens
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, Rows, raise_problems
 from tether.keyed_random import permutation
-from tether.runtime.terminal import Screen
+from tether.runtime.terminal import Screen, Waiting
 from tether.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 
 CHUNK = 512
 """Rows rendered and tokenized at once."""
-QUIET_SECONDS = 2.0
-"""Shorter waits show no progress bar."""
 _NO_IDS = as_token_ids((), "token_ids")
 
 
@@ -250,11 +245,11 @@ def _encode(
     rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
 ) -> list[TokenIds]:
     encoded: list[TokenIds] = []
-    with _Progress("preparing prompts", len(numbers)) as progress:
+    with Waiting("preparing prompts", len(numbers), Screen(stderr=True), late=True) as waiting:
         for start in range(0, len(numbers), CHUNK):
             chunk = [rows[number] for number in numbers[start : start + CHUNK]]
             encoded += _encode_chunk(chunk, tokenizer, options)
-            progress.show(len(encoded))
+            waiting.show(len(encoded))
     return encoded
 
 
@@ -298,25 +293,3 @@ def _too_long(row: Row, length: int, limit: int) -> str:
         f"{row.place}: the prompt has {length} tokens, more than data.max_prompt_length={limit}. Raise it, drop such "
         "rows with data.filter_overlong_prompts=True, or cut them with data.truncation=left|right|middle."
     )
-
-
-class _Progress:
-    """A bar that appears only on a terminal and only when the wait is long."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._bar = Progress(console=Screen(stderr=True), transient=True)
-        self._task = self._bar.add_task(what, total=total)
-        self._appears_at = time.monotonic() + QUIET_SECONDS
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar.live.is_started:
-            self._bar.stop()
-
-    def show(self, completed: int) -> None:
-        """Move the bar to `completed` rows."""
-        self._bar.update(self._task, completed=completed)
-        if self._bar.console.is_terminal and time.monotonic() > self._appears_at:
-            self._bar.start()

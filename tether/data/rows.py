@@ -19,11 +19,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from tether.batch import Prompt, TokenIds
 from tether.data.columns import Columns, naming_advice
 from tether.types import ExtraInfo, JsonObject
+
+if TYPE_CHECKING:
+    from tether.batch import Prompt, TokenIds
 
 MAX_PROBLEMS = 10
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -174,7 +176,7 @@ def _source_problems(source: Source) -> list[str]:
 
 def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
     """Everything by which a raw row breaks the layout."""
-    if isinstance(record, Prompt):
+    if _is_prompt(record):
         if len(record.token_ids) == 0:
             yield "a Prompt without token_ids."
         return
@@ -205,6 +207,15 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
     for key in MEDIA_KEYS:
         if record.get(key):
             yield f"`{key}` is not empty, but only text prompts are read. Drop the column, or the row."
+
+
+def _is_prompt(record: object) -> TypeGuard[Prompt]:
+    """Whether a custom dataset gave a prompt; a row of a file is none, and asking that loads no torch."""
+    if isinstance(record, Mapping):
+        return False
+    from tether.batch import Prompt
+
+    return isinstance(record, Prompt)
 
 
 def _prompt_problems(prompt: object, key: str) -> Iterator[str]:
@@ -273,7 +284,7 @@ def _truth(record: JsonObject, columns: Columns) -> object:
 
 
 def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
-    if isinstance(record, Prompt):
+    if _is_prompt(record):
         return Row(
             messages=record.messages,
             data_source=record.data_source,

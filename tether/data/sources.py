@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ def load_rows(
     reward_fn_key: str = "data_source",
     answer_key: str | None = None,
     data_source: str | None = None,
+    first: int | None = None,
 ) -> Rows:
     """Read every source of `files`, in list order, as one dataset.
 
@@ -38,6 +41,7 @@ def load_rows(
         reward_fn_key: the column that says which reward scores the row.
         answer_key: the column that holds the right answer, or a list with it alone; None: ``reward_model`` does.
         data_source: which reward scores rows without that column; None: each row must have it.
+        first: rows to read of each file, for a look at it; None: all.
 
     Raises:
         ValueError: a source that is missing, unreadable, empty or not in the row layout, or rows that break it;
@@ -51,13 +55,13 @@ def load_rows(
     problems: list[str] = []
     for name in names:
         try:
-            sources.append(_read(name, columns))
+            sources.append(_read(name, columns, first))
         except ValueError as error:  # reported together with the other files' problems
             problems.append(str(error))
     return Rows(sources, problems)
 
 
-def _read(spec: str, columns: Columns) -> Source:
+def _read(spec: str, columns: Columns, first: int | None) -> Source:
     found = locate(spec)
     # Adapters are imported when their source is first asked for, so that nobody else pays for their packages.
     if found.kind == "task":
@@ -66,11 +70,11 @@ def _read(spec: str, columns: Columns) -> Source:
         return importlib.import_module("tether.data.environment_rows").read_environment(spec, found.name, found.options)
     columns = columns.with_options(found.options)
     if found.kind == "file":
-        source = READERS[Path(found.name).suffix](Path(found.name), columns)
+        source = READERS[Path(found.name).suffix](Path(found.name), columns, first)
     else:
         source = importlib.import_module("tether.data.hub").read_hub(spec, found.name, found.options)
-    first = source.records[0] if len(source.records) else None
-    return replace(source, columns=columns.recognised(source.keys, first))
+    shown = source.records[0] if len(source.records) else None
+    return replace(source, columns=columns.recognised(source.keys, shown))
 
 
 class ArrowRecords:
@@ -86,7 +90,7 @@ class ArrowRecords:
         return self._table.slice(number, 1).to_pylist()[0]
 
 
-def _read_parquet(path: Path, columns: Columns) -> Source:
+def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Source:
     wanted = {
         columns.prompt,
         columns.data_source,
@@ -101,17 +105,28 @@ def _read_parquet(path: Path, columns: Columns) -> Source:
         keys = pyarrow.parquet.read_schema(path).names
         if twice := [key for key in wanted if keys.count(key) > 1]:
             raise ValueError(f"{path}: several columns are named `{twice[0]}`. Leave one, or rename the others.")
-        table = pyarrow.parquet.read_table(path, columns=[key for key in keys if key in wanted])
+        held = [key for key in keys if key in wanted]
+        table = pyarrow.parquet.read_table(path, columns=held) if first is None else _beginning(path, held, first)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error
     return Source(str(path), ArrowRecords(table), tuple(keys))
 
 
-def _read_json(path: Path, columns: Columns) -> Source:
+def _beginning(path: Path, keys: Sequence[str], rows: int) -> pyarrow.Table:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        batches = list(islice(file.iter_batches(rows, columns=keys), 1))
+        return pyarrow.Table.from_batches(batches, file.schema_arrow if not batches else None)
+
+
+def _read_json(path: Path, columns: Columns, first: int | None = None) -> Source:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = b"".join(islice(file, first))
+            if content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+                content += file.read()
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         if text.lstrip().startswith("["):
-            records = _parse_json(text, str(path))
+            records = _parse_json(text, str(path))[:first]
         else:
             lines = enumerate(text.split("\n"), start=1)
             records = [_parse_json(line, f"{path} line {number}") for number, line in lines if line.strip()]
@@ -146,7 +161,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-READERS: dict[str, Callable[[Path, Columns], Source]] = {
+READERS: dict[str, Callable[[Path, Columns, int | None], Source]] = {
     ".parquet": _read_parquet,
     ".json": _read_json,
     ".jsonl": _read_json,

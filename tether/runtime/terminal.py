@@ -63,30 +63,37 @@ class Waiting:
         total: items to be done; None: unknown.
         screen: where it is shown.
         done: items that were done before.
+        late: the work is mostly short, and a bar appears after `QUIET` seconds only.
     """
 
     EVERY = 10.0
     """Seconds between lines."""
+    QUIET = 2.0
+    """Seconds without a bar, where it is late."""
 
-    def __init__(self, what: str, total: int | None, screen: Screen, done: int = 0) -> None:
+    def __init__(self, what: str, total: int | None, screen: Screen, done: int = 0, *, late: bool = False) -> None:
         self._what, self._total, self._screen, self._begun_with = what, total, screen, done
         self._begun = self._said = monotonic()
+        self._quiet = self.QUIET if late else 0.0
         self._bar = Progress(console=screen, transient=True) if screen.is_terminal else None
         self._task = self._bar.add_task(what, total=total, completed=done) if self._bar else None
 
     def __enter__(self) -> Waiting:
-        if self._bar:
+        if self._bar and self._quiet <= 0:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
+        if self._bar and self._bar.live.is_started:
             self._bar.stop()
 
-    def show(self, done: int, note: str = "") -> None:
-        """Show that so much is done, and a word about it."""
+    def show(self, done: int, note: str = "", total: int | None = None) -> None:
+        """Show that so much is done, and a word about it; `total`, where it is known only now."""
+        self._total = self._total if total is None else total
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, description=note or None)
+            self._bar.update(self._task, completed=done, total=self._total, description=note or None)
+            if not self._bar.live.is_started and monotonic() - self._begun >= self._quiet:
+                self._bar.start()
         elif monotonic() - self._said >= self.EVERY:
             self._said = monotonic()
             of = "" if self._total is None else f"/{self._total}"

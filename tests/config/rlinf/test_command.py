@@ -65,9 +65,24 @@ def test_what_is_refused_stays_refused_in_the_written_file(tmp_path):
     (problem,) = error.value.problems
     assert problem.path == "not_supported.reward.use_reward_model"
     assert "learned rewards of images are not supported yet" in str(problem)
-    assert "take the line out" in problem.fix
+    assert "take the line out of native.yaml" in problem.fix
     native.write_text(native.read_text().replace("  reward.use_reward_model: ", "  # "))
     assert load_config(native, []).config.env.train.id == "PickCube-v1"
+
+
+def test_what_a_written_file_refuses_is_freed_on_the_command_line(tmp_path):
+    recipe = write_recipe(tmp_path, "maniskill_ppo_mlp_resnet_reward")
+    native = tmp_path / "native.yaml"
+    assert run(str(recipe), "--out", str(native)).exit_code == 0
+    (problem,) = problems_of(native)
+    freed = "~not_supported.reward.use_reward_model"
+    assert freed in problem.fix
+    for override in (freed, "~not_supported"):
+        assert load_config(native, [override, "env.train.id=Other-v1"]).config.env.train.id == "Other-v1"
+    assert {found.path for found in problems_of(native, "~not_supported.reward.use")} == {
+        "not_supported.reward.use_reward_model",
+        "not_supported.reward.use",
+    }
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -80,9 +95,9 @@ def test_a_written_recipe_is_refused_for_the_same_keys(tmp_path, name):
     assert not {path for path in found if path.startswith(("data.", "actor_rollout_ref.model.path"))}
 
 
-def problems_of(file):
+def problems_of(file, *overrides):
     with pytest.raises(ConfigError) as error:
-        load_config(file, [])
+        load_config(file, overrides)
     return error.value.problems
 
 

@@ -79,7 +79,8 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     elif path is not None:
         composed, found = compose(path, tree, composed_files().get)
         problems += found
-        problems += _refused_in_translation(composed.pop(NOT_SUPPORTED, None), path)
+        refused, parsed = _refused_in_translation(composed.pop(NOT_SUPPORTED, None), path, parsed)
+        problems += refused
         items = [item for name, value in composed.items() for item in _flatten(name, value)]
         problems += _store(given, items, path.name, 0)
     problems += unreadable
@@ -100,11 +101,16 @@ def _may_be_verls(path: Path) -> bool:
     return not path.is_file() and path.parent.name in ("", "config")
 
 
-def _refused_in_translation(section: object, path: Path) -> list[Problem]:
-    """Settings of RLinf's file that the translated file does without."""
-    fix = f"take the line out of {path.name} to run without it"
-    refused = section if isinstance(section, dict) else {}
-    return [Problem(f"{NOT_SUPPORTED}.{key}", str(why), fix) for key, why in refused.items()]
+def _refused_in_translation(
+    section: object, path: Path, overrides: Sequence[Override]
+) -> tuple[list[Problem], list[Override]]:
+    """Settings of RLinf's file that the translated file does without and that no override takes out; the others."""
+    refused = {f"{NOT_SUPPORTED}.{key}": str(why) for key, why in section.items()} if isinstance(section, dict) else {}
+    freed = {item.path for item in overrides if item.delete} & ({NOT_SUPPORTED, *refused} if refused else set())
+    kept = [] if NOT_SUPPORTED in freed else [key for key in refused if key not in freed]
+    fix = "to run without it, take the line out of {}, or give ~{}"
+    problems = [Problem(key, refused[key], fix.format(path.name, key)) for key in kept]
+    return problems, [item for item in overrides if not (item.delete and item.path in freed)]
 
 
 def _translated(imported: Imported, source: str) -> Given:

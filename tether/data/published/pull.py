@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub.utils import WeakFileLock
 
 from tether.data.pairs import pair_problems
 from tether.data.published.catalogue import Dataset, Part, as_it_is
@@ -58,7 +59,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
     hashes = {}
     with writing(folder, "make room, or name another folder by TETHER_CACHE"):
         for path in sorted({path for paths in sources.values() for path in paths}):
-            hashes[path] = _download(hub, repository, listing, path, folder / path)
+            hashes[path] = _download(hub, repository, listing, path, folder / path, say)
     with writing(out, "make room, or give another folder with --out"), ExitStack() as stack:
         made: dict[str, Path] = {}
         written: dict[str, JsonObject] = {}
@@ -116,20 +117,37 @@ def _sources(part: Part, listing: Listing, repository: str) -> list[str]:
     )
 
 
-def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path) -> str:
+def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, say: Say) -> str:
     """Fetch a file unless it is there; returns its sha256."""
-    remote, partial = listing.files[path], to.with_name(f"{to.name}.partial")
-    if not to.exists():
-        to.parent.mkdir(parents=True, exist_ok=True)
-        hub.fetch(repository, listing, path, partial)
-        if wrong := damage(partial, remote):
-            partial.unlink()
-            raise ValueError(f"{repository}/{path}: the download {wrong}; it is deleted, pull again")
-        partial.rename(to)
-    elif wrong := damage(to, remote):
-        to.unlink()
-        raise ValueError(f"{to}: {wrong}, so it was changed; it is deleted, pull again")
+    remote = listing.files[path]
+    if to.exists():
+        if wrong := damage(to, remote):
+            to.unlink()
+            raise ValueError(f"{to}: {wrong}, so it was changed; it is deleted, pull again")
+        return _sha256(to)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(to, say):
+        if not to.exists():  # another process may have brought it
+            partial = to.with_name(f"{to.name}.partial")
+            hub.fetch(repository, listing, path, partial)
+            if wrong := damage(partial, remote):
+                partial.unlink()
+                raise ValueError(f"{repository}/{path}: the download {wrong}; it is deleted, pull again")
+            partial.rename(to)
     return _sha256(to)
+
+
+@contextmanager
+def _alone(file: Path, say: Say) -> Iterator[None]:
+    """Inside, no other process downloads the file, all of which go on with the same part of it."""
+    lock = file.with_name(f"{file.name}.lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(WeakFileLock(lock, timeout=0.5))
+        except TimeoutError:
+            say(f"another process downloads {file}; waiting for it")
+            stack.enter_context(WeakFileLock(lock))
+        yield
 
 
 def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> int:

@@ -3,7 +3,14 @@
 from tether.trainer.text.critic_pretraining import EXPLAINED, explained, split_by_prompt, value_batch
 from tether.trainer.text.evaluation import Evaluation
 from tether.trainer.text.pretraining import Pretraining
-from tether.trainer.text.reward_training import ACCURACY, preference_accuracy, preference_batch, split_pairs, until_lost
+from tether.trainer.text.reward_training import (
+    ACCURACY,
+    beats_chance,
+    preference_accuracy,
+    preference_batch,
+    split_pairs,
+    until_lost,
+)
 from tether.trainer.text.rollout_files import RolloutFiles, read_rollouts
 from tether.trainer.text.rollouts import PromptSource, TextRollouts, value_metrics
 
@@ -15,6 +22,7 @@ __all__ = [
     "PromptSource",
     "RolloutFiles",
     "TextRollouts",
+    "beats_chance",
     "explained",
     "preference_accuracy",
     "preference_batch",

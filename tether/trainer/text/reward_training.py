@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.batch import TrainBatch
 from tether.data.pairs import SIDES, Pair, pair_ids
 from tether.data.rows import raise_problems
+from tether.runtime.terminal import Screen, Waiting
 from tether.trainer.text.pretraining import held_out_prompts
 from tether.training.text import PairOutputs, pair_batch, without_padding
 
@@ -43,20 +45,26 @@ def preference_batch(
         ValueError: pairs that are too long, without tokens, or the same in tokens; up to ten of them, by file and row.
     """
     rows, problems = [], []
-    for pair in pairs:
-        both = pair_ids(pair, tokenizer)
-        chosen, rejected = (without_padding(ids, pad_id) for ids in both)
-        if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
-            problems.append(f"{pair.place}: `{empty[0]}` has no token but padding, so nothing is scored; leave it out")
-        elif max(map(len, both)) > max_length:
-            longest = max(map(len, both))
-            problems.append(
-                f"{pair.place}: {longest} tokens are more than {max_length}; leave it out or raise --max-length"
-            )
-        elif chosen == rejected:
-            problems.append(f"{pair.place}: chosen and rejected are the same, so nothing is preferred; leave it out")
-        else:
-            rows.append((chosen, rejected))
+    with Waiting("preparing pairs", len(pairs), Screen(stderr=True), late=True) as waiting:
+        for number, pair in enumerate(pairs, start=1):
+            waiting.show(number)
+            both = pair_ids(pair, tokenizer)
+            chosen, rejected = (without_padding(ids, pad_id) for ids in both)
+            if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
+                problems.append(
+                    f"{pair.place}: `{empty[0]}` has no token but padding, so nothing is scored; leave it out"
+                )
+            elif max(map(len, both)) > max_length:
+                longest = max(map(len, both))
+                problems.append(
+                    f"{pair.place}: {longest} tokens are more than {max_length}; leave it out or raise --max-length"
+                )
+            elif chosen == rejected:
+                problems.append(
+                    f"{pair.place}: chosen and rejected are the same, so nothing is preferred; leave it out"
+                )
+            else:
+                rows.append((chosen, rejected))
     raise_problems(problems)
     return pair_batch(rows)
 
@@ -70,6 +78,11 @@ def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, fl
     if not (outputs.chosen.isfinite().all() and outputs.rejected.isfinite().all()):
         raise ValueError(f"the scores of held-out pairs are not finite, so {_LOST}")
     return {ACCURACY: float((outputs.chosen > outputs.rejected).double().mean())}
+
+
+def beats_chance(accuracy: float, pairs: int) -> bool:
+    """Whether coins would rank as many of the held-out pairs right once in 20 times at most."""
+    return accuracy > 0.5 + 1.645 * math.sqrt(0.25 / pairs)
 
 
 def until_lost(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:

@@ -23,7 +23,10 @@ def _not_supported(imported: Imported) -> str:
     refused = {problem.path: problem.what for problem in imported.refusals()}
     if not refused:
         return ""
-    head = "# RLinf's file asks for this, which tether does not have. Take a line out to run without it.\n"
+    head = (
+        "# RLinf's file asks for this, which tether does not have. To run without it, take a line out, or give "
+        f"~{NOT_SUPPORTED}.KEY.\n"
+    )
     return head + yaml.safe_dump({NOT_SUPPORTED: refused}, width=10**6, allow_unicode=True, sort_keys=False)
 
 
