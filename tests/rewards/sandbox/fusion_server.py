@@ -35,12 +35,9 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`/run_code` and `/v1/ping`."""
+    """`/run_code`."""
 
     server: Server
-
-    def do_GET(self):
-        self.answer(200 if self.path == "/v1/ping" else 404, "pong")
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

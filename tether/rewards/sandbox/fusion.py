@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.client import HTTPException
-from urllib.parse import urlsplit
 
 from tether.rewards.sandbox.judge import Job
 from tether.rewards.sandbox.languages import LANGUAGES
 from tether.rewards.sandbox.limits import Finished, SandboxError
 from tether.rewards.sandbox.options import ProgramOptions, Server
-from tether.runtime.http import NoAnswer, check_address, post_json
+from tether.runtime.http import NoAnswer, post_json
 
 _BUSY = 504
-_KEY = "reward_model.sandbox_fusion.url"
-_PING_SECONDS = 10.0
 
 
 def run_remotely(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
@@ -114,21 +108,3 @@ def _bytes(printed: str | None) -> bytes:
 
 def _beginning(body: bytes) -> str:
     return body[:300].decode(errors="replace")
-
-
-def check_server(url: str) -> None:
-    """Refuse an address where nothing answers.
-
-    Raises:
-        ValueError: no address of HTTP, or no connection.
-    """
-    check_address(url, _KEY)
-    parts = urlsplit(url)
-    try:
-        urllib.request.urlopen(f"{parts.scheme}://{parts.netloc}/v1/ping", timeout=_PING_SECONDS).close()
-    except urllib.error.HTTPError:
-        return  # something answers; whether it runs programs is seen at the first
-    except (OSError, HTTPException) as error:
-        raise ValueError(
-            f"{_KEY}: nothing answers at {url} ({error}); start the server, or correct the address"
-        ) from error

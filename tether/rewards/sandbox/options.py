@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tether.rewards.sandbox import bubblewrap
 from tether.rewards.sandbox.languages import check_languages
 from tether.rewards.sandbox.limits import Limits
+from tether.runtime.http import check_listening
 
 COMPILE_SECONDS = 30.0
 
@@ -66,9 +67,7 @@ class ProgramOptions:
         """
         check_languages(self.languages, remote=self.server is not None)
         if self.server:
-            from tether.rewards.sandbox.fusion import check_server
-
-            check_server(self.server.url)
+            check_listening(self.server.url, "reward_model.sandbox_fusion.url")
         elif self.unconfined:
             if reason := bubblewrap.missing_package(("prlimit", "util-linux")):
                 raise ValueError(f"reward_model.sandbox.unconfined: {reason}")
