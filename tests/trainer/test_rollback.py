@@ -81,6 +81,31 @@ def test_the_number_of_rollbacks_ends(inputs: Path, tmp_path: Path, caplog: pyte
     assert note(tmp_path / "run") == []
 
 
+def test_rollbacks_to_ever_older_checkpoints_end_too(
+    inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each counts, and lowers the rate of what the one before it left."""
+    more = ["trainer.rollback_lr_factor=0.9", "trainer.max_rollbacks=2", "actor_rollout_ref.actor.optim.lr=2",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=200", "trainer.total_training_steps=30"]  # fmt: skip
+    result = run(inputs, tmp_path / "run", ROLLBACK, *more)
+    assert result.stopped_by == "trainer.on_collapse"
+    first, second = (entry["to"] for entry in note(tmp_path / "run"))
+    assert first == second
+    assert "trainer.max_rollbacks=2 are used up" in caplog.text
+    rates = {step: metrics["actor/lr"] for step, metrics in measured(tmp_path / "run").items() if step}
+    assert rates[result.step] == pytest.approx(0.81 * 2 * (result.step - 1) / 200)
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_a_batch_that_was_drawn_earlier_dates_the_collapse(inputs: Path, tmp_path: Path, mode: str) -> None:
+    """The weights that drew it have collapsed already."""
+    settings = [f"trainer.async_mode={mode}", "trainer.max_rollbacks=1"]
+    result = run(inputs, tmp_path / "run", ROLLBACK, *settings)
+    assert (result.step, result.stopped_by) == (9, None)
+    (entry,) = note(tmp_path / "run")
+    assert entry["to"] == 1
+
+
 def store(root: Path, *steps: int) -> CheckpointStore:
     found = CheckpointStore(root)
     for step in steps:
@@ -129,7 +154,8 @@ def test_the_note_is_of_one_course(tmp_path: Path) -> None:
     assert rollbacks_of(tmp_path, tmp_path / "global_step_2") == []  # it was never rolled back to here
     assert rollbacks_of(tmp_path, None) == []
     roll_back(saved, tmp_path / "global_step_2", 9)
-    assert note(tmp_path) == [{"collapsed": 9, "to": 2}]
+    assert note(tmp_path) == [{"collapsed": 9, "to": 2}, {"collapsed": 9, "to": 2}]  # the first one counts all the same
+    assert len(rollbacks_of(tmp_path, tmp_path / "global_step_2")) == 2
     (tmp_path / NOTE).write_text("[{}]")
     with pytest.raises(ValueError, match=r"rollbacks\.json: cannot be read"):
         rollbacks_of(tmp_path, tmp_path / "global_step_2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tether.checkpoints.manifest import write_durably
@@ -19,7 +19,7 @@ class Rollback:
     collapsed: int
     """Step after which it was decided."""
     to: int
-    """Step of the checkpoint that the run went back to."""
+    """Step of the checkpoint that the run went back to, or of an older one that it went back to afterwards."""
 
 
 def rollbacks_of(root: Path, checkpoint: Path | None) -> list[Rollback]:
@@ -28,16 +28,21 @@ def rollbacks_of(root: Path, checkpoint: Path | None) -> list[Rollback]:
     Raises:
         ValueError: the note is no longer what was written.
     """
+    if checkpoint is None:
+        return []
+    return [rollback for rollback in _noted(root) if rollback.to <= step_of(checkpoint)]
+
+
+def _noted(root: Path) -> list[Rollback]:
     note = root / NOTE
-    if checkpoint is None or not note.is_file():
+    if not note.is_file():
         return []
     try:
-        done = [Rollback(**entry) for entry in json.loads(note.read_text())]
+        return [Rollback(**entry) for entry in json.loads(note.read_text())]
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{note}: cannot be read ({error}). Delete it to go on as if nothing had been rolled back"
-        ) from (error)
-    return [rollback for rollback in done if rollback.to <= step_of(checkpoint)]
+        ) from error
 
 
 def forget_other_rollbacks(root: Path, kept: list[Rollback]) -> None:
@@ -57,7 +62,8 @@ def roll_back(store: CheckpointStore, to: Path, collapsed: int) -> Path | None:
     Returns:
         The folder that later checkpoints are in now; None if there were none.
     """
-    done = rollbacks_of(store.root, to)
+    step = step_of(to)
+    done = [replace(one, to=min(one.to, step)) for one in _noted(store.root)]  # they led here, from wherever they began
     aside = store.set_aside(to)
-    forget_other_rollbacks(store.root, [*done, Rollback(collapsed, step_of(to))])
+    forget_other_rollbacks(store.root, [*done, Rollback(collapsed, step)])
     return aside

@@ -107,6 +107,8 @@ class Alarms:
     """Per alarm: the step that began what it has found ever since."""
     step: int = 0
     """The last one that was looked at."""
+    drawn_at: int = 0
+    """The step at which its batch was the newest policy's: an earlier one where sampling is ahead."""
     collapsed_since: int | None = None
     """The first step of what an alarm that is none of `NO_COLLAPSE` has spoken of, since this was last set to None."""
     first_score: float | None = None
@@ -124,6 +126,7 @@ class Alarms:
             warn: shows a message to the user.
         """
         self.step = int(metrics.get("training/global_step", self.step + 1))
+        self.drawn_at = self.step - int(metrics.get("training/staleness", 0))
         if (same := metrics.get(IDENTICAL)) is not None:
             self._watch(
                 "replies",
@@ -262,7 +265,7 @@ class Alarms:
         streak = self.streaks.get(name, 0)
         self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
         if streak == 1:
-            self.since[name] = self.step if since is None else since
+            self.since[name] = self.drawn_at if since is None else since
         if streak >= needed and name not in self.said:
             self.said.append(name)
             if name not in NO_COLLAPSE:
