@@ -17,6 +17,8 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 NOBODY = 65534
 FOLDER = "/tmp"
 """Where a program runs. It is in memory and gone with the program."""
+_WITHOUT_INIT = ("--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+"""bwrap's own process is outside of the limits, and its memory could be written in ``/proc/1/mem``."""
 _ETC = ("alternatives", "ld.so.cache", "java-*")  # what links of /usr lead to
 _SUGGESTION = (
     "Code would run with the rights of this process: give reward_model.sandbox_fusion.url, or, where all of this "
@@ -51,8 +53,8 @@ def command(argv: tuple[str, ...], files: dict[str, int], limits: Limits, *, sta
     return [
         _found("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", *_environment(), *_system(),
-        "--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", FOLDER, *size, "--tmpfs", "/dev/shm", *copies,
-        "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER,
+        "--proc", "/proc", *_WITHOUT_INIT, "--dev", "/dev", *size, "--tmpfs", FOLDER, *size, "--tmpfs", "/dev/shm",
+        *copies, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER,
         "--seccomp", str(seccomp), "--json-status-fd", str(status),
         _found("prlimit"), *limits.arguments(confined=True), *argv,
     ]  # fmt: skip
