@@ -71,6 +71,8 @@ def test_a_template_shows_the_row_and_leaves_other_braces() -> None:
         (Judge("", parser=NUMBER), "Score: 1e3", 1000.0),
         (Judge("", parser=NUMBER), "Score: 3\nFinal Score: .5", 0.5),
         (Judge("", parser=NUMBER, range=(0, 10)), "Score: 10", 10.0),
+        (Judge("", parser=NUMBER), "Score: 7 in all", 7.0),
+        (Judge("", parser=NUMBER), "<think>Score: 9?</think>Score: 7", 7.0),
         (Judge("", parser=r"\b(yes|no)\b", scores={"yes": 1, "no": 0}), "no ... yes", 1.0),
         (Judge("", parser=r"(\w+)\.?$", scores={"Good": 0.5}), "It is GOOD.", 0.5),
     ],
@@ -84,6 +86,7 @@ def test_the_last_match_is_the_score(judge: Judge, answer: str, score: float) ->
     [
         (Judge(""), "I would say eight.", "has nothing that"),
         (Judge(""), "", "has nothing that"),
+        (Judge(""), "<think>Score: 9</think>I refuse", "has nothing that"),
         (Judge("", range=(0, 10)), "Score: 11", "beyond [0, 10]"),
         (Judge("", range=(0, 10)), "Score: 1e9", "beyond [0, 10]"),
         (Judge(""), "Score: 1,000", "'1,000', which is no number"),
@@ -91,7 +94,30 @@ def test_the_last_match_is_the_score(judge: Judge, answer: str, score: float) ->
         *(
             (Judge(""), f"Score: {said}", "which is no number")
             for said in (
-                *("1/2", "7/10", "50%", "3-4", "1 000", "10^2", "1_000", "7 / 10", "50 %", "3 - 4", "1\u202f000"),
+                *(
+                    "1/2",
+                    "7/10",
+                    "50%",
+                    "3-4",
+                    "1 000",
+                    "70 percent",
+                    "7 in 10",
+                    "7 of ten",
+                    "7 [out of 10]",
+                    "7 points out of 10",
+                    "7 | 10",
+                    "7 -> 3",
+                    "7 \uff0f 10",
+                    "7 \u2215 10",
+                    "50 \uff05",
+                    "3. On reflection Score: \u22125",
+                    "10^2",
+                    "1_000",
+                    "7 / 10",
+                    "50 %",
+                    "3 - 4",
+                    "1\u202f000",
+                ),
                 *(
                     "3\u20134",
                     "3 to 4",
@@ -307,6 +333,8 @@ def test_other_tokens_than_were_meant_are_an_error(server: ModelServer, api: str
         b'{"embedding": []}',
         b'{"data": [{"probs": [NaN]}]}',
         b'{"embedding": [Infinity]}',
+        b'{"data": [{"probs": [true]}]}',
+        b'{"embedding": [true]}',
     ],
 )
 @pytest.mark.parametrize("api", ["vllm", "sglang"])

@@ -14,10 +14,11 @@ from tether.spelling import did_you_mean
 FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """Names that a template may have in braces."""
 NUMBER = (
-    r"Score:\s*([-+]?\.?\d"
+    r"Score:\s*([-+−]?\.?\d"
     r"""(?:[^\s<]*[^\s<.,;:!?)\]}*"'`_])?"""  # what touches it, without the marks that end a sentence or emphasis
-    r"""(?:[*_"'`]*[^\S\n]{0,9}(?:%|"""
-    r"""(?<=\s)(?:(?:[-+/^*x×:±–—]{1,9}|\(?(?:out of|of|to|or|and)\b)[^\S\n]{0,9})?[-+]?\.?\d\S*))?)"""
+    r"""(?:[*_"'`]*[^\S\n]{0,9}(?:[%％‰]|(?<=\s)(?:per ?cent\b|"""
+    r"""(?:(?:[-+/^*x×:±–—／∕⁄|→>]{1,9}|(?:points? )?[(\[]?(?:out of|of|to|or|and|in)\b)[^\S\n]{0,9})?"""
+    r"""(?:[-+−]?\.?\d\S*|(?:five|ten|(?:a |one )?hundred)\b))))?)"""
 )
 """The parser by default. It takes all that may belong to a number: 1,000 and 7 out of 10 are errors, not 1 and 7."""
 _SHOWN = 200  # characters at the end of an answer that says nothing
@@ -83,7 +84,8 @@ class Judge:
         return [*before, {"role": "user", "content": filled(self.prompt)}]
 
     def read(self, answer: str) -> RewardOutcome:
-        """The score in an answer, or the error that it has none."""
+        """The score in an answer, behind its reasoning (``<think>``) if it has any, or the error that it has none."""
+        answer = answer.rpartition("</think>")[2]
         found = re.findall(self.parser, answer)
         if not found:
             end = " ".join(answer.split())[-_SHOWN:]

@@ -56,7 +56,7 @@ class ServedRewardModel:
 def _vllm(answer: Any) -> tuple[float | None, int | None]:
     """The score in an answer and the tokens that were read; None for what is not there."""
     match answer:
-        case {"data": [{"probs": [int() | float() as score]}], **rest}:
+        case {"data": [{"probs": [int() | float() as score]}], **rest} if not isinstance(score, bool):
             return score, _count(rest.get("usage"))
     return None, None
 
@@ -64,7 +64,9 @@ def _vllm(answer: Any) -> tuple[float | None, int | None]:
 def _sglang(answer: Any) -> tuple[float | None, int | None]:
     """See `_vllm`."""
     match answer:
-        case {"embedding": [int() | float() as score], **rest} | [{"embedding": [int() | float() as score], **rest}]:
+        case {"embedding": [int() | float() as score], **rest} | [
+            {"embedding": [int() | float() as score], **rest}
+        ] if not isinstance(score, bool):
             return score, _count(rest.get("meta_info"))
     return None, None
 
