@@ -165,7 +165,12 @@ def test_without_ground_truth_and_samples_nothing_is_said_of_the_reward() -> Non
     assert "no row has a ground truth" in found.message
     assert "--samples" in found.message
     assert not found.is_fault
-    (failed, _) = verdicts(tried(lambda r: RewardError("boom"), UNKNOWN))
+    calls: list[RewardRequest] = []
+    (failed, _) = verdicts(tried(lambda r: calls.append(r) or RewardError("boom"), UNKNOWN))
+    assert len(calls) == len(UNKNOWN)  # of the first kind: each may have taken all of its time
+    calls.clear()
+    tried(lambda r: calls.append(r) or RewardError("boom"))
+    assert len(calls) == len(PROMPTS)
     assert failed.is_fault
 
 

@@ -57,6 +57,11 @@ class ProbeScores:
         return fmean(self.scores) if self.scores else math.nan
 
     @property
+    def always_fails(self) -> bool:
+        """Whether every call failed."""
+        return 0 < len(self.outcomes) == len(self.errors)
+
+    @property
     def deviation(self) -> float:
         """Standard deviation of the scores; NaN where there are none."""
         return pstdev(self.scores) if self.scores else math.nan
@@ -116,14 +121,22 @@ def audit(
         return ProbeScores(kind, requests, *score(requests))
 
     known = [q for q in prompts if _has_answer(q)]
-    answered = {form: tried(TRUTH, known, [form.format(_text(q.ground_truth)) for q in known]) for form in FORMATS}
+    answered: dict[str, ProbeScores] = {}
+    for form in FORMATS:
+        answered[form] = tried(TRUTH, known, [form.format(_text(q.ground_truth)) for q in known])
+        if answered[form].always_fails:  # so would the others, each after its time limit
+            return Audit(answered[form], [], sampled, group_size)
     form = max(FORMATS, key=lambda form: _order(answered[form])) if known else FORMATS[0]
     truths = [answered[form]] if known else []
     if any(_solution(q) for q in prompts):
         answered_at_all = [q for q in prompts if _has_answer(q) or _solution(q)]
         truths.append(tried(TRUTH, answered_at_all, [_solution(q) or "" for q in answered_at_all]))
-    wrong = [tried(kind, prompts, replies) for kind, replies in wrong_replies(prompts).items()]
-    wrong += [tried(kind, known, replies) for kind, replies in wrong_answers(known, form).items()]
+    wrong: list[ProbeScores] = []
+    for asked, replies in ((prompts, wrong_replies(prompts)), (known, wrong_answers(known, form))):
+        for kind, texts in replies.items():
+            wrong.append(tried(kind, asked, texts))
+            if not truths and wrong[-1].always_fails:
+                return Audit(None, wrong, sampled, group_size)
     return Audit(max(truths, key=_order, default=None), wrong, sampled, group_size)
 
 

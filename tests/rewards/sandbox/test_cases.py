@@ -95,6 +95,22 @@ def test_assertions_name_the_functions_that_they_call():
     assert len(parse_tests({"assert_case": ["assert f(1) == 2", "assert f(2) == 3"]})) == 2
 
 
+def test_assertions_have_the_imports_and_the_setup_of_their_row():
+    row = {"test_list": ["assert f(1) == datetime.date(1, 1, 1) == D"],
+           "test_imports": ["import datetime", "import os"], "test_setup_code": ["D = datetime.date.min"]}  # fmt: skip
+    (test,) = parse_tests(row)
+    assert test.functions == {"f": "f"}
+    assert test.tests.startswith("import datetime\nimport os\nD = datetime.date.min\n")
+    with pytest.raises(ValueError, match="test_imports of the row is "):
+        parse_tests(row | {"test_imports": [1]})
+
+
+@pytest.mark.parametrize("line", ["assert 1", "assert math.pi > 3", "assert sum([1]) == 1 if len([]) else True"])
+def test_an_assertion_that_uses_nothing_of_the_answer_is_refused(line):
+    with pytest.raises(ValueError, match="assertion 0 uses nothing of the answer"):
+        parse_tests({"test_list": [line], "test_setup_code": "sum = len = print"})
+
+
 def test_assertions_name_the_functions_that_they_pass_on():
     line = "try:\n    assert list(map(f, sorted([1], key=lambda x: -x))) == [math.pi]\nexcept ValueError as e:\n    e"
     (test,) = parse_tests({"test_list": [line]})
@@ -119,6 +135,7 @@ class Evil:
         ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "input 0 is '1', not a list of arguments"),
         ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is no JSON"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "fn_name is 3"),
+        ({"inputs": ["\ud800"], "outputs": ["1"]}, "input 0 has half a character"),
         ([FUNCTIONAL], "test 0 is functional, and metadata names no func_name"),
         ([{"input": 3}], "test 0 is"),
         ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is no Python"),

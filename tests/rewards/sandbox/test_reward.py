@@ -70,6 +70,7 @@ def test_every_language_reads_and_prints(language, unconfined):
          {"fn_name": "f", "inputs": [[[7]]], "outputs": [[7]]}, 1),
         ("    return sum(xs)", HUMANEVAL, 1),
         ("def total(xs):\n    return sum(xs)", HUMANEVAL, 1),
+        ("from __future__ import annotations\ndef total(xs: Unknown):\n    return sum(xs)", HUMANEVAL, 1),
         ("def total(xs):\n    return 3", HUMANEVAL, 0),
         ("def f(x):\n    if x < 0:\n        raise ValueError\n    return {x}", {"assert_case": [
             "assert f(1) == {1}", "assert f(x=2) == {2}",

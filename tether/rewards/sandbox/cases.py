@@ -76,7 +76,7 @@ def _parsed(found: Any) -> list[Test]:
             tests = f"{prompt}\n{_compiled(test, 'test')}\ncheck(candidate)\n"
             return [AssertTest(_compiled(tests, "prompt"), {"candidate": function}, prompt)]
         case {"assert_case": list(asserts)} | {"test_list": list(asserts)} if asserts:
-            setup = found.get("test_setup_code") or ""
+            setup = "\n".join(_lines(found, "test_imports") + _lines(found, "test_setup_code"))
             return [_assertion(line, setup, number) for number, line in enumerate(asserts)]
         case {"inputs": list(inputs), "outputs": list(outputs)}:
             return _pairs(inputs, outputs, found.get("fn_name"))
@@ -90,6 +90,15 @@ def _parsed(found: Any) -> list[Test]:
             return [_listed_test(item, {}, number) for number, item in enumerate(found)]
     keys = sorted(found) if isinstance(found, dict) else type(found).__name__
     raise ValueError(f"the tests (reward_model.ground_truth) have no known layout: {keys}. Give {_LAYOUTS}")
+
+
+def _lines(found: dict[str, Any], key: str) -> list[str]:
+    """Lines of code that stand before assertions: a text, or a list of them."""
+    value = found.get(key) or []
+    lines = [value] if isinstance(value, str) else value
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"{key} of the row is {str(value)[:80]!r}, not a text or a list of lines")
+    return lines
 
 
 def _pairs(inputs: list[object], outputs: list[object], function: object) -> list[Test]:
@@ -113,7 +122,7 @@ def _listed_test(item: Any, metadata: Any, number: int) -> Test:
             known = {**metadata, **(item.get("metadata") or {})}
             function = known.get("func_name") or known.get("fn_name")
             if item.get("testtype", "stdin") == "stdin":
-                return StdioTest(given, expected)
+                return StdioTest(_text(given, f"input {number}"), _text(expected, f"output {number}"))
             if not isinstance(function, str):
                 raise ValueError(f"test {number} is functional, and metadata names no func_name")
             return _call(function, given, expected, number)
@@ -161,6 +170,8 @@ def _assertion(line: object, setup: str, number: int) -> AssertTest:
                 bound.add(name)
     # Where nothing but builtins is called, the answer defines a function of such a name: MBPP asks for a `sum`.
     asked = read - bound - set(dir(builtins)) or called - bound
+    if not asked:
+        raise ValueError(f"{what} uses nothing of the answer, so it is the same for every one: {line[:80]!r}")
     return AssertTest(tests, {name: name for name in sorted(asked)})
 
 
@@ -198,7 +209,7 @@ class _TextOnly(pickle.Unpickler):
 def _unpacked(value: str, what: str) -> str:
     try:
         found = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(value, validate=True)))).load()
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError) as error:
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError, MemoryError) as error:
         raise ValueError(f"{what} is neither JSON nor LiveCodeBench's packed form: {error}") from error
     if not isinstance(found, str):
         raise ValueError(f"{what} holds {type(found).__name__}, not a text")
@@ -225,4 +236,7 @@ def _text(value: object, what: str) -> str:
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str | int | float) for line in lines):
         raise ValueError(f"{what} is {str(value)[:80]!r}, not a text or its lines; other values need fn_name")
-    return "\n".join(map(str, lines))
+    text = "\n".join(map(str, lines))
+    if not text.isascii() and (broken := [char for char in text if "\ud800" <= char <= "\udfff"]):
+        raise ValueError(f"{what} has half a character ({broken[0]!a}), which no program can read or print")
+    return text

@@ -17,6 +17,7 @@ from tether.rewards.sandbox.languages import LANGUAGES
 from tether.rewards.sandbox.limits import Finished
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _TOLERANCE = 1e-6
 _HARNESS = Path(harness.__file__).read_text()
 
@@ -77,9 +78,15 @@ def job_for(test: Test, answer: Answer) -> Job:
         result = test.expected
         request = {"code": answer.source, "function": test.function, "arguments": harness.encode(test.arguments)}
         return _harnessed(request, lambda end: _same_result(end.stdout, result))
-    code, proof = f"{test.prompt}\n{answer.source}", secrets.token_hex(16)
+    code, proof = _behind(test.prompt, answer.source), secrets.token_hex(16)
     asked: dict[str, object] = {"code": code, "tests": test.tests, "functions": test.functions, "proof": proof}
     return _harnessed(asked, lambda end: end.stdout.endswith(proof.encode()))
+
+
+def _behind(prompt: str, source: str) -> str:
+    """An answer behind the code that it completes; what has to stand first in a file, comes first."""
+    first = [line for line in source.splitlines() if line.startswith("from __future__ import ")]
+    return "\n".join([*first, prompt, source if not first else _FUTURE.sub("", source)])
 
 
 def _harnessed(request: dict[str, object], passed: Callable[[Finished], bool]) -> Job:
