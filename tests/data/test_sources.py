@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,8 @@ def test_other_kinds_of_path(tmp_path: Path) -> None:
     table = tmp_path / "a.csv"
     table.write_text("prompt\nhello\n")
     assert refusal(str(tmp_path)).startswith(f"{tmp_path}: a folder. Name its files one by one: a.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "pipe.jsonl: no regular file" in refusal(str(tmp_path / "pipe.jsonl"))
     assert refusal(str(table)).startswith(f"{table}: not a .parquet, .json, .jsonl file")
     (tmp_path / "a.xlsx").touch()
     assert "Convert it" not in refusal(str(tmp_path / "a.xlsx"))

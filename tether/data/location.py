@@ -66,6 +66,8 @@ def locate(spec: str) -> Location:
     if file.suffix in SUFFIXES:
         if not file.exists():
             raise ValueError(missing_file(file))
+        if not file.is_file():  # a pipe would be waited for
+            raise ValueError(f"{spec}: no regular file. Write its rows to one.")
         return _known_options(Location("file", str(file), options), spec)
     if path.exists() or name.count("/") != 1 or name.startswith("/"):
         hint = _conversion(path) if path.exists() else f" {missing_file(path)}"

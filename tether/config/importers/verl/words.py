@@ -153,6 +153,8 @@ class WordReader:
 
     def home(self, written: str = "~") -> str:
         """The folder of ``~``; that of another user, ``~+`` and the like are unknown."""
+        if "." in written:  # no user's: Hydra's ~key.of.a.section stays as it is
+            return written
         return "".join(self.variables.get("HOME", [unknown("~")])) if written == "~" else unknown(written)
 
     def _array(self, name: str, *, is_appended: bool) -> None:
