@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +27,7 @@ def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int
 
 
 def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any, ...], answers: int) -> None:
+    faulthandler.enable()  # where a rank aborts, its stacks are in the output of the test
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
