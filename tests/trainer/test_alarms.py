@@ -245,6 +245,15 @@ def test_a_score_that_stays_at_the_majority_answers() -> None:
     assert validations([0.0] * 9, majority=0.01) == 0  # all answers differ: no share to speak of
 
 
+def test_a_resumed_run_dates_a_validation_by_its_own_step() -> None:
+    alarms = Alarms()
+    alarms.load_state_dict(Alarms(step=7).state_dict())
+    metrics = {"distinct_mean": 0.3, "majority_answer": 0.3, "num_distinct": 100}
+    for _ in range(MAJORITY_TESTS):
+        alarms.check_validation({f"val-aux/count/{name}": value for name, value in metrics.items()}, lambda _: None)
+    assert alarms.collapsed_since == 7
+
+
 def test_a_resumed_run_says_what_the_uninterrupted_one_says() -> None:
     collapsed = {"critic/score/mean": 0.1, "actor/entropy": 0.0, "actor/grad_norm": 0.0}
     script = [collapsed | {IDENTICAL: 1.0, EXPLAINED: 0.0}] * (CRITIC_STEPS + 2)

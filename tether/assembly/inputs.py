@@ -8,13 +8,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.assembly.named_inputs import rows_of
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import check_rewards
 from tether.assembly.turns import check_agents
 from tether.config import RunConfig, device_count, placed, reads_weights, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.sources import load_rows
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.cache import cache_dir
@@ -141,13 +141,7 @@ def build_dataset(
             reward_fn_key=data.reward_fn_key,
         )
     else:
-        rows = load_rows(
-            files,
-            prompt_key=data.prompt_key,
-            reward_fn_key=data.reward_fn_key,
-            answer_key=data.answer_key,
-            data_source=data.data_source,
-        )
+        rows = rows_of(config, files)
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,

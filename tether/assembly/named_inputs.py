@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tether.config import (
@@ -31,6 +31,9 @@ from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 from tether.tools import read_environments, read_tools
+
+if TYPE_CHECKING:
+    from tether.data.rows import Rows
 
 
 def missing_inputs(config: RunConfig, sections: tuple[str, ...] = ("",)) -> list[Problem]:
@@ -162,15 +165,22 @@ def _of_both(config: RunConfig) -> Named:
 def _rows(config: RunConfig, name: str) -> None:
     """Look for a source of rows; of a file, look at the first ones."""
     if locate(name).kind == "file":
-        data = config.data
-        importlib.import_module("tether.data.sources").load_rows(  # here: it takes a moment to load
-            name,
-            prompt_key=data.prompt_key,
-            reward_fn_key=data.reward_fn_key,
-            answer_key=data.answer_key,
-            data_source=data.data_source,
-            first=FIRST_ROWS,
-        )
+        rows_of(config, name, FIRST_ROWS)
+
+
+def rows_of(config: RunConfig, files: str | Sequence[str], first: int | None = None) -> Rows:
+    """Read sources with the columns that the section `data` names; see `load_rows`."""
+    from tether.data.sources import load_rows  # here: it takes a moment to load
+
+    data = config.data
+    return load_rows(
+        files,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        answer_key=data.answer_key,
+        data_source=data.data_source,
+        first=first,
+    )
 
 
 def _model(path: str, *, weights: bool = True) -> object:

@@ -60,7 +60,7 @@ class PolicyCard:
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and response."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return _context(self.config)
 
 
 def build_servers(
@@ -165,7 +165,11 @@ def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
     """Most tokens of prompt and response together."""
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return min(longest, getattr(policy.get_text_config(), "max_position_embeddings", None) or longest)
+    return min(longest, _context(policy) or longest)
+
+
+def _context(policy: PreTrainedConfig) -> int | None:
+    return getattr(policy.get_text_config(), "max_position_embeddings", None)
 
 
 def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:

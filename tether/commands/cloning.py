@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from tether.assembly.cloning import build_cloning, build_recording
 from tether.assembly.control import fit_defaults, identity_of
 from tether.checkpoints import CheckpointStore
 from tether.config import LoadedConfig
-from tether.data.demonstrations import Demonstration
 from tether.data.lerobot import write_dataset
 from tether.metrics.loggers import RunInfo, build_loggers
 from tether.models.control import save_policy
@@ -40,14 +38,8 @@ def collect(
     console = Screen()
     recording = build_recording(loaded, source, episodes, seed, only_successful=only_successful)
     console.print(f"{episodes} episodes of {recording.env_id} to record", soft_wrap=True)
-
-    def shown() -> Iterator[Demonstration]:
-        for number, episode in enumerate(recording.episodes, start=1):
-            waiting.show(number)
-            yield episode
-
     with Waiting("recorded", episodes, console) as waiting:
-        count = write_dataset(out, shown(), fps=recording.fps, robot=recording.env_id)
+        count = write_dataset(out, waiting.each(recording.episodes), fps=recording.fps, robot=recording.env_id)
     console.print(f"{count} episodes of {recording.env_id} in {out}", soft_wrap=True)
     console.print(f"imitate them  tether bc ... --data {out}", soft_wrap=True)
 

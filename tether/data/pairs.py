@@ -122,7 +122,7 @@ def _conversation(prompt: str | Sequence[Message]) -> list[Message]:
 def _repeated(side: object, before: Sequence[Message]) -> int:
     """Messages, the last ones of the prompt, that a conversation begins with.
 
-    A system message may stand in front that the prompt lacks, where it begins with the whole prompt.
+    Of a conversation that begins with the whole prompt, a system message may come first that the prompt does not have.
     """
     if not _is_conversation(side):
         return 0
@@ -162,7 +162,7 @@ def _repetitions(prompt: str | Sequence[Message], record: Mapping[str, Any]) -> 
 
 
 def _echo(prompt: str, sides: Sequence[str]) -> str | None:
-    """What both texts begin with: the prompt, if it is no mere greeting, or its last turns."""
+    """The beginning of both texts that repeats the prompt, unless that is as short as a greeting, or its last turns."""
     turns = (prompt[turn.start() :].strip() for turn in TURN.finditer(prompt))
     whole = [prompt.strip()] if len(prompt) >= ECHO else []
     return next((part for part in (*whole, *turns) if all(side.lstrip().startswith(part) for side in sides)), None)

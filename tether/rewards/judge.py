@@ -13,12 +13,13 @@ from tether.spelling import did_you_mean
 
 FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """Names that a template may have in braces."""
+_BETWEEN = r"[-+/^*x×:±–—／∕⁄|→>]{1,9}|(?:points? )?[(\[]?(?:out of|of|to|or|and|in)\b"
+_ANOTHER = r"[-+−]?\.?\d\S*|(?:five|ten|(?:a |one )?hundred)\b"
 NUMBER = (
     r"Score:\s*([-+−]?\.?\d"
     r"""(?:[^\s<]*[^\s<.,;:!?)\]}*"'`_])?"""  # what touches it, without the marks that end a sentence or emphasis
     r"""(?:[*_"'`]*[^\S\n]{0,9}(?:[%％‰]|(?<=\s)(?:per ?cent\b|"""
-    r"""(?:(?:[-+/^*x×:±–—／∕⁄|→>]{1,9}|(?:points? )?[(\[]?(?:out of|of|to|or|and|in)\b)[^\S\n]{0,9})?"""
-    r"""(?:[-+−]?\.?\d\S*|(?:five|ten|(?:a |one )?hundred)\b))))?)"""
+    rf"""(?:(?:{_BETWEEN})[^\S\n]{{0,9}})?(?:{_ANOTHER}))))?)"""
 )
 """The parser by default. It takes all that may belong to a number: 1,000 and 7 out of 10 are errors, not 1 and 7."""
 _SHOWN = 200  # characters at the end of an answer that says nothing

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
@@ -18,6 +18,7 @@ from rich.segment import Segment
 from tether.runtime.printable import printable
 
 logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 def one_line(text: str) -> str:
@@ -86,6 +87,12 @@ class Waiting:
     def __exit__(self, *_: object) -> None:
         if self._bar and self._bar.live.is_started:
             self._bar.stop()
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Pass items on, and show how many there were."""
+        for number, item in enumerate(items, start=1):
+            self.show(number)
+            yield item
 
     def show(self, done: int, note: str = "", total: int | None = None) -> None:
         """Show that so much is done, and a word about it; `total`, where it is known only now."""

@@ -106,11 +106,14 @@ def _refused_in_translation(
 ) -> tuple[list[Problem], list[Override]]:
     """Settings of RLinf's file that the translated file does without and that no override takes out; the others."""
     refused = {f"{NOT_SUPPORTED}.{key}": str(why) for key, why in section.items()} if isinstance(section, dict) else {}
-    freed = {item.path for item in overrides if item.delete} & ({NOT_SUPPORTED, *refused} if refused else set())
-    kept = [] if NOT_SUPPORTED in freed else [key for key in refused if key not in freed]
-    fix = "to run without it, take the line out of {}, or give ~{}"
-    problems = [Problem(key, refused[key], fix.format(path.name, key)) for key in kept]
-    return problems, [item for item in overrides if not (item.delete and item.path in freed)]
+    freeing = [item for item in overrides if refused and item.delete and item.path in {NOT_SUPPORTED, *refused}]
+    freed = {item.path for item in freeing}
+    problems = [
+        Problem(key, why, f"to run without it, take the line out of {path.name}, or give ~{key}")
+        for key, why in refused.items()
+        if not freed & {NOT_SUPPORTED, key}
+    ]
+    return problems, [item for item in overrides if item not in freeing]
 
 
 def _translated(imported: Imported, source: str) -> Given:

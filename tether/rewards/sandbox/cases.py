@@ -237,6 +237,9 @@ def _text(value: object, what: str) -> str:
     if not all(isinstance(line, str | int | float) for line in lines):
         raise ValueError(f"{what} is {str(value)[:80]!r}, not a text or its lines; other values need fn_name")
     text = "\n".join(map(str, lines))
-    if not text.isascii() and (broken := [char for char in text if "\ud800" <= char <= "\udfff"]):
-        raise ValueError(f"{what} has half a character ({broken[0]!a}), which no program can read or print")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{what} has half a character ({half!a}), which no program can read or print") from error
     return text

@@ -85,8 +85,7 @@ def job_for(test: Test, answer: Answer) -> Job:
 
 def _behind(prompt: str, source: str) -> str:
     """An answer behind the code that it completes; what has to stand first in a file, comes first."""
-    first = [line for line in source.splitlines() if line.startswith("from __future__ import ")]
-    return "\n".join([*first, prompt, source if not first else _FUTURE.sub("", source)])
+    return "\n".join([*_FUTURE.findall(source), prompt, _FUTURE.sub("", source)])
 
 
 def _harnessed(request: dict[str, object], passed: Callable[[Finished], bool]) -> Job:

@@ -86,7 +86,7 @@ class Server:
             if self._process is not None and self._process.has_ended():
                 how = self._process.close()
                 self._process = None
-                if "already in use" in self._last_words() and ports < _PORTS:
+                if any("already in use" in line for line in self._end_of_log()) and ports < _PORTS:
                     _log.warning("%s: another program took the port; the server is started with another", self.url)
                     ports += 1
                     self.begin()
@@ -118,7 +118,7 @@ class Server:
         return self._trouble(route) is None
 
     def _trouble(self, route: str) -> ServerGone | ServerRefuses | None:
-        """What is wrong with its answer; None: nothing."""
+        """The error of a request for a route, or None if it is answered."""
         try:
             self.http.get(route, within=self._soon)
         except (ServerGone, ServerRefuses) as error:
@@ -271,14 +271,19 @@ class Server:
     def _last_words(self) -> str:
         if isinstance(self.where, str):
             return "Start it, or take its address out of actor_rollout_ref.rollout.server_urls"
-        try:
-            lines = self.where.log.read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        errors = [found[1] for line in lines if "WARNING" not in line and (found := _ERROR.search(line))]
+        errors = [found[1] for line in self._log() if "WARNING" not in line and (found := _ERROR.search(line))]
         first = [f"Its first error: {errors[0][:600]}"] if errors else []
-        ends = [line[:300] for line in lines if line.strip()][-4 if first else -12 :]
-        return "\n".join([*first, f"{self.where.log} ends with:", *ends])
+        return "\n".join([*first, f"{self.where.log} ends with:", *self._end_of_log()[-4 if first else -12 :]])
+
+    def _end_of_log(self) -> list[str]:
+        return [line[:300] for line in self._log() if line.strip()][-12:]
+
+    def _log(self) -> list[str]:
+        """The lines that one of ours has printed."""
+        try:
+            return self.where.log.read_text(errors="replace").splitlines() if isinstance(self.where, Launch) else []
+        except OSError:
+            return []
 
 
 def _free_port() -> int:

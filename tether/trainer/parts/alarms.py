@@ -200,6 +200,7 @@ class Alarms:
                 "nothing else. Read the samples, balance the answers in the data, and lower "
                 "actor_rollout_ref.actor.optim.lr or add a KL loss (actor_rollout_ref.actor.use_kl_loss=true)",
                 warn,
+                since=self.step,
             )
 
     def _check_collapse(self, metrics: Mapping[str, float], warn: Warn) -> None:

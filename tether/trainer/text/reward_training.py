@@ -46,8 +46,7 @@ def preference_batch(
     """
     rows, problems = [], []
     with Waiting("preparing pairs", len(pairs), Screen(stderr=True), late=True) as waiting:
-        for number, pair in enumerate(pairs, start=1):
-            waiting.show(number)
+        for pair in waiting.each(pairs):
             both = pair_ids(pair, tokenizer)
             chosen, rejected = (without_padding(ids, pad_id) for ids in both)
             if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
