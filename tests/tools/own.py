@@ -70,6 +70,49 @@ class Count:
         return f"{self.about} {self.count} {self.drawn}", float(self.count), self.count == self.goal
 
 
+class Logged:
+    """A tool and an environment that leave a trace of each call, and do not come back from it."""
+
+    schema = SCHEMA
+
+    def __init__(self, log, way):
+        self.log, self.way = log, way
+
+    def call(self, expression):
+        self.leave("call")
+
+    def reset(self, messages, row):
+        self.leave("reset")
+
+    def step(self, messages):
+        return "", 0.0, True
+
+    def leave(self, word):
+        with open(self.log, "a") as file:
+            file.write(word + "\n")
+        while self.way == "loop":
+            time.sleep(1)
+        os._exit(3)
+
+
+class Says:
+    def __init__(self, answer):
+        self.answer = tuple(answer)
+
+    def reset(self, messages, row):
+        pass
+
+    def step(self, messages):
+        return self.answer
+
+
+class SaysTool(Says):
+    schema = SCHEMA
+
+    def call(self, expression):
+        return self.answer
+
+
 class Prepared:
     """Looks its word up once in a process."""
 

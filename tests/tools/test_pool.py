@@ -70,6 +70,30 @@ def test_a_tool_that_fails_is_an_answer(expression, error):
         assert call(pool, ("expression", "1 + 1")).messages
 
 
+@pytest.mark.parametrize(("way", "error"), [("loop", "within the deadline of 2 s"), ("die", "exit code 3")])
+def test_a_call_that_ends_its_process_is_made_once(tmp_path, way, error):
+    """Whether it is a call of a tool, the making of an environment or a step of one."""
+    log = tmp_path / "log"
+    counted = {"log": str(log), "way": way}
+    with pool_of(tool("Logged", **counted), count=EnvironmentSpec(f"{OWN}:Logged", counted), timeout=2.0) as pool:
+        assert re.search(error, call(pool, ("expression", "1")).error)
+        assert log.read_text() == "call\n"
+        assert re.search(error, step(pool, "a").error)
+        assert log.read_text() == "call\nreset\n"
+
+
+@pytest.mark.parametrize(("way", "error"), [("loop", "within the deadline of 2 s"), ("die", "exit code 3")])
+def test_a_file_that_cannot_be_imported_is_named(tmp_path, way, error):
+    file = tmp_path / "own.py"
+    file.write_text("import os, time\n" + {"loop": "time.sleep(100)", "die": "os._exit(3)"}[way])
+    for talkers in (
+        Talkers((ToolSpec(f"{file}:Own", {}, None, "file tools[0]"),)),
+        Talkers((), {"own": EnvironmentSpec(f"{file}:Own", {}, "file tools[0]")}),
+    ):
+        with pytest.raises(ValueError, match=rf"file tools\[0\]: loading {file}:Own failed: its process .*{error}"):
+            ToolPool(talkers, num_workers=1, timeout=20.0, startup_timeout=2.0)
+
+
 def test_an_environment_is_stepped_turn_by_turn():
     with pool_of(count=EnvironmentSpec(f"{OWN}:Count", {"goal": 2})) as pool:
         first = step(pool, "a")
@@ -77,6 +101,29 @@ def test_an_environment_is_stepped_turn_by_turn():
     assert (first.reward, first.done, second.reward, second.done) == (1.0, False, 2.0, True)
     assert first.messages[0]["content"].startswith("truth 1 [")
     assert second.messages[0]["content"].startswith("truth 2 [")
+
+
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        (("x", "1.0", False), "TypeError: step returned the reward '1.0', which is no number"),
+        (("x", 0.0, "no"), "TypeError: step returned done='no', neither True nor False"),
+        (("x", 0.0, 2), "TypeError: step returned done='2', neither True nor False"),
+        (("x", None, None), ""),
+        (("x", 1, 1), ""),
+    ],
+)
+def test_what_an_environment_returns_is_of_its_types(says, error):
+    with pool_of(count=EnvironmentSpec(f"{OWN}:Says", {"answer": says})) as pool:
+        found = step(pool, "a")
+    assert found.error == error
+    if not error:
+        assert (found.reward, found.done) == (float(says[1] or 0), bool(says[2]))
+
+
+def test_the_reward_of_a_tool_is_a_number():
+    with pool_of(tool("SaysTool", answer=("x", "1"))) as pool:
+        assert call(pool, ("expression", "")).error == "TypeError: call returned the reward '1', which is no number"
 
 
 def test_an_environment_is_prepared_once_in_a_process():

@@ -35,9 +35,9 @@ class Work(Generic[Answer]):
     """The work of a pool."""
 
     serve: str
-    """``module:function``, for `SupervisedProcess.spawn`. It receives `begin` first, and answers with what is wrong, as
-    a JSON string, or with what it has to say (`WorkerPool.about`). Every later request is a pickled list of payloads,
-    each with an answer of its own."""
+    """``module:function``, for `SupervisedProcess.spawn`. It receives `begin` first, and answers in JSON: with any
+    number of lists [what it does next], for messages, then with a string, what is wrong, or with what it has to say
+    (`WorkerPool.about`). Every later request is a pickled list of payloads, each with an answer of its own."""
     begin: object
     """Pickled."""
     name: str
@@ -57,7 +57,7 @@ class WorkerPool(Generic[Answer]):
         work: what they do.
         num_workers: processes.
         timeout: seconds from a request to its answer, after which the process is killed.
-        startup_timeout: seconds that `Work.begin` may take.
+        startup_timeout: seconds that `Work.begin` may take, or each part of it that the worker announces.
 
     Raises:
         ValueError: a worker cannot begin.
@@ -225,10 +225,12 @@ class WorkerPool(Generic[Answer]):
         Raises:
             ValueError: it cannot begin, or not in time.
         """
+        doing = f"loading the {self._work.name}"
         try:
-            said = json.loads(worker.receive())
+            while isinstance(said := json.loads(worker.receive()), list):
+                (doing,) = said
         except ProcessEnded as end:
-            raise ValueError(f"loading the {self._work.name} failed: its process {end.reason}") from end
+            raise ValueError(f"{doing} failed: its process {end.reason}") from end
         if isinstance(said, str):
             raise ValueError(said)
         self.about = said

@@ -68,7 +68,7 @@ class ToolPool(WorkerPool[Reply]):
         talkers: what they run.
         num_workers: processes.
         timeout: seconds that a call or a step may take.
-        startup_timeout: seconds that loading all classes may take.
+        startup_timeout: seconds that loading a class may take.
 
     Raises:
         ValueError: a class cannot be loaded or made.

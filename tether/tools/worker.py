@@ -34,13 +34,14 @@ def serve(channel: Channel) -> None:
         return
     talkers, timeout = pickle.loads(first)
     try:
-        desk = Desk(talkers)
+        desk = Desk(talkers, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
         channel.send(json.dumps(str(error)).encode())
         return
     channel.send(json.dumps({"schemas": desk.schemas}).encode())
     while (message := channel.receive()) is not None:
         for payload in pickle.loads(message):
+            channel.beat(timeout)  # begun: a call that ends this process is not made again
             channel.send(_dumped(desk.reply(pickle.loads(payload), lambda: channel.beat(timeout))))
 
 
@@ -62,22 +63,31 @@ class _Session:
 class Desk:
     """Where tools are called and environments stepped.
 
+    Args:
+        talkers: which.
+        loads: called before a class is loaded, with its place and name.
+
     Raises:
         ValueError: a class that cannot be loaded or made.
     """
 
-    def __init__(self, talkers: Talkers) -> None:
+    def __init__(self, talkers: Talkers, loads: Callable[[str], None]) -> None:
         self._environments, self._call_format = dict(talkers.environments), talkers.call_format
-        self._classes = {name: _load(spec) for name, spec in self._environments.items()}
+        self._classes: dict[str, Any] = {}
+        for name, environment in self._environments.items():
+            loads(f"{environment.place}: loading {environment.class_name}")
+            self._classes[name] = _load(environment)
         self._tools: JsonObject = {}
         self._sessions: dict[int, _Session] = {}
         self._batch = -1
         self.schemas: list[JsonObject] = []
         for spec in talkers.tools:
             if isinstance(spec, McpSpec):
+                loads(f"{spec.place}: connecting to {', '.join(spec.servers)}")
                 for schema, tool in _connected(spec):
                     self._keep(schema, tool, spec.place)
             else:
+                loads(f"{spec.place}: loading {spec.class_name}")
                 self._add(spec)
 
     def _keep(self, schema: JsonObject, tool: object, place: str) -> None:
@@ -178,7 +188,18 @@ def _stepped(result: Any) -> Reply:
             raise TypeError(f"step returned the message {str(message)[:100]!r}, not {{role, content}}")
     if not messages and not done:
         raise TypeError("step returned neither a reply nor done=True, so the policy could not go on")
-    return Reply([{"role": m["role"], "content": m["content"]} for m in messages], float(reward or 0.0), bool(done))
+    if done not in (None, False, True):
+        raise TypeError(f"step returned done={str(done)[:100]!r}, neither True nor False")
+    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+    return Reply(messages, _reward(reward, "step"), bool(done))
+
+
+def _reward(reward: Any, method: str) -> float:
+    if reward is None:
+        return 0.0
+    if not hasattr(reward, "__float__"):  # a number of any library; a string is none
+        raise TypeError(f"{method} returned the reward {str(reward)[:100]!r}, which is no number")
+    return float(reward)
 
 
 def _call(tool: Any, request: CallRequest) -> Reply:
@@ -193,7 +214,8 @@ def _call(tool: Any, request: CallRequest) -> Reply:
             _run(tool.release(instance))
     text, reward = result[:2] if isinstance(result, tuple) else (result, None)
     text = getattr(text, "text", text)
-    return Reply([{"role": "tool", "content": "" if text is None else str(text)}], float(reward or 0.0))
+    messages = [{"role": "tool", "content": "" if text is None else str(text)}]
+    return Reply(messages, _reward(reward, "call" if hasattr(tool, "call") else "execute"))
 
 
 def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:
