@@ -75,6 +75,7 @@ class Model:
             on: False: break off.
         """
         if "dies" in self.faults and self.tokens > 20:
+            print("RuntimeError: out of blocks", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         past = self.cache.get(tuple(ids[:-1]))
         if past is None and len(ids) > 1:

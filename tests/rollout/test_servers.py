@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -38,7 +38,7 @@ from tests.rollout.stand_in import environment
 from tether.batch import RolloutBatch
 from tether.rollout import NoiseKey
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Server, server
+from tether.rollout.servers import Draw, Sampled, Server, server
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -211,8 +211,11 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
 @pytest.mark.slow
 def test_one_that_always_dies_ends_the_run(started: Callable[..., Bench]) -> None:
     """It dies once it has drawn 20 tokens: in four lives, with eight rows that run by then, it draws 272 at most."""
-    with pytest.raises(RuntimeError, match="failed 4 times on the same rows"):
+    what = r"failed 4 times on the same rows, at last: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"
+    with pytest.raises(RuntimeError, match=what) as error:
         started("dies").engine.generate(PROMPTS * 24, SAMPLING, KEY)
+    (log,) = re.findall(what, str(error.value))
+    assert Path(log).read_text().count("out of blocks") == 4
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
@@ -368,6 +371,80 @@ def test_a_server_that_gives_no_memory_back_is_named(started: Callable[..., Benc
 def test_half_answers_end_the_run(made: Callable[..., Bench]) -> None:
     with pytest.raises(RuntimeError, match=r"failed 4 times.*IncompleteRead"):
         made("half_answers").engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+DRAW = Draw([1], SAMPLING, most=3, seed=0, ends=[7], records=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([8, 9, 260], "the token 260, where the policy has 260"),
+        ([8, 9, -1], "the token -1"),
+        ([8, 9, 1.5], "the token 1.5"),
+        ([8, 9, "7"], "the token '7'"),
+        ([8, 9, True], "the token True"),
+        ([8, 9, 10, 7], "4 tokens, where 3 were asked for"),
+        ([7, 8, 7], "tokens after one that ends the response"),
+        ([8, 9], "2 tokens of 3, and none of them ends the response"),
+        ([8, 7], ""),
+        ([8, 9, 10], ""),
+    ],
+)
+def test_an_answer_has_the_tokens_that_were_asked_for(tokens: list[Any], message: str) -> None:
+    sampled = Sampled(tokens, [-1.0] * len(tokens), None, frozenset())
+    with pytest.raises(ValueError, match=f"^{message}") if message else nullcontext():
+        sampled.check(DRAW, 260)
+
+
+@pytest.mark.parametrize("log_prob", [math.nan, -math.inf, math.inf, 5.0, None, "0", True])
+def test_an_answer_has_log_probs(log_prob: Any) -> None:
+    with pytest.raises(ValueError, match=f"the log-prob {log_prob!r}"):
+        Sampled([8, 7], [-1.0, log_prob], None, frozenset()).check(DRAW, 260)
+    with pytest.raises(ValueError, match="1 log-probs of 2 tokens"):
+        Sampled([8, 7], [-1.0], None, frozenset()).check(DRAW, 260)
+    with pytest.raises(ValueError, match="the token 300"):
+        Sampled([8, 7], [-1.0, -1.0], [[8], [7, 300]], frozenset()).check(DRAW, 260)
+    Sampled([8], [-1.0], None, frozenset(), whole=False).check(DRAW, 260)
+    Sampled([8, 7], [-1.0, 1e-6], [[8], [7]], frozenset()).check(DRAW, 260)
+
+
+def test_answers_that_are_none_end_the_run(made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = made()
+    sample = type(bench.dialect).sample
+
+    def lie(*arguments: Any) -> Sampled:
+        sampled = sample(*arguments)
+        return replace(sampled, log_probs=[math.nan, *sampled.log_probs[1:]])
+
+    monkeypatch.setattr(type(bench.dialect), "sample", lie)
+    with pytest.raises(RuntimeError, match=r"failed 4 times.*:\d+: gave an answer that is none: the log-prob nan"):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+
+
+ABOUT = {
+    "vllm": [("get", "/version"), ("get", "/v1/models"), ("post", "/collective_rpc")],
+    "sglang": [("get", "/server_info"), ("get", "/model_info")],
+}
+
+
+@pytest.mark.parametrize("answer", ["", "x", 7, None, [], {}, {"results": []}, {"data": [{}]}, {"version": ["0.32.0"]}])
+def test_answers_about_itself_of_another_layout(
+    made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, kind: str, answer: object
+) -> None:
+    bench = made()
+    language = type(bench.there.RequestHandlerClass.speaks)
+    for method, route in ABOUT[kind]:
+        known = getattr(language, method)
+
+        def lie(*arguments: Any, known: Any = known, route: str = route) -> object:
+            return answer if arguments[1] == route else known(*arguments)
+
+        engine = bench.engine_of(Server(bench.dialect, bench.server.url, 60))
+        with monkeypatch.context() as patch:
+            patch.setattr(language, method, lie)
+            with pytest.raises(ValueError, match=f"^{bench.server.url}"):
+                engine.generate(PROMPTS[:1], SAMPLING, KEY)
 
 
 def test_no_server_at_an_address(made: Callable[..., Bench], kind: str) -> None:

@@ -16,7 +16,7 @@ def start_program(command: Sequence[str], log: Path, environment: Mapping[str, s
 
     Args:
         command: the program and its arguments.
-        log: file that takes what it prints.
+        log: file that what it prints is added to.
         environment: variables that it gets beside those of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def become(channel: Channel) -> None:
     if message is None:
         return
     command, log, environment = json.loads(message)
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(written, 1)
     os.dup2(written, 2)
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from tether.rollout.protocol import SamplingParams
 from tether.rollout.servers.http import Connections
+
+_ROUNDING = 0.01  # that a log-prob may be above 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,28 @@ class Sampled:
     """False: it was broken off, and has the tokens until then, if any."""
     experts: NDArray[np.int16] | None = None
     """[prompt and tokens but the last, L, k]: where each went, in each decoder layer, where the server tells that."""
+
+    def check(self, draw: Draw, vocabulary: int) -> None:
+        """See that it answers a draw: tokens of the policy, no more than were asked for, up to an end, with log-probs.
+
+        Raises:
+            ValueError: it does not.
+        """
+        tokens, count, ends = self.token_ids, len(self.token_ids), set(draw.ends)
+        for token in (*tokens, *(token for kept in self.kept or () for token in kept)):
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise ValueError(f"the token {token!r}, where the policy has {vocabulary}")
+        for log_prob in self.log_probs:
+            if type(log_prob) not in (int, float) or not -math.inf < log_prob < _ROUNDING:
+                raise ValueError(f"the log-prob {log_prob!r}")
+        if len(self.log_probs) != count:
+            raise ValueError(f"{len(self.log_probs)} log-probs of {count} tokens")
+        if count > draw.most:
+            raise ValueError(f"{count} tokens, where {draw.most} were asked for")
+        if not ends.isdisjoint(tokens[:-1]):
+            raise ValueError("tokens after one that ends the response")
+        if self.whole and count < draw.most and not ends.intersection(tokens[-1:]):
+            raise ValueError(f"{count} tokens of {draw.most}, and none of them ends the response")
 
     def with_experts(self, draw: Draw, experts: NDArray[np.int16] | None) -> Sampled:
         """The same with what the server told of the experts of a draw that asks for them.

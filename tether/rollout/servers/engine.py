@@ -208,7 +208,8 @@ class ServedEngine:
             failures = self._ask({row: rows[row].draw for row in range(total) if row not in finished}, hear, go_on)
             for server, error in failures.items():
                 if attempt == _TRIES - 1:
-                    raise RuntimeError(f"{self.speaks.title} failed {_TRIES} times on the same rows, at last: {error}")
+                    what = f"{self.speaks.title} failed {_TRIES} times on the same rows"
+                    raise RuntimeError(f"{what}, at last: {server.explained(error)}")
                 self._revive(server, error)
             if self._newer is not None:
                 self._take(self._newer)
@@ -265,7 +266,8 @@ class ServedEngine:
             try:
                 while requests or running:
                     if self._newer is None:
-                        running |= {pool.submit(owner[row].sample, draw): row for row, draw in requests.items()}
+                        asked = requests.items()
+                        running |= {pool.submit(owner[row].sample, draw, self._vocabulary): row for row, draw in asked}
                         requests = {}
                     elif not running:
                         self._take(self._newer)
@@ -336,7 +338,8 @@ class ServedEngine:
     def _revive(self, server: Server, error: Exception, *, restart: bool = True) -> None:
         """Start a server again, where it is ours, and give it the present weights."""
         for attempt in range(_TRIES):
-            _log.warning("%s; %s", error, "the server is started again" if restart else "it gets them again")
+            next_step = "The server is started again" if restart else "It gets them again"
+            _log.warning("%s. %s", server.explained(error), next_step)
             if restart:
                 server.restart()
             try:
@@ -346,7 +349,7 @@ class ServedEngine:
             except ServerGone as again:
                 if attempt == _TRIES - 1:
                     what = f"{self.speaks.title} failed {_TRIES} times to take weights"
-                    raise RuntimeError(f"{what}, at last: {again}") from None
+                    raise RuntimeError(f"{what}, at last: {server.explained(again)}") from None
                 error, restart = again, True
 
     def _give(self, server: Server, weights: WeightUpdate) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ class Server:
     http: Connections = field(init=False)
     _process: SupervisedProcess | None = field(default=None, init=False)
     _was_up: bool = field(default=False, init=False)
+    _log_begins: int = field(default=0, init=False)
+    """Bytes in its log of those before it."""
 
     def __post_init__(self) -> None:
         self.patience = min(self.patience, self.timeout)
@@ -64,9 +67,10 @@ class Server:
     def begin(self) -> None:
         """Start it where it is ours and does not run; it is not ready yet."""
         if isinstance(self.where, Launch) and self._process is None:
-            port = _free_port()
+            port, log = _free_port(), self.where.log
+            self._log_begins = log.stat().st_size if log.exists() else 0
             self.http, self.weights, self._was_up = Connections(f"http://127.0.0.1:{port}"), None, False
-            self._process = start_program(self.where.command(port), self.where.log, self.where.environment)
+            self._process = start_program(self.where.command(port), log, self.where.environment)
 
     def ready(self) -> None:
         """Wait until it answers, and see that it is a server that can be used.
@@ -77,10 +81,11 @@ class Server:
         """
         self.begin()
         begun, title = time.monotonic(), self.speaks.title
+        unusable = f"This is no {title} server that tether can use; {self.speaks.how}"
         ports, says = 1, begun + _SAYS_AFTER
         while (error := self._trouble("/health")) is not None:
             if isinstance(error, ServerRefuses | NoSuchHost):
-                raise ValueError(f"{error}. This is no {title} server that tether can use; {self.speaks.how}")
+                raise ValueError(f"{error}. {unusable}")
             if self._was_up:
                 raise ServerGone(f"{self.url}: the server does not answer any more")
             if self._process is not None and self._process.has_ended():
@@ -106,8 +111,10 @@ class Server:
             try:
                 self.speaks.look(self.http, self.timeout)
             except (ServerGone, ServerRefuses) as error:
-                what = f"This is no {title} server that tether can use; {self.speaks.how}"
-                raise ValueError(f"{error}. {what}") from None
+                raise ValueError(f"{error}. {unusable}") from None
+            except (TypeError, KeyError, IndexError, AttributeError) as error:  # of an answer of another layout
+                what = f"an answer that is not {title}'s ({type(error).__name__}: {error})"
+                raise ValueError(f"{self.url}: gave {what}. {unusable}") from error
         self._was_up = True
 
     def answers(self) -> bool:
@@ -132,14 +139,22 @@ class Server:
         else:
             _log.warning("%s; the run waits up to %g seconds for the server", error, self.timeout)
 
-    def sample(self, draw: Draw) -> Sampled:
+    def sample(self, draw: Draw, vocabulary: int) -> Sampled:
         """A row, drawn with the present weights.
 
+        Args:
+            draw: what is asked for.
+            vocabulary: tokens of the policy.
+
         Raises:
-            ServerGone: no answer, half of one, or one by other weights.
+            ServerGone: no answer, half of one, one that does not answer the draw, or one by other weights.
             ServerRefuses: the request is refused.
         """
         sampled = self.speaks.sample(self.http, draw, _A_WHILE)
+        try:
+            sampled.check(draw, vocabulary)
+        except ValueError as error:
+            raise ServerGone(f"{self.url}: gave an answer that is none: {error}") from None
         if sampled.token_ids and sampled.weights != {self.weights}:
             others = ", ".join(sorted(sampled.weights))
             raise ServerGone(f"{self.url}: sampled with weights {others}, not the present ones")
@@ -231,7 +246,7 @@ class Server:
         """See `Dialect.sign_of_life`; None too where it does not answer."""
         try:
             return self.speaks.sign_of_life(self.http, self._soon)
-        except (ServerGone, ServerRefuses):
+        except (ServerGone, ValueError):
             return None
 
     def sleep(self) -> None:
@@ -268,11 +283,20 @@ class Server:
             self._process.close()
             self._process = None
 
+    def explained(self, error: Exception) -> str:
+        """A failure, and of one of ours what its log says."""
+        if isinstance(self.where, str):
+            return str(error)
+        return ". ".join([str(error), *self._first_error(), f"Its log: {self.where.log}"])
+
+    def _first_error(self) -> list[str]:
+        errors = (found[1] for line in self._log() if "WARNING" not in line and (found := _ERROR.search(line)))
+        return [f"Its first error: {error[:600]}" for error in islice(errors, 1)]
+
     def _last_words(self) -> str:
         if isinstance(self.where, str):
             return "Start it, or take its address out of actor_rollout_ref.rollout.server_urls"
-        errors = [found[1] for line in self._log() if "WARNING" not in line and (found := _ERROR.search(line))]
-        first = [f"Its first error: {errors[0][:600]}"] if errors else []
+        first = self._first_error()
         return "\n".join([*first, f"{self.where.log} ends with:", *self._end_of_log()[-4 if first else -12 :]])
 
     def _end_of_log(self) -> list[str]:
@@ -280,10 +304,11 @@ class Server:
 
     def _log(self) -> list[str]:
         """The lines that one of ours has printed."""
-        try:
-            return self.where.log.read_text(errors="replace").splitlines() if isinstance(self.where, Launch) else []
-        except OSError:
+        if isinstance(self.where, str) or not self.where.log.exists():
             return []
+        with self.where.log.open(errors="replace") as file:
+            file.seek(self._log_begins)
+            return file.read().splitlines()
 
 
 def _free_port() -> int:

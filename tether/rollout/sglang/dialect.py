@@ -134,7 +134,8 @@ class SGLang:
     def weights(self, http: Connections, within: float) -> str | None:
         """See `Dialect.weights`."""
         found = http.get("/model_info", within)
-        return found.get("weight_version") if isinstance(found, dict) else None
+        name = found.get("weight_version") if isinstance(found, dict) else None
+        return name if isinstance(name, str) else None
 
     def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
         """See `Dialect.give`; what still runs there, of a run that was killed, is broken off first."""

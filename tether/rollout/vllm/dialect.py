@@ -161,7 +161,8 @@ class Vllm:
     def weights(self, http: Connections, within: float) -> str | None:
         """See `Dialect.weights`."""
         found = http.get("/weight_info", within)
-        return found.get("weight_version") if isinstance(found, dict) else None
+        name = found.get("weight_version") if isinstance(found, dict) else None
+        return name if isinstance(name, str) else None
 
     def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
         """See `Dialect.give`."""
