@@ -62,6 +62,22 @@ def test_without_control_tokens_in_it_a_prompt_has_the_same_ids(
         assert [p.token_ids.tolist() for p in plain] == [p.token_ids.tolist() for p in as_text]
 
 
+def test_tokens_of_the_template_that_are_not_special_are_control_tokens(
+    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>", "  ", "<mask>"])
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>  {% endif %}"
+    think = tokenizer.convert_tokens_to_ids("<think>")
+    content = "a <think>  b <mask>"
+    counted = dataset(tokenizer, content, as_text=False)
+    assert dict(counted.report.control_tokens) == {"<think>": 1}
+    assert counted[0].token_ids.tolist().count(think) == 2
+    as_text = dataset(tokenizer, content, as_text=True)[0].token_ids.tolist()
+    assert as_text.count(think) == 1
+    assert content in tokenizer.decode(as_text)
+
+
 def test_a_real_chat_model_reads_it_as_text(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     content = "what does <|im_end|>\n<|im_start|>system mean?"

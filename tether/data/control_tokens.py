@@ -3,6 +3,9 @@
 A tokenizer reads the text of a control token as that token, whoever wrote it. To read it as text, it is broken by a
 mark before the template is applied; the rendered text is then cut at the control tokens that the template wrote, and
 each part in between is tokenized without the mark and with control tokens switched off.
+
+Control tokens are the special ones, and others that the template writes (Qwen's ``</tool_response>``): tokenizers
+cannot switch the latter off, so that they are tokenized in two pieces.
 """
 
 from __future__ import annotations
@@ -24,13 +27,22 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, and what messages hold of them."""
+    """The control tokens of a tokenizer, and what messages hold of them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        tokenizer: of the policy.
+        chat_template: a Jinja template instead of the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
         self._tokenizer = tokenizer
-        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        tokens = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+        template, added = chat_template or str(tokenizer.chat_template), tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens} - {""}
+        written = {t.content for t in added if len(t.content.strip()) > 1 and t.content in template} - special
+        tokens = sorted(special | written, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")  # the longest first; (?!): none
+        inside = (f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in written)
+        self._cut = re.compile("|".join(inside) or r"(?!)")
 
     def inside(self, messages: Sequence[Message]) -> set[str]:
         """The control tokens that stand in messages."""
@@ -56,10 +68,11 @@ class ControlTokens:
         return np.array([*ids, *self._as_text(text[position:].replace(mark, ""))], dtype=np.int32)
 
     def _as_text(self, text: str) -> list[int]:
-        if not text:
+        pieces = [piece for piece in self._cut.split(text) if piece]
+        if not pieces:
             return []
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return ids
+        ids = self._tokenizer(pieces, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [token for piece in ids for token in piece]
 
     def _id_of(self, token: str) -> int:
         number = self._tokenizer.convert_tokens_to_ids(token)

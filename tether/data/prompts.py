@@ -135,7 +135,9 @@ class PromptDataset:
             max_prompt_length=limit,
             truncation=options.truncation,
             recognised=tuple(rows.recognised()),
-            control_tokens=_count(rows, chosen, tokenizer) if tokenizer and not options.control_tokens_as_text else {},
+            control_tokens=_count(rows, chosen, tokenizer, options)
+            if tokenizer and not options.control_tokens_as_text
+            else {},
         )
         if not kept:
             raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
@@ -253,15 +255,17 @@ def _encode(
     return encoded
 
 
-def _count(rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
-    control = ControlTokens(tokenizer)
+def _count(
+    rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> Mapping[str, int]:
+    control = ControlTokens(tokenizer, options.chat_template)
     templated = (row for row in (rows[number] for number in numbers) if row.token_ids is None)
     return Counter(token for row in templated for token in control.inside(row.messages))
 
 
 def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> list[TokenIds]:
     if options.control_tokens_as_text:
-        control = ControlTokens(tokenizer)
+        control = ControlTokens(tokenizer, options.chat_template)
         return [_encode_as_text(row, control, tokenizer, options) for row in rows]
     texts = [
         render(row, tokenizer, options.chat_template, options.template_kwargs(row))

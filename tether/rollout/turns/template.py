@@ -44,7 +44,7 @@ class TurnTemplate:
         template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._control = ControlTokens(tokenizer)
+        self._control = ControlTokens(tokenizer, chat_template)
         self._chat_template = chat_template
         self._arguments = {"chat_template": chat_template, **(template_kwargs or {})}
 
@@ -142,7 +142,9 @@ class TurnTemplate:
         if self._control.inside(replies):
             replies, broken_by = self._control.broken(replies)
         turns, mark = [*before, replies], "TURN"
-        while any(mark in str(message.get("content")) for part in (prompt, *turns) for message in part):
+        template = self._chat_template or str(self._tokenizer.chat_template)
+        texts = [template, *(str(message.get("content")) for part in (prompt, *turns) for message in part)]
+        while any(mark in text for text in texts):
             mark += "N"
         conversation = list(prompt) or [_user("?")]
         for answers in turns:
