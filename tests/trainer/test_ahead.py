@@ -309,6 +309,40 @@ def test_the_batches_of_a_finished_checkpoint_are_learned_in_turns_again(inputs:
     assert not same(weights(rest / "global_step_3"), weights(rest / "global_step_2"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [
+        (["actor_rollout_ref.rollout.max_staleness=1"], True),
+        (["actor_rollout_ref.rollout.temperature=0.5"], True),
+        (["trainer.async_mode=one_step_off", "actor_rollout_ref.rollout.max_staleness=1"], True),
+        (["actor_rollout_ref.actor.optim.lr=1e-5"], False),
+    ],
+)
+def test_batches_that_other_settings_drew_are_sampled_again(
+    changes: list[str], again: bool, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """With a staleness of 1 instead of 2, step 2 would learn from a batch that is two updates old."""
+    options = [*base_overrides(inputs, tmp_path), *GRPO, "trainer.save_freq=1", *MODES["fully_async"]]
+    run = build_run(load_config(None, options))
+    ahead = run.trainer.rollouts
+
+    def stop() -> bool:
+        for asked in list(ahead._asked.values()):  # the sampler does all that it may
+            asked.result()
+        return run.trainer.step_number == 1
+
+    run.trainer.fit(stop)
+    run.close()
+    assert [drawn.version for drawn in pickle.loads((tmp_path / "global_step_1" / FILE).read_bytes())] == [0, 0]
+    resumed = build_run(load_config(None, [*options, *changes]))
+    assert [*resumed.trainer.rollouts._asked] == ([] if again else [2, 3])
+    metrics = measured(resumed.trainer.fit() or tmp_path)
+    resumed.close()
+    assert metrics[3]["training/staleness"] <= (1 if again else 2)
+    assert ("are sampled again, as they were drawn with other settings" in caplog.text) == again
+    assert not again or changes[0].partition("=")[0] in caplog.text
+
+
 def test_several_devices_are_refused(inputs: Path, tmp_path: Path):
     options = [*base_overrides(inputs, tmp_path), *GRPO, *MODES["one_step_off"], "trainer.n_gpus_per_node=2"]
     with pytest.raises(ValueError, match=r"native samples on the 2 devices.*one_step_off.*set it to vllm"):

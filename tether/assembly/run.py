@@ -49,7 +49,7 @@ from tether.assembly.roles import build_roles
 from tether.assembly.router_replay import check_router_replay
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
-from tether.config import LoadedConfig, RunConfig, stored_weights
+from tether.config import DRAW, LoadedConfig, RunConfig, changes_since, stored_weights
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -143,7 +143,8 @@ def build_run(loaded: LoadedConfig) -> Run:
             moved=roles.sampler.moved if isinstance(roles.sampler, ParityProbe) else dict,
             prove=_proof(config, roles.sampler, inputs.train),
         )
-        ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule)
+        are_ours = partial(_drawn_by, loaded, loggers.warn)
+        ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule, are_ours)
         if ahead:
             resources.callback(ahead.close)
         trainer = Trainer(
@@ -181,7 +182,12 @@ def build_run(loaded: LoadedConfig) -> Run:
 
 
 def _sampling_ahead(
-    config: RunConfig, source: PromptSource, rollouts: TextRollouts, actor: AnyLearner, schedule: Schedule
+    config: RunConfig,
+    source: PromptSource,
+    rollouts: TextRollouts,
+    actor: AnyLearner,
+    schedule: Schedule,
+    are_ours: Callable[[Path], bool],
 ) -> SamplingAhead[Any, Any] | None:
     """Rollouts that sample while the policy learns; None where both take turns."""
     mode = config.trainer.async_mode
@@ -195,7 +201,17 @@ def _sampling_ahead(
         max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
         fixed=mode == "one_step_off",
         partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
+        are_ours=are_ours,
     )
+
+
+def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
+    """Whether the batches that wait in a checkpoint are those that this configuration draws; warns where not."""
+    changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW)
+    if changes:
+        what = f"the batches that wait in {checkpoint} are sampled again, as they were drawn with other settings"
+        warn(f"{what}: {'; '.join(changes)}")
+    return not changes
 
 
 def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:

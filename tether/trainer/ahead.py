@@ -15,6 +15,7 @@ on with them. A batch counts as old as the weights that it was begun with, so th
 
 A checkpoint holds the batches that wait for their step. With `fixed` it waits for the one in progress, too, so that a
 resumed run is bitwise the uninterrupted one; without, that batch is sampled again, with the weights of the checkpoint.
+All of them are sampled again where the settings that drew them are not those of the resumed run.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class SamplingAhead(Generic[Batch, Details]):
         max_staleness: most updates between the weights that draw a batch and those that learn from it, at least 1.
         fixed: see the module.
         partial: see the module; not with `fixed`.
+        are_ours: whether the batches that a checkpoint holds were drawn with the settings of this run.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class SamplingAhead(Generic[Batch, Details]):
         max_staleness: int,
         fixed: bool,
         partial: bool = False,
+        are_ours: Callable[[Path], bool] = lambda _: True,
     ) -> None:
         assert not (fixed and partial)
         self._source, self._rollouts, self._export = source, rollouts, export
         self._total_steps, self._max_staleness, self._fixed = total_steps, max_staleness, fixed
-        self._partial = partial
+        self._partial, self._are_ours = partial, are_ours
         self._sampler = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._asked: dict[int, Future[_Drawn[Batch, Details]]] = {}
         self._taken: _Drawn[Batch, Details] | None = None
@@ -190,7 +193,8 @@ class SamplingAhead(Generic[Batch, Details]):
         """See `Rollouts`; a checkpoint of a run that did not sample ahead holds no batches."""
         self._rollouts.restore(checkpoint)
         file = checkpoint / FILE
-        for drawn in pickle.loads(file.read_bytes()) if file.exists() else ():
+        waiting = pickle.loads(file.read_bytes()) if file.exists() else []
+        for drawn in waiting if waiting and self._are_ours(checkpoint) else ():
             self._asked[drawn.step] = Future()
             self._asked[drawn.step].set_result(drawn)
 
