@@ -284,7 +284,7 @@ CASES = {
     "staleness_bounds_something": (
         ["trainer.async_mode=fully_async", f"{ROLLOUT}.max_staleness=4", "trainer.total_training_steps=4"],
         f"{ROLLOUT}.max_staleness",
-        "4 updates lie between no two of the steps of trainer.total_training_steps=4. set it below 4",
+        "4 updates lie between no two of the 4 steps of this run. set it below 4",
         [f"{ROLLOUT}.max_staleness=3"],
     ),
     "greedy_validation_answers_once": (

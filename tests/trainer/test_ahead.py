@@ -343,6 +343,14 @@ def test_batches_that_other_settings_drew_are_sampled_again(
     assert not again or changes[0].partition("=")[0] in caplog.text
 
 
+def test_a_bound_beyond_the_steps_is_refused(inputs: Path, tmp_path: Path):
+    """Ten prompts in batches of four, twice, are six steps."""
+    options = [*base_overrides(inputs, tmp_path), *GRPO, *MODES["fully_async"], "trainer.total_epochs=2"]
+    steps = ["trainer.total_training_steps=null", "actor_rollout_ref.rollout.max_staleness=6"]
+    with pytest.raises(ValueError, match="6 updates lie between no two of the 6 steps of this run"):
+        build_run(load_config(None, [*options, *steps]))
+
+
 def test_several_devices_are_refused(inputs: Path, tmp_path: Path):
     options = [*base_overrides(inputs, tmp_path), *GRPO, *MODES["one_step_off"], "trainer.n_gpus_per_node=2"]
     with pytest.raises(ValueError, match=r"native samples on the 2 devices.*one_step_off.*set it to vllm"):

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -255,6 +256,15 @@ def test_without_a_server_its_command_is_named(inputs: Path, monkeypatch: pytest
     with pytest.raises(ValueError, match=words):
         build(load_config(None, overrides))
     assert not missing_inputs(load_config(None, [*overrides, f"{ROLLOUT}.server_urls=[http://localhost:1]"]).config)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_environment_without_the_server_is_named(inputs: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Before anything is loaded."""
+    monkeypatch.setenv(f"TETHER_{kind.upper()}", sys.prefix)
+    overrides = [*base_overrides(inputs, inputs / "run"), *SETTINGS, f"{ROLLOUT}.name={kind}"]
+    with pytest.raises(ConfigError, match=rf"{sys.prefix}/bin/python does not have it. Run scripts/{kind}.sh"):
+        load_config(None, overrides, missing_inputs)
 
 
 @pytest.mark.parametrize("url", ["here", "127.0.0.1:8000", "https://host", "http://:80", "http://h:x", "http://h:1/v1"])

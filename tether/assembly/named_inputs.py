@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,9 @@ from tether.tools import read_environments, read_tools
 
 if TYPE_CHECKING:
     from tether.data.rows import Rows
+
+_NOT_FOUND = 3
+_FINDS = f"import importlib.util, sys; sys.exit({_NOT_FOUND} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
 
 
 def missing_inputs(config: RunConfig, sections: tuple[str, ...] = ("",)) -> list[Problem]:
@@ -208,10 +212,16 @@ def server_python(name: str) -> Path:
     """The interpreter of the environment that a kind of server has.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it does not have the package.
     """
     try:
-        return environment_of(name, f"TETHER_{name.upper()}")
+        python = environment_of(name, f"TETHER_{name.upper()}")
+        if (
+            subprocess.run([python, "-I", "-c", _FINDS, name], capture_output=True, check=False).returncode
+            == _NOT_FOUND
+        ):
+            raise ValueError(f"{name} runs in an environment of its own, and that of {python} does not have it")
+        return python
     except ValueError as error:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={error}. Run scripts/{name}.sh, which makes one, or say in "

@@ -49,7 +49,7 @@ from tether.assembly.roles import build_roles
 from tether.assembly.router_replay import check_router_replay
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
-from tether.config import DRAW, LoadedConfig, RunConfig, changes_since, stored_weights
+from tether.config import DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -143,8 +143,7 @@ def build_run(loaded: LoadedConfig) -> Run:
             moved=roles.sampler.moved if isinstance(roles.sampler, ParityProbe) else dict,
             prove=_proof(config, roles.sampler, inputs.train),
         )
-        are_ours = partial(_drawn_by, loaded, loggers.warn)
-        ahead = _sampling_ahead(config, source, rollouts, roles.actor, schedule, are_ours)
+        ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
         if ahead:
             resources.callback(ahead.close)
         trainer = Trainer(
@@ -182,15 +181,15 @@ def build_run(loaded: LoadedConfig) -> Run:
 
 
 def _sampling_ahead(
-    config: RunConfig,
+    loaded: LoadedConfig,
     source: PromptSource,
     rollouts: TextRollouts,
     actor: AnyLearner,
     schedule: Schedule,
-    are_ours: Callable[[Path], bool],
+    warn: Callable[[str], None],
 ) -> SamplingAhead[Any, Any] | None:
     """Rollouts that sample while the policy learns; None where both take turns."""
-    mode = config.trainer.async_mode
+    config, mode = loaded.config, loaded.config.trainer.async_mode
     if mode == "off":
         return None
     return SamplingAhead(
@@ -201,7 +200,7 @@ def _sampling_ahead(
         max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
         fixed=mode == "one_step_off",
         partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
-        are_ours=are_ours,
+        are_ours=partial(_drawn_by, loaded, warn),
     )
 
 
@@ -254,8 +253,11 @@ def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
 def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
     trainer = config.trainer
     batches_per_epoch = math.ceil(num_prompts / config.data.train_batch_size)  # whatever dynamic sampling drops
+    total_steps = trainer.total_training_steps or trainer.total_epochs * batches_per_epoch
+    if problem := staleness_problem(config, total_steps):
+        raise ValueError(str(problem))
     return Schedule(
-        total_steps=trainer.total_training_steps or trainer.total_epochs * batches_per_epoch,
+        total_steps=total_steps,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
         val_before_train=trainer.val_before_train,

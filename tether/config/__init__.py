@@ -16,6 +16,7 @@ from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
 from tether.config.reward_parts import FunctionPart, JudgePart, RewardPart, RulesPart, part_problems, read_parts
 from tether.config.router_replay import replay_of
+from tether.config.rules.text import staleness_problem
 from tether.config.schema.root import RunConfig
 from tether.config.secrets import masked_command
 from tether.config.stored_weights import reads_weights, stored_weights
@@ -51,6 +52,7 @@ __all__ = [
     "replay_of",
     "saved_values",
     "schema",
+    "staleness_problem",
     "stored_weights",
     "support",
     "values_of",

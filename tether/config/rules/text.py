@@ -152,10 +152,16 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
 
 def staleness_bounds_something(cfg: RunConfig) -> Problem | None:
     """Of a batch that may be as old as the run is long, the bound says nothing."""
-    steps, most = cfg.trainer.total_training_steps, cfg.actor_rollout_ref.rollout.max_staleness
-    if cfg.trainer.async_mode != "fully_async" or most == 1 or steps is None or most < steps:
+    steps = cfg.trainer.total_training_steps
+    return None if steps is None else staleness_problem(cfg, steps)
+
+
+def staleness_problem(cfg: RunConfig, steps: int) -> Problem | None:
+    """The same of a run whose steps are known, be it from `trainer.total_epochs` and the rows."""
+    most = cfg.actor_rollout_ref.rollout.max_staleness
+    if cfg.trainer.async_mode != "fully_async" or most == 1 or most < steps:
         return None
-    what = f"{most} updates lie between no two of the steps of trainer.total_training_steps={steps}"
+    what = f"{most} updates lie between no two of the {steps} steps of this run"
     return Problem(f"{ROLLOUT}.max_staleness", what, f"set it below {max(steps, 2)}, or train for more steps")
 
 
