@@ -1,12 +1,14 @@
 """Settings and state of a GPU, on a machine that need not have one."""
 
+import ctypes
 import random
 
+import psutil
 import pytest
 import torch
 
 from tether.runtime.global_rng import rng_state, set_rng_state
-from tether.runtime.machine import deterministic_kernels
+from tether.runtime.machine import deterministic_kernels, give_memory_back
 
 
 def test_kernels_are_deterministic_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +63,15 @@ def test_the_state_of_generators_needs_no_gpu_that_is_not_in_use(monkeypatch: py
     drawn = random.random(), torch.rand(1)
     set_rng_state(state | {"cuda": [torch.zeros(16, dtype=torch.uint8)]})
     assert (random.random(), torch.rand(1)) == drawn
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc_trim is glibc's")
+def test_freed_memory_goes_back() -> None:
+    """Blocks between others that stay: glibc alone gives none of them back."""
+    blocks = [torch.ones(25_000) for _ in range(4000)]  # 400 MB, in blocks that malloc takes from its heap
+    stays = blocks[::100]
+    del blocks
+    before = psutil.Process().memory_info().rss
+    give_memory_back()
+    assert before - psutil.Process().memory_info().rss > 200e6
+    assert len(stays) == 40

@@ -9,6 +9,7 @@ from tether.assembly.named_inputs import missing_inputs
 from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
+from tether.runtime.machine import give_memory_back
 from tether.runtime.objects import PREFIX, holding
 from tether.trainer import Callbacks
 
@@ -74,8 +75,11 @@ def train(
     objects = {name: one for name, one in given.items() if one is not None}
     if model is not None and tokenizer is None:
         raise ValueError("model: give its tokenizer, too, as tokenizer=...")
-    with holding(objects):
-        return train_loaded(_load(config, overrides, objects), told)
+    try:
+        with holding(objects):
+            return train_loaded(_load(config, overrides, objects), told)
+    finally:
+        give_memory_back()
 
 
 def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[str], objects: Settings) -> LoadedConfig:
