@@ -216,10 +216,8 @@ def server_python(name: str) -> Path:
     """
     try:
         python = environment_of(name, f"TETHER_{name.upper()}")
-        if (
-            subprocess.run([python, "-I", "-c", _FINDS, name], capture_output=True, check=False).returncode
-            == _NOT_FOUND
-        ):
+        looked = subprocess.run([python, "-I", "-c", _FINDS, name], capture_output=True, check=False)
+        if looked.returncode == _NOT_FOUND:
             raise ValueError(f"{name} runs in an environment of its own, and that of {python} does not have it")
         return python
     except ValueError as error:
