@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from tests.config.rlinf.recipes import RECIPES, write_recipe
@@ -83,6 +84,57 @@ def test_what_a_written_file_refuses_is_freed_on_the_command_line(tmp_path):
         "not_supported.reward.use_reward_model",
         "not_supported.reward.use",
     }
+
+
+GR00T = """
+runner: {task_type: embodied}
+env: {train: {env_type: gymnasium, id: Pendulum-v1, total_num_envs: 8, max_steps_per_rollout_epoch: 40}}
+actor: {model: {model_type: gr00t, model_path: /models/gr00t, precision: "32"}}
+"""
+
+
+def test_a_refused_policy_that_is_freed_becomes_no_other_one(tmp_path):
+    file, native = tmp_path / "run.yaml", tmp_path / "native.yaml"
+    file.write_text(GR00T)
+    assert run(str(file), "--out", str(native)).exit_code == 0
+    freed = "~not_supported.actor.model.model_type"
+    (problem,) = problems_of(native, freed)
+    assert problem.path == "policy.model_type"
+    assert "still to be given" in problem.what
+    assert "tether config explain policy.model_type" in problem.fix
+    chosen = load_config(native, [freed, "policy.model_type=mlp_policy", "~actor_rollout_ref.model.path"])
+    assert chosen.config.policy.model_type == "mlp_policy"
+    assert [problem.path for problem in problems_of(file)] == ["actor.model.model_type"]
+    assert [problem.path for problem in problems_of(file, "~actor.model.model_type")] == ["policy.model_type"]
+
+
+@pytest.mark.parametrize(
+    ("text", "open_key"),
+    [
+        ("env: {eval: {env_type: libero}}\nalgorithm: {loss_type: actor_critic}", "env.eval.env_type"),
+        ("runner: {}\nenv: {train: {env_type: libero, id: CartPole-v1}}", "env.train.env_type"),
+        ("runner: {task_type: embodied}\nalgorithm: {adv_type: opd}", "algorithm.adv_estimator"),
+        ("runner: {task_type: reasoning}\nalgorithm: {adv_type: opd}", "algorithm.adv_estimator"),
+        (
+            "runner: {task_type: reasoning}\nalgorithm: {loss_type: sac}",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+        ),
+        ("runner: {task_type: reasoning}\nreward: {reward_type: vqa}", "data.data_source"),
+        ("runner: {task_type: reasoning}\nreward: {use_reward_model: true}", "reward_model.enable"),
+        (
+            "runner: {task_type: embodied}\nactor: {optim: {lr_scheduler: wave}}",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+        ),
+    ],
+)
+def test_what_a_refused_value_would_set_is_left_open(tmp_path, text, open_key):
+    file, native = tmp_path / "run.yaml", tmp_path / "native.yaml"
+    file.write_text(text)
+    assert run(str(file), "--out", str(native)).exit_code == 0
+    assert OmegaConf.is_missing(
+        OmegaConf.select(OmegaConf.load(native), open_key.rpartition(".")[0]), open_key.rpartition(".")[2]
+    )
+    assert open_key in {problem.path for problem in problems_of(native, "~not_supported")}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -14,6 +14,7 @@ critic: {use_critic_model: true}
 EMBODIED = """
 runner: {task_type: embodied}
 env: {train: {env_type: gymnasium, id: CartPole-v1}}
+actor: {model: {model_type: mlp_policy}}
 """
 ACTOR = "actor_rollout_ref.actor"
 
@@ -428,10 +429,10 @@ def test_a_file_whose_simulator_is_refused_is_still_an_embodied_run(tmp_path):
 
 def test_refusals_are_named_before_unknown_keys(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(EMBODIED + "reward: {use_reward_model: true}\nactor: {nonsense: 1}\n")
+    file.write_text(EMBODIED + "reward: {use_reward_model: true}\nrollout: {nonsense: 1}\n")
     with pytest.raises(ConfigError) as error:
         load_config(file, [])
-    assert [problem.path for problem in error.value.problems] == ["reward.use_reward_model", "actor.nonsense"]
+    assert [problem.path for problem in error.value.problems] == ["reward.use_reward_model", "rollout.nonsense"]
 
 
 @pytest.mark.parametrize(

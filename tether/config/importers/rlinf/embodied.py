@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tether.config.importers.rlinf.older_names import OLDER_EMBODIED
-from tether.config.importers.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_steps, flow_type
+from tether.config.importers.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_type
 from tether.config.importers.rlinf.other_runs import ONLY_EMBODIED, OTHERS
 from tether.config.importers.rlinf.rows import (
     LOSSES,
@@ -372,7 +372,7 @@ EMBODIED: Table = {
     "actor.openpi_data.*": NoEffect("acts with enable_sft_co_train only"),
     "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
     "actor.fsdp_config.*": SHARDS,
-    "actor.model.model_type": Mapped({"policy.model_type": policy_type, "policy.num_steps": flow_steps}),
+    "actor.model.model_type": to("policy.model_type", by=policy_type),
     "actor.model.model_path": to(START, by=start),
     "actor.checkpoint_load_path": to(START, by=older_start),
     "actor.model.hidden_dim": to("policy.hidden_dim", default=256),

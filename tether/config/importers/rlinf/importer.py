@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
-from tether.config.importers.rlinf.marks import ENV_KEY, MARKS
+from tether.config.importers.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.importers.rlinf.older_names import with_todays_names
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
 from tether.config.importers.rlinf.rows import (
@@ -84,6 +84,8 @@ class Imported:
     """Problems of the file: unknown keys, contradictions, what cannot be read."""
     rest: tuple[Override, ...] = ()
     """Overrides that are not in RLinf's keys."""
+    left_open: Mapping[str, str] = field(default_factory=dict)
+    """Native key that only a value which is not supported would set -> the key of RLinf that has this value."""
     left_out: tuple[str, ...] = ()
     """Keys of the file that belong to another simulator or task than the one that the overrides name."""
 
@@ -122,7 +124,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     found = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
     rest = tuple(override for override in shared if override not in own)
     imported = replace(imported, problems=found, rest=rest, left_out=tuple(left_out))
-    return imported if task == "reasoning" or ENV_KEY in imported.native else _without_env(imported)
+    return imported if task == "reasoning" else _asking(imported)
 
 
 def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Table) -> Imported:
@@ -151,7 +153,8 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
                 problems.append(Problem(key, what, "keep one of the two"))
             elif name not in native:
                 native[name], origins[name] = new, key
-    refused = {line.key for line in lines if line.status == "not supported"}
+    refused = [line.key for line in lines if line.status == "not supported"]
+    left_open = {name: key for key in refused for name in _counterparts(table, key) if name not in native}
     for key in unknown:
         owner = next((owner for section, owner in OWNERS.items() if key.startswith(f"{section}.")), None)
         if owner in refused:
@@ -162,12 +165,12 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
     for line in (*_defaults(table, values), *_fixed(fixed)):
         if line.status == "not supported" and line.key not in refused:
             lines.append(line)
-        added = {name: value for name, value in line.native.items() if name not in native}
+        added = {name: value for name, value in line.native.items() if name not in native and name not in left_open}
         if added:
             lines.append(Line(line.key, line.value, "defaulted", added, line.why))
             native |= added
             origins |= dict.fromkeys(added, line.key)
-    return Imported(native, origins, tuple(lines), tuple(problems))
+    return Imported(native, origins, tuple(lines), tuple(problems), left_open=left_open)
 
 
 def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
@@ -175,9 +178,16 @@ def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
     return replace(
         imported,
         origins={native: older.get(key, key) for native, key in imported.origins.items()},
+        left_open={native: older.get(key, key) for native, key in imported.left_open.items()},
         lines=tuple(replace(line, key=older.get(line.key, line.key)) for line in imported.lines),
         problems=tuple(replace(problem, path=older.get(problem.path, problem.path)) for problem in imported.problems),
     )
+
+
+def _counterparts(table: Table, key: str) -> Collection[str]:
+    """The native keys that a key of RLinf sets."""
+    row = look_up(table, key)
+    return row.to if isinstance(row, Mapped) else ()
 
 
 def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
@@ -302,7 +312,8 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     return check_reasoning(placements, critic, reward=not older)
 
 
-def _without_env(imported: Imported) -> Imported:
-    """An embodied run that names no task: one to be given, without which the keys would be those of a text run."""
-    native = {**imported.native, ENV_KEY: MISSING}
-    return replace(imported, native=native, origins={**imported.origins, ENV_KEY: ENV_KEY})
+def _asking(imported: Imported) -> Imported:
+    """An embodied run that names no task or no policy, which nothing is a default for: they are to be given."""
+    asked = [key for key in (ENV_KEY, POLICY_KEY) if key not in imported.native and key not in imported.left_open]
+    native = {**imported.native, **dict.fromkeys(asked, MISSING)}
+    return replace(imported, native=native, origins={**imported.origins, **{key: key for key in asked}})
