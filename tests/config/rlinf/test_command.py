@@ -166,3 +166,17 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         CliRunner().invoke(app, ["config", "import-rlinf", PAGE, "-o", str(tmp_path)], catch_exceptions=False)
     assert run(PAGE, "-o", str(tmp_path / "new" / "native.yaml")).exit_code == 0
     assert (tmp_path / "new" / "native.yaml").exists()
+
+
+def test_a_file_that_was_edited_is_not_written_over(tmp_path):
+    native = tmp_path / "native.yaml"
+    for _ in range(2):  # what it would write anyway is no loss
+        assert run(PAGE, "-o", str(native)).exit_code == 0
+    edited = native.read_text() + "# mine\n"
+    native.write_text(edited)
+    refused = run(PAGE, "-o", str(native)).exception
+    assert isinstance(refused, ValueError)
+    assert str(refused) == (
+        f"--out {native}: is there already, with other content. name a new file, or delete this one"
+    )
+    assert native.read_text() == edited
