@@ -9,8 +9,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${TETHER_LEROBOT:-.venv-lerobot}"
 if [ ! -e "$venv/ready" ]; then
+  python="${PYTHON:-python3.12}"
+  [ -x "$venv/bin/python" ] || "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null || {
+    echo "$python is no Python 3.12 or newer, which lerobot needs: name one by PYTHON=..., for example" >&2
+    echo '  PYTHON="$(pyenv prefix 3.12)/bin/python" scripts/lerobot.sh    # after pyenv install 3.12' >&2
+    exit 1
+  }
   echo "installing lerobot into $venv ..."
-  [ -x "$venv/bin/python" ] || "${PYTHON:-python3.12}" -m venv "$venv"
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mujoco,vla,dev]' \
     torchvision==0.28.0 timm==1.0.31 einops draccus==0.11.6 opencv-python-headless termcolor 'av<16' 'pandas<3' jsonlines deepdiff requests
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps lerobot==0.6.1

@@ -156,6 +156,25 @@ def test_config_check_reads_the_first_rows(cli: Cli, inputs: Path, tmp_path: Pat
     assert cli(*check, "data.prompt_key=question", "data.data_source=tiny/sums", "--no-files").code == 0
 
 
+def test_config_check_finds_rows_that_no_rule_scores(cli: Cli, inputs: Path, tmp_path: Path):
+    row = json.loads((inputs / "train.jsonl").read_text().splitlines()[0])
+    train = tmp_path / "train.jsonl"
+    write_jsonl(train, [row | {"data_source": "openai/gsm8k"}, row | {"data_source": "openai/gsm8"}])
+    check = [
+        "config",
+        "check",
+        *base_overrides(inputs, tmp_path),
+        *GRPO,
+        f"data.train_files={train}",
+        "data.val_files=[]",
+    ]
+    assert cli(*check).code == 0  # a function of the user's scores them
+    said = refused(cli(*check, "~custom_reward_function.path"))
+    assert said.startswith(
+        f"data.train_files: {train} row 1: no reward for data_source 'openai/gsm8'. Did you mean openai/gsm8k?"
+    )
+
+
 def test_config_check_reads_rows_without_torch(inputs: Path, tmp_path: Path):
     code = f"import sys; sys.argv = ['tether', 'config', 'check', *{[*base_overrides(inputs, tmp_path), *GRPO]!r}]\n"
     code += "from tether.commands.cli import main\n"

@@ -21,6 +21,13 @@ def test_an_id_is_enough():
     assert loaded.notes == ()
 
 
+def test_no_model_is_a_new_network():
+    null = "actor_rollout_ref.model.path=null"
+    new = load_config(None, [CARTPOLE]).config
+    assert load_config(None, [CARTPOLE, null]).config == new
+    assert load_config(None, [CARTPOLE, "actor_rollout_ref.model.path=cloned", null]).config == new
+
+
 def test_defaults_are_those_of_the_task():
     mujoco = load_config(None, ["env.train.id=HalfCheetah-v5"]).config
     assert mujoco.env.train.max_steps_per_rollout_epoch == 2048

@@ -141,9 +141,17 @@ def test_the_command_line_goes_over_the_file(write):
 
 
 def test_marks_of_printed_verl_configs_are_passed_over(write):
-    path = write(f"{'algorithm'}:\n  _target_: verl.AlgoConfig\n  lam: ???\n  gamma: 0.9")
+    path = write("algorithm: {_target_: verl.AlgoConfig, gamma: 0.9}\nactor_rollout_ref: {rollout: {name: '???'}}")
     config = load(path=path).config
-    assert (config.algorithm.lam, config.algorithm.gamma) == (1.0, 0.9)
+    assert (config.actor_rollout_ref.rollout.name, config.algorithm.gamma) == ("native", 0.9)
+
+
+def test_a_value_still_to_be_given_is_an_error(write):
+    path = write("algorithm: {lam: '???', gamma: 0.9}")
+    assert list(problems_of(path=path)) == ["algorithm.lam"]
+    assert "tether config explain algorithm.lam" in problems_of(path=path)["algorithm.lam"]
+    assert load("algorithm.lam=0.9", path=path).config.algorithm.lam == 0.9
+    assert list(problems_of("algorithm.lam='???'")) == ["algorithm.lam"]
 
 
 @pytest.mark.parametrize(

@@ -550,3 +550,22 @@ def test_the_script_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run\.sh: is the file that is translated"):
         CliRunner().invoke(app, ["config", "import-verl", str(script), "-o", str(script)], catch_exceptions=False)
     assert script.read_text() == M + "data.seed=1"
+
+
+def test_words_that_are_no_settings_are_arguments_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "gpus=$1; name=${2:-none}; shift\npython3 -m verl.trainer.main_ppo data.train_files=a.parquet "
+        'trainer.n_gpus_per_node=$gpus trainer.experiment_name=$name trainer.nnodes=$# "${@:2}"\n'
+    )
+    with pytest.raises(
+        ConfigError, match=r"known only when it is run\. give it behind the script, or add trainer\.n_gpus"
+    ):
+        translate(script, [])
+    for words in (["8", "tiny", "trainer.seed=3"], ["trainer.seed=3", "8", "tiny"]):
+        tree = yaml.safe_load(translate(script, words)[0])
+        assert tree["trainer"] == {"n_gpus_per_node": 8, "experiment_name": "tiny", "nnodes": 1, "seed": 3}
+    assert yaml.safe_load(translate(script, ["8"])[0])["trainer"]["experiment_name"] == "none"
+    script.write_text("bash -c 'python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.nnodes=$1'\n")
+    with pytest.raises(ConfigError, match=r"trainer\.nnodes"):  # a script of its own, which has none
+        translate(script, ["8"])

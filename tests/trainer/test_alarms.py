@@ -226,7 +226,7 @@ def test_a_lasting_fall_is_found_soon(before: int) -> None:
 
 def validations(scores: list[float], majority: float = 0.3, questions: int = 100, said: list[str] | None = None) -> int:
     """Warnings of validations with these scores."""
-    alarms, spoken = Alarms(said=said or []), list[str]()
+    alarms, spoken = Alarms(said=said or [], since=dict.fromkeys(said or [], 1)), list[str]()
     for score in scores:
         prefix = "val-aux/count/letters"
         metrics = {"distinct_mean": score, "majority_answer": majority, "num_distinct": questions}

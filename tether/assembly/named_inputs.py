@@ -25,6 +25,7 @@ from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.models.language.model_path import resolve_model_path
+from tether.rewards import check_source
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
@@ -167,9 +168,25 @@ def _of_both(config: RunConfig) -> Named:
 
 
 def _rows(config: RunConfig, name: str) -> None:
-    """Look for a source of rows; of a file, look at the first ones."""
-    if locate(name).kind == "file":
-        rows_of(config, name, FIRST_ROWS)
+    """Look for a source of rows; of a file, look at the first ones, and for the rules that score them."""
+    if locate(name).kind != "file":
+        return
+    rows = rows_of(config, name, FIRST_ROWS)
+    if not _rules_score(config):
+        return
+    for row in (rows[number] for number in range(len(rows))):
+        if row.agent_name is None:  # else an environment may score it
+            try:
+                check_source(row.data_source)
+            except ValueError as error:
+                raise ValueError(f"{row.place}: {error}") from None
+
+
+def _rules_score(config: RunConfig) -> bool:
+    """Whether rules alone score the replies."""
+    rollout, reward = config.actor_rollout_ref.rollout, config.reward_model
+    others = reward.enable or reward.parts or config.custom_reward_function.path
+    return not (others or rollout.multi_turn.enable or is_own_function(rollout.agent.default_agent_loop))
 
 
 def rows_of(config: RunConfig, files: str | Sequence[str], first: int | None = None) -> Rows:

@@ -17,7 +17,7 @@ class Rollback:
     """One of a run's."""
 
     collapsed: int
-    """Step after which it was decided."""
+    """First step with signs of the collapse."""
     to: int
     """Step of the checkpoint that the run went back to, or of an older one that it went back to afterwards."""
 

@@ -368,14 +368,21 @@ def import_rlinf(
 @config_app.command(name="import-verl")
 def import_verl(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.sh", help="A shell script that starts verl's trainer.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGUMENT]... [KEY=VALUE]...",
+            help="Arguments of the script ($1, $2, ...), and settings that go over its own.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
 ) -> None:
     """Write the settings of a script that starts verl as a file; lists what keeps that from being run."""
     from tether.commands.translation import write_translation
     from tether.config.importers.verl.command import translate
 
-    write_translation(*translate(script, overrides or []), out, script)
+    write_translation(*translate(script, arguments or []), out, script)
 
 
 @config_app.command()

@@ -119,7 +119,8 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
     finally:
         run.close()
     if trainer.goes_back_to:
-        roll_back(trainer.persistence.store, trainer.goes_back_to, trainer.step_number)
+        assert trainer.alarms.collapsed_since is not None
+        roll_back(trainer.persistence.store, trainer.goes_back_to, trainer.alarms.collapsed_since)
         if not interrupted():
             return _GoesBack(trainer.step_number, trainer.goes_back_to)
     return read_result(

@@ -11,13 +11,15 @@ def write_translation(yaml: str, listing: str, out: Path | None, source: Path) -
     """Write the YAML to a file, or print it; the listing goes to stderr.
 
     Raises:
-        ValueError: the file cannot be written, or is the source of the translation.
+        ValueError: the file cannot be written, is the source of the translation, or holds something else already.
     """
     if out is not None and out.exists() and out.samefile(source):
         raise ValueError(f"--out {out}: is the file that is translated. give another one")
     if out is None:
         typer.echo(yaml)
     else:
+        if out.is_file() and out.read_bytes() != yaml.encode():
+            raise ValueError(f"--out {out}: is there already, with other content. Name a new file, or delete this one")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(yaml, encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+from tether.config.keys import keys
 from tether.config.loading.given import Given, Setting
 from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 
@@ -128,7 +129,13 @@ def with_defaults(given: Given, *, continuous: bool = False) -> Given:
     preset = CONTINUOUS if continuous or _says_continuous(given) else _preset(given)
     model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
     defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
-    return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | given
+    own = {path: setting for path, setting in given.items() if setting.value is not None or not _is_required(path)}
+    return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | own
+
+
+def _is_required(path: str) -> bool:
+    """Whether a text run has to give the key, so that null is as good as nothing."""
+    return path in keys() and keys()[path].required
 
 
 def is_undecided(given: Given) -> bool:

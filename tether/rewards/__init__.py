@@ -6,7 +6,7 @@ asked for a score, `service` has what calls them all, `audit` tries a reward on 
 """
 
 from tether.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardOutcome, RewardRequest, Score, is_float32
-from tether.rewards.router import check_ground_truth, check_sources
+from tether.rewards.router import check_ground_truth, check_source, check_sources
 from tether.rewards.summary import RewardReport, check_error_rate, summarize
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "audit",
     "check_error_rate",
     "check_ground_truth",
+    "check_source",
     "check_sources",
     "custom",
     "is_float32",

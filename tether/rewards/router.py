@@ -69,6 +69,16 @@ def check_sources(data_sources: Iterable[str], programs: ProgramOptions) -> None
         programs.check()
 
 
+def check_source(data_source: str) -> None:
+    """Refuse a row that no rule scores.
+
+    Raises:
+        ValueError: with the nearest known names.
+    """
+    if import_path(data_source) is None:
+        raise ValueError(_no_rule([data_source]))
+
+
 def check_ground_truth(data_source: str, ground_truth: object) -> None:
     """Refuse a row whose tests cannot be read; other rules say so when they score.
 

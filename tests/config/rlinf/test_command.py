@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from tests.config.rlinf.recipes import RECIPES, write_recipe
@@ -85,6 +86,57 @@ def test_what_a_written_file_refuses_is_freed_on_the_command_line(tmp_path):
     }
 
 
+GR00T = """
+runner: {task_type: embodied}
+env: {train: {env_type: gymnasium, id: Pendulum-v1, total_num_envs: 8, max_steps_per_rollout_epoch: 40}}
+actor: {model: {model_type: gr00t, model_path: /models/gr00t, precision: "32"}}
+"""
+
+
+def test_a_refused_policy_that_is_freed_becomes_no_other_one(tmp_path):
+    file, native = tmp_path / "run.yaml", tmp_path / "native.yaml"
+    file.write_text(GR00T)
+    assert run(str(file), "--out", str(native)).exit_code == 0
+    freed = "~not_supported.actor.model.model_type"
+    (problem,) = problems_of(native, freed)
+    assert problem.path == "policy.model_type"
+    assert "still to be given" in problem.what
+    assert "tether config explain policy.model_type" in problem.fix
+    chosen = load_config(native, [freed, "policy.model_type=mlp_policy", "~actor_rollout_ref.model.path"])
+    assert chosen.config.policy.model_type == "mlp_policy"
+    assert [problem.path for problem in problems_of(file)] == ["actor.model.model_type"]
+    assert [problem.path for problem in problems_of(file, "~actor.model.model_type")] == ["policy.model_type"]
+
+
+@pytest.mark.parametrize(
+    ("text", "open_key"),
+    [
+        ("env: {eval: {env_type: libero}}\nalgorithm: {loss_type: actor_critic}", "env.eval.env_type"),
+        ("runner: {}\nenv: {train: {env_type: libero, id: CartPole-v1}}", "env.train.env_type"),
+        ("runner: {task_type: embodied}\nalgorithm: {adv_type: opd}", "algorithm.adv_estimator"),
+        ("runner: {task_type: reasoning}\nalgorithm: {adv_type: opd}", "algorithm.adv_estimator"),
+        (
+            "runner: {task_type: reasoning}\nalgorithm: {loss_type: sac}",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+        ),
+        ("runner: {task_type: reasoning}\nreward: {reward_type: vqa}", "data.data_source"),
+        ("runner: {task_type: reasoning}\nreward: {use_reward_model: true}", "reward_model.enable"),
+        (
+            "runner: {task_type: embodied}\nactor: {optim: {lr_scheduler: wave}}",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+        ),
+    ],
+)
+def test_what_a_refused_value_would_set_is_left_open(tmp_path, text, open_key):
+    file, native = tmp_path / "run.yaml", tmp_path / "native.yaml"
+    file.write_text(text)
+    assert run(str(file), "--out", str(native)).exit_code == 0
+    assert OmegaConf.is_missing(
+        OmegaConf.select(OmegaConf.load(native), open_key.rpartition(".")[0]), open_key.rpartition(".")[2]
+    )
+    assert open_key in {problem.path for problem in problems_of(native, "~not_supported")}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_written_recipe_is_refused_for_the_same_keys(tmp_path, name):
     recipe, native = write_recipe(tmp_path, name), tmp_path / "native.yaml"
@@ -114,3 +166,17 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         CliRunner().invoke(app, ["config", "import-rlinf", PAGE, "-o", str(tmp_path)], catch_exceptions=False)
     assert run(PAGE, "-o", str(tmp_path / "new" / "native.yaml")).exit_code == 0
     assert (tmp_path / "new" / "native.yaml").exists()
+
+
+def test_a_file_that_was_edited_is_not_written_over(tmp_path):
+    native = tmp_path / "native.yaml"
+    for _ in range(2):  # what it would write anyway is no loss
+        assert run(PAGE, "-o", str(native)).exit_code == 0
+    edited = native.read_text() + "# mine\n"
+    native.write_text(edited)
+    refused = run(PAGE, "-o", str(native)).exception
+    assert isinstance(refused, ValueError)
+    assert str(refused) == (
+        f"--out {native}: is there already, with other content. Name a new file, or delete this one"
+    )
+    assert native.read_text() == edited

@@ -14,6 +14,7 @@ critic: {use_critic_model: true}
 EMBODIED = """
 runner: {task_type: embodied}
 env: {train: {env_type: gymnasium, id: CartPole-v1}}
+actor: {model: {model_type: mlp_policy}}
 """
 ACTOR = "actor_rollout_ref.actor"
 
@@ -58,7 +59,7 @@ def test_other_kinds_of_run_are_refused(imported, task, fix):
         (TEXT, "actor.optim.value_lr", "is a key of embodied runs only"),
         (EMBODIED, "actor.lr", "did you mean actor.optim.lr?"),
         (EMBODIED, "algorithm.n_minibatches", "is a key of text runs only"),
-        (EMBODIED, "runner.nonsense.of.mine", "unknown key of RLinf. leave it out"),
+        (EMBODIED, "runner.nonsense.of.mine", "unknown key of RLinf. take it out (~runner.nonsense.of.mine)"),
     ],
 )
 def test_unknown_keys(imported, text, key, says):
@@ -428,10 +429,10 @@ def test_a_file_whose_simulator_is_refused_is_still_an_embodied_run(tmp_path):
 
 def test_refusals_are_named_before_unknown_keys(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(EMBODIED + "reward: {use_reward_model: true}\nactor: {nonsense: 1}\n")
+    file.write_text(EMBODIED + "reward: {use_reward_model: true}\nrollout: {nonsense: 1}\n")
     with pytest.raises(ConfigError) as error:
         load_config(file, [])
-    assert [problem.path for problem in error.value.problems] == ["reward.use_reward_model", "actor.nonsense"]
+    assert [problem.path for problem in error.value.problems] == ["reward.use_reward_model", "rollout.nonsense"]
 
 
 @pytest.mark.parametrize(
@@ -517,3 +518,30 @@ def test_keys_that_agree_are_no_conflict(imported, text, overrides, native):
     assert {key: result.native.get(key) for key in native} == native
     if not native:
         assert "env.train.reward_coef" not in result.native
+
+
+def policy_keys(imported):
+    return {key for key in imported.native if key.startswith("policy.")}
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["{model_type: openvla_oft}", "{model_type: openpi, openpi: {config_name: pi0_libero}}", "{model_type: gr00t}"],
+)
+def test_facts_of_the_mlp_are_not_those_of_another_policy(imported, model):
+    text = f"runner: {{task_type: embodied}}\nactor: {{model: {model}}}\ncritic: {{use_critic_model: false}}"
+    assert policy_keys(imported(text)) <= {"policy.model_type", "policy.num_steps", "policy.normalize_rewards"}
+    mlp = imported("runner: {task_type: embodied}\nactor: {model: {model_type: mlp_policy}}")
+    assert {"policy.num_layers", "policy.hidden_dim", "policy.activation", "policy.share_critic"} <= policy_keys(mlp)
+
+
+def test_an_unknown_key_may_be_taken_out(imported):
+    """By an override, as in Hydra; those of sections that native files have, too."""
+    text = EMBODIED + "algorithm: {gama: 0.9, gamma: 0.8, nonsense: 1}\nrollout: {nonsense: 1}\nreward: {old: {a: 1}}"
+    problems = {problem.path: str(problem) for problem in imported(text).problems}
+    assert "did you mean algorithm.gamma? or take it out: ~algorithm.gama" in problems["algorithm.gama"]
+    assert "~rollout.nonsense" in problems["rollout.nonsense"]
+    taken_out = imported(text, "~algorithm.gama", "~algorithm.nonsense", "~rollout.nonsense", "~reward.old")
+    assert (taken_out.problems, taken_out.rest, taken_out.native["algorithm.gamma"]) == ((), (), 0.8)
+    (left,) = imported(text, "~algorithm.lam").rest
+    assert left.path == "algorithm.lam"

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tether.config import ConfigError
-from tether.config.importers.rlinf.importer import FIXED, TABLES, apply, import_file
+from tether.config.importers.rlinf.importer import TABLES, apply, fixed, import_file
 from tether.config.loading.overrides import parse_overrides
 
 EMBODIED = """
@@ -133,7 +133,7 @@ def test_anything_in_the_place_of_anything(tmp_path_factory, tree, data):
 def test_any_values_of_any_keys(task, data):
     keys = st.sampled_from([key for key in TABLES[task] if "*" not in key])
     values = data.draw(st.dictionaries(keys, st.sampled_from(ODD + NAMES), max_size=20))
-    apply(TABLES[task], values, FIXED if task == "embodied" else {}, {})
+    apply(TABLES[task], values, fixed(values) if task == "embodied" else {}, {})
 
 
 SECTIONS = ["runner", "env", "env.train", "env.train.init_params", "actor.model", "cluster.node_groups", "algorithm"]

@@ -12,7 +12,7 @@ from tether.assembly.control import build_control_run
 from tether.assembly.megatron import uses_megatron
 from tether.assembly.run import build_run
 from tether.config import ConfigError, load_config
-from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
+from tether.config.importers.rlinf.embodied import EMBODIED, FIXED, FIXED_MLP
 from tether.config.importers.rlinf.rows import Mapped
 from tether.config.importers.rlinf.text import TEXT
 from tether.config.keys import keys
@@ -36,7 +36,7 @@ def test_every_key_of_the_page_has_a_row_of_its_own_on_both_tasks(table, key):
 @pytest.mark.parametrize("table", [EMBODIED, TEXT])
 def test_rows_lead_to_native_keys(table):
     targets = {native for row in table.values() if isinstance(row, Mapped) for native in row.to}
-    assert targets | set(FIXED) <= set(keys())
+    assert targets | set({**FIXED, **FIXED_MLP}) <= set(keys())
 
 
 def test_the_embodied_example():
@@ -142,7 +142,8 @@ def test_all_that_is_wrong_with_a_file_at_once():
         "algorithm.kl_beta": "algorithm.kl_beta: 0.1 is refused: embodied runs have no reference policy. leave it out, "
         "or set 0",
         "runner.max_steps": "runner.max_steps: many is refused: it is not a whole number. leave it out",
-        "actor.optim.lrr": "actor.optim.lrr: unknown key of RLinf. did you mean actor.optim.lr?",
+        "actor.optim.lrr": "actor.optim.lrr: unknown key of RLinf. did you mean actor.optim.lr? or take it out: "
+        "~actor.optim.lrr",
         "policy.hidden_dims": "policy.hidden_dims: unknown key. did you mean policy.hidden_dim?",
         "cluster.num_nodes": "cluster.num_nodes: 0 is refused: machines are counted by trainer.nnodes, beside the "
         "file. leave it out, or set 1",

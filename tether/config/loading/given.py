@@ -30,6 +30,8 @@ COMMAND_LINE = "command line"
 MODEL_ENGINE = "model_engine"
 STAND_IN = "?"
 """Value of a required key while the rest of a config without it is checked."""
+LEFT_OPEN = ("actor_rollout_ref.rollout.name",)
+"""Keys that are ??? in configurations that verl printed, and have a default here."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,22 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     _choose_engine(given)
     if ENV_KEY not in given and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
         given[ENV_KEY] = Setting(STAND_IN, COMMAND_LINE, 0)  # it is no text run, which would lack other keys
-    if ENV_KEY in given and given[ENV_KEY].value == MISSING:
-        fix = f"give it, for example {ENV_KEY}=CartPole-v1"
-        problems.append(Problem(ENV_KEY, "missing: no simulator is named", fix))
-        given[ENV_KEY] = replace(given[ENV_KEY], value=STAND_IN)
-    return given, problems, notes
+    return given, [*problems, *_still_to_give(given)], notes
+
+
+def _still_to_give(given: Given) -> list[Problem]:
+    """Problems of keys without a value yet; the rest of the configuration is then checked without them."""
+    problems = []
+    for key in [key for key, setting in given.items() if setting.value == MISSING]:
+        setting = given.pop(key)
+        if key == ENV_KEY:
+            fix = f"give it, for example {ENV_KEY}=CartPole-v1"
+            problems.append(Problem(key, "missing: no simulator is named", fix))
+            given[key] = replace(setting, value=STAND_IN)  # it is no text run, which would lack other keys
+        elif key in keys() and not keys()[key].required and key not in LEFT_OPEN:
+            fix = f"give it; `tether config explain {key}` says what it takes"
+            problems.append(Problem(key, f"{MISSING} stands for a value still to be given", fix))
+    return problems
 
 
 def _may_be_verls(path: Path) -> bool:
@@ -143,17 +156,14 @@ def _flatten(path: str, value: object, written: str | None = None) -> Iterator[I
     if (name := renamed(path)) != path:
         yield from _flatten(name, value, path)
     elif path in keys():
-        # Without its id, the keys of an embodied run would be taken for those of a text run.
-        if value != MISSING or path == ENV_KEY:
-            yield _grammar_problem(path, value) or (path, value, written)
+        yield _grammar_problem(path, value) or (path, value, written)
     elif isinstance(value, dict) and (value or path in sections()):
         for name, inner in value.items():
             # Hydra's class marker, which verl's printed configs are full of; it sets nothing.
             if name != "_target_":
                 yield from _flatten(f"{path}.{name}", inner, written and f"{written}.{name}")
     elif unread(path) is not None:
-        if value != MISSING:
-            yield _grammar_problem(path, value) or (path, value, written)
+        yield _grammar_problem(path, value) or (path, value, written)
     elif value in (None, {}) and is_unread_section(path):
         return
     elif path not in sections():

@@ -36,7 +36,7 @@ class ModelConfig(Section):
     """The policy's backbone; the reference is its frozen copy."""
 
     path: Annotated[str, EMBODIED_TOO] = Field(examples=["Qwen/Qwen2.5-0.5B-Instruct"])
-    """Model: a directory in Hugging Face layout, a GGUF file, a hub id, or a known name; embodied: a checkpoint."""
+    """Model: a Hugging Face folder, a GGUF file, a hub id, or a known name; embodied: a checkpoint, or null."""
     tokenizer_path: Annotated[str, Inherits(".path")]
     """Where the tokenizer comes from."""
     trust_remote_code: bool = False

@@ -104,13 +104,14 @@ class Alarms:
     said: list[str] = field(default_factory=list)
     """Alarms that have spoken and are not off again."""
     since: dict[str, int] = field(default_factory=dict)
-    """Per alarm: the step that began what it has found ever since."""
+    """Per alarm: the step that began what it has found ever since, or, once it has spoken, since it was last off."""
     step: int = 0
     """The last one that was looked at."""
     drawn_at: int = 0
     """The step at which its batch was the newest policy's: an earlier one where sampling is ahead."""
     collapsed_since: int | None = None
-    """The first step of what an alarm that is none of `NO_COLLAPSE` has spoken of, since this was last set to None."""
+    """Set where an alarm that is none of `NO_COLLAPSE` speaks, for its reader to set to None: the first step of what
+    such alarms have found, all that are not off again, since the policy has been collapsing from there on."""
     first_score: float | None = None
     best_score: float | None = None
     first: dict[str, float] = field(default_factory=dict)
@@ -265,12 +266,12 @@ class Alarms:
     ) -> None:
         streak = self.streaks.get(name, 0)
         self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
-        if streak == 1:
+        if streak == 1 and name not in self.said:
             self.since[name] = self.drawn_at if since is None else since
         if streak >= needed and name not in self.said:
             self.said.append(name)
             if name not in NO_COLLAPSE:
-                self.collapsed_since = min(self.since[name], self.collapsed_since or self.step)
+                self.collapsed_since = min(self.since[alarm] for alarm in self.said if alarm not in NO_COLLAPSE)
             warn(message)
         elif streak <= -needed and name in self.said:
             self.said.remove(name)

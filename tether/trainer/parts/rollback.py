@@ -24,7 +24,7 @@ class Rollbacks:
 
         Args:
             since: first step with signs, in which the policy of the checkpoint before it acted. One that comes no later
-                than the last collapse did says that the checkpoint of that time was none to go back to.
+                than that of the last collapse says that the checkpoint of that time was none to go back to.
         """
         if len(self.done) >= self.most:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tether.config.importers.rlinf.older_names import OLDER_EMBODIED
-from tether.config.importers.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_steps, flow_type
+from tether.config.importers.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_type
 from tether.config.importers.rlinf.other_runs import ONLY_EMBODIED, OTHERS
 from tether.config.importers.rlinf.rows import (
     LOSSES,
@@ -184,6 +184,11 @@ def start(value: object, values: Values) -> object:
 def older_start(value: object, values: Values) -> object:
     """The same under its older name."""
     return UNSET if "actor.model.model_path" in values else start(value, values)
+
+
+def is_mlp(values: Values) -> bool:
+    """Whether the policy is RLinf's MLP."""
+    return values.get("actor.model.model_type") == "mlp_policy"
 
 
 def policy_type(value: object, values: Values) -> object:
@@ -372,10 +377,10 @@ EMBODIED: Table = {
     "actor.openpi_data.*": NoEffect("acts with enable_sft_co_train only"),
     "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
     "actor.fsdp_config.*": SHARDS,
-    "actor.model.model_type": Mapped({"policy.model_type": policy_type, "policy.num_steps": flow_steps}),
+    "actor.model.model_type": to("policy.model_type", by=policy_type),
     "actor.model.model_path": to(START, by=start),
     "actor.checkpoint_load_path": to(START, by=older_start),
-    "actor.model.hidden_dim": to("policy.hidden_dim", default=256),
+    "actor.model.hidden_dim": to("policy.hidden_dim"),
     "actor.model.num_action_chunks": to("policy.num_action_chunks"),
     "actor.model.obs_dim": ITS_OWN,
     "actor.model.action_dim": ITS_OWN,
@@ -393,7 +398,7 @@ EMBODIED: Table = {
     **fsdp_schedule(
         OPTIM, NATIVE_OPTIM, lambda values: 1, lambda values: training_steps(None, values), default="constant"
     ),
-    "critic.use_critic_model": to("policy.share_critic", by=lambda value, values: False),
+    "critic.use_critic_model": to("policy.share_critic", by=lambda _, values: False if is_mlp(values) else UNSET),
     "env.channel.*": QUEUES,
     "rollout.channel.*": QUEUES,
     "actor.channel.*": QUEUES,
@@ -420,13 +425,19 @@ EMBODIED: Table = {
 }  # fmt: skip
 """Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""
 
-FIXED: Mapping[str, object] = {
-    "critic.loss_coef": 1.0,
+FIXED: Mapping[str, object] = {"critic.loss_coef": 1.0, "policy.normalize_rewards": False}
+"""Native key -> what RLinf does without a key for it, where tether's default depends on the task."""
+FIXED_MLP: Mapping[str, object] = {
+    "policy.hidden_dim": 256,
     "policy.num_layers": 3,
     "policy.activation": "tanh",
     "policy.init_logstd": -0.5,
     "policy.share_critic": False,
     "policy.normalize_observations": False,
-    "policy.normalize_rewards": False,
 }
-"""Native key -> what RLinf does without a key for it, where tether's default depends on the task."""
+"""The same of its MLP alone."""
+
+
+def fixed(values: Values) -> Mapping[str, object]:
+    """What RLinf does without keys for it, with the policy of a file."""
+    return {**FIXED, **FIXED_MLP} if is_mlp(values) else FIXED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -10,8 +10,8 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tether.config.importers.rlinf.embodied import EMBODIED, FIXED
-from tether.config.importers.rlinf.marks import ENV_KEY, MARKS
+from tether.config.importers.rlinf.embodied import EMBODIED, fixed
+from tether.config.importers.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.importers.rlinf.older_names import with_todays_names
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
 from tether.config.importers.rlinf.rows import (
@@ -84,6 +84,8 @@ class Imported:
     """Problems of the file: unknown keys, contradictions, what cannot be read."""
     rest: tuple[Override, ...] = ()
     """Overrides that are not in RLinf's keys."""
+    left_open: Mapping[str, str] = field(default_factory=dict)
+    """Native key that only a value which is not supported would set -> the key of RLinf that has this value."""
     left_out: tuple[str, ...] = ()
     """Keys of the file that belong to another simulator or task than the one that the overrides name."""
 
@@ -114,24 +116,26 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     if isinstance(task, Problem):
         return Imported({}, {}, (), (*problems, task))
     shared = [override for override in overrides if _section(override) not in MARKS]
-    own = [override for override in shared if look_up(TABLES[task], override.path) is not None or names_task(override)]
+    own = [override for override in shared if _is_of(tree, override, TABLES[task])]
     left_out = without_old_simulator(tree, own, _means_something) if task == "embodied" else []
     values, unresolved = values_of(_override(tree, own), TABLES[task])
     values, older = with_todays_names(values)
-    imported = _by_their_names(apply(TABLES[task], values, FIXED if task == "embodied" else {}, _other(task)), older)
+    imported = _by_their_names(
+        apply(TABLES[task], values, fixed(values) if task == "embodied" else {}, _other(task)), older
+    )
     found = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
     rest = tuple(override for override in shared if override not in own)
     imported = replace(imported, problems=found, rest=rest, left_out=tuple(left_out))
-    return imported if task == "reasoning" or ENV_KEY in imported.native else _without_env(imported)
+    return imported if task == "reasoning" else _asking(imported)
 
 
-def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Table) -> Imported:
+def apply(table: Table, values: Values, implied: Mapping[str, object], other: Table) -> Imported:
     """Translate values by a table.
 
     Args:
         table: of the kind of run.
         values: RLinf's keys.
-        fixed: native key -> what RLinf does without a key for it.
+        implied: native key -> what RLinf does without a key for it.
         other: the table of the other kind of run, to tell its keys from unknown ones.
     """
     native: dict[str, object] = {}
@@ -151,7 +155,8 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
                 problems.append(Problem(key, what, "keep one of the two"))
             elif name not in native:
                 native[name], origins[name] = new, key
-    refused = {line.key for line in lines if line.status == "not supported"}
+    refused = [line.key for line in lines if line.status == "not supported"]
+    left_open = {name: key for key in refused for name in _counterparts(table, key) if name not in native}
     for key in unknown:
         owner = next((owner for section, owner in OWNERS.items() if key.startswith(f"{section}.")), None)
         if owner in refused:
@@ -159,15 +164,15 @@ def apply(table: Table, values: Values, fixed: Mapping[str, object], other: Tabl
             lines.append(Line(key, values[key], "no effect", why=why))
         else:
             problems.append(_unknown(key, table, other))
-    for line in (*_defaults(table, values), *_fixed(fixed)):
+    for line in (*_defaults(table, values), *_implied(implied)):
         if line.status == "not supported" and line.key not in refused:
             lines.append(line)
-        added = {name: value for name, value in line.native.items() if name not in native}
+        added = {name: value for name, value in line.native.items() if name not in native and name not in left_open}
         if added:
             lines.append(Line(line.key, line.value, "defaulted", added, line.why))
             native |= added
             origins |= dict.fromkeys(added, line.key)
-    return Imported(native, origins, tuple(lines), tuple(problems))
+    return Imported(native, origins, tuple(lines), tuple(problems), left_open=left_open)
 
 
 def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
@@ -175,9 +180,16 @@ def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
     return replace(
         imported,
         origins={native: older.get(key, key) for native, key in imported.origins.items()},
+        left_open={native: older.get(key, key) for native, key in imported.left_open.items()},
         lines=tuple(replace(line, key=older.get(line.key, line.key)) for line in imported.lines),
         problems=tuple(replace(problem, path=older.get(problem.path, problem.path)) for problem in imported.problems),
     )
+
+
+def _counterparts(table: Table, key: str) -> Collection[str]:
+    """The native keys that a key of RLinf sets."""
+    row = look_up(table, key)
+    return row.to if isinstance(row, Mapped) else ()
 
 
 def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
@@ -220,13 +232,20 @@ def _defaults(table: Table, values: Values) -> Iterator[Line]:
                     yield Line(error.key, values[error.key], "not supported", why=str(error))
 
 
-def _fixed(fixed: Mapping[str, object]) -> Iterator[Line]:
-    for name, value in fixed.items():
+def _implied(implied: Mapping[str, object]) -> Iterator[Line]:
+    for name, value in implied.items():
         yield Line(name, value, "defaulted", {name: value}, "what RLinf does without a key for it")
 
 
 def _section(override: Override) -> str:
     return override.path.split(".")[0]
+
+
+def _is_of(tree: JsonObject, override: Override, table: Table) -> bool:
+    """Whether an override of a section that native files have, too, is one of a file's own keys."""
+    section, _, name = override.path.rpartition(".")
+    takes_out = override.delete and name in section_at(tree, section)
+    return takes_out or look_up(table, override.path) is not None or names_task(override)
 
 
 def _override(tree: JsonObject, overrides: Sequence[Override]) -> JsonObject:
@@ -272,9 +291,9 @@ def _other(task: Task) -> Table:
 def _unknown(key: str, table: Table, other: Table) -> Problem:
     if _speaks_of(other, key, table):
         what = "is a key of text runs only" if table is EMBODIED else "is a key of embodied runs only"
-        return Problem(key, what, f"leave it out, or set {TASK_KEY}")
+        return Problem(key, what, f"take it out (~{key}), or set {TASK_KEY}")
     meant = nearest(key, [name for name in table if "*" not in name])
-    fix = f"did you mean {meant}?" if meant else "leave it out"
+    fix = f"did you mean {meant}? or take it out: ~{key}" if meant else f"take it out (~{key})"
     return Problem(key, "unknown key of RLinf", fix)
 
 
@@ -302,7 +321,8 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     return check_reasoning(placements, critic, reward=not older)
 
 
-def _without_env(imported: Imported) -> Imported:
-    """An embodied run that names no task: one to be given, without which the keys would be those of a text run."""
-    native = {**imported.native, ENV_KEY: MISSING}
-    return replace(imported, native=native, origins={**imported.origins, ENV_KEY: ENV_KEY})
+def _asking(imported: Imported) -> Imported:
+    """An embodied run that names no task or no policy, which nothing is a default for: they are to be given."""
+    asked = [key for key in (ENV_KEY, POLICY_KEY) if key not in imported.native and key not in imported.left_open]
+    native = {**imported.native, **dict.fromkeys(asked, MISSING)}
+    return replace(imported, native=native, origins={**imported.origins, **{key: key for key in asked}})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tether.config.keys import sections
 
 ENV_KEY = "env.train.id"
+POLICY_KEY = "policy.model_type"
 NOT_SUPPORTED = "not_supported"
 """Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")

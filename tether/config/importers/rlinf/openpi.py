@@ -27,11 +27,6 @@ def flow_type(values: Values) -> str:
     raise Unsupported(f"{name} is no configuration of pi0 or pi0.5", f"{SECTION}.config_name")
 
 
-def flow_steps(value: object, values: Values) -> object:
-    """Denoising steps, of files with such a policy."""
-    return values.get(f"{SECTION}.num_steps", STEPS) if values.get(MODEL) == OPENPI else UNSET
-
-
 def flow_only(value: object, values: Values) -> object:
     """Policies of other types do not read the section."""
     return value if values.get(MODEL) == OPENPI else UNSET
@@ -68,13 +63,13 @@ def where_values_are_read(value: object, values: Values) -> object:
     return UNSET
 
 
-def _flow(key: str, by: Convert = flow_only) -> Mapped:
-    return to(f"policy.{key}", by=by)
+def _flow(key: str, by: Convert = flow_only, default: object = UNSET) -> Mapped:
+    return to(f"policy.{key}", by=by, default=default)
 
 
 OPENPI_ROWS: Table = {
     f"{SECTION}.config_name": to("policy.model_type", by=checked_name),
-    f"{SECTION}.num_steps": to("policy.num_steps", by=flow_steps),
+    f"{SECTION}.num_steps": _flow("num_steps", default=STEPS),
     f"{SECTION}.noise_method": _flow("noise_method", method),
     f"{SECTION}.noise_level": _flow("noise_level"),
     f"{SECTION}.noise_logvar_range": _flow("noise_logvar_range"),

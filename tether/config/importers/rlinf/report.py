@@ -9,13 +9,15 @@ import yaml
 from tether.config.importers.rlinf.importer import Imported, Line, Status
 from tether.config.importers.rlinf.marks import NOT_SUPPORTED
 from tether.config.keys import keys, show
+from tether.config.loading.yaml_file import MISSING
 from tether.config.render import annotated
 
 
 def to_native_yaml(imported: Imported) -> str:
     """Write the native keys as a YAML file, each beside the key of RLinf that it follows from."""
-    ordered = {key: imported.native[key] for key in keys() if key in imported.native}
-    return annotated(ordered, imported.origins) + _not_supported(imported)
+    native = {**dict.fromkeys(imported.left_open, MISSING), **imported.native}
+    ordered = {key: native[key] for key in keys() if key in native}
+    return annotated(ordered, {**imported.left_open, **imported.origins}) + _not_supported(imported)
 
 
 def _not_supported(imported: Imported) -> str:
@@ -25,7 +27,7 @@ def _not_supported(imported: Imported) -> str:
         return ""
     head = (
         "# RLinf's file asks for this, which tether does not have. To run without it, take a line out, or give "
-        f"~{NOT_SUPPORTED}.KEY.\n"
+        f"~{NOT_SUPPORTED}.KEY, and set what is {MISSING} above.\n"
     )
     return head + yaml.safe_dump({NOT_SUPPORTED: refused}, width=10**6, allow_unicode=True, sort_keys=False)
 

@@ -442,7 +442,9 @@ TEXT: Table = {
     "data.answer_key": to("data.answer_key", by=answer_key),
     "data.apply_chat_template": to("data.chat_template", by=as_it_is),
     "env.*": NoEffect("text runs have no simulator"),
-    "reward.use_reward_model": Refuses("not supported yet by this key; set reward_model.enable", fine=(False,)),
+    "reward.use_reward_model": to(
+        "reward_model.enable", by=only((False,), "not supported yet by this key; set reward_model.enable")
+    ),
     "reward.reward_type": to(
         "data.data_source", by=only(("math",), "the data_source of a row chooses its rule; without one it is math")
     ),

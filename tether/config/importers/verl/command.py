@@ -57,7 +57,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
 
     Args:
         script: a shell script that starts verl once.
-        more: overrides that go over its own.
+        more: its arguments, and overrides (with = or ~) that go over its own.
 
     Returns:
         The YAML, and a listing of what was noticed and of what keeps it from being run as it is.
@@ -69,8 +69,10 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         text = script.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(script), f"cannot be read ({error})", "give a shell script")]) from None
+    arguments = [word for word in more if "=" not in word and not word.startswith("~")]
+    more = [word for word in more if word not in arguments]
     try:
-        read = read_script(text, _environment_of_the_caller())
+        read = read_script(text, _environment_of_the_caller(), arguments)
     except RecursionError:
         what = "it nests expansions or functions too deeply to be read"
         raise ConfigError([Problem(str(script), what, "write the values that result into it")]) from None
@@ -200,7 +202,9 @@ def _unknown(word: str) -> Problem:
         return Problem(key, what, f"write '{key}={value}'")
     if not equals:
         return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
-    fix = f"export what it needs, or add {key}=VALUE to this command"
+    is_argument = any(re.match(r"\$\{?[1-9@*#]", part) for part in unknown)
+    needed = "give it behind the script" if is_argument else "export what it needs"
+    fix = f"{needed}, or add {key}=VALUE to this command"
     return Problem(key, f"is {value} in the script, and {parts} is known only when it is run", fix)
 
 

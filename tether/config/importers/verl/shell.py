@@ -58,14 +58,16 @@ class Script:
     notes: list[Note] = field(default_factory=list)
 
 
-def read_script(text: str, environment: Mapping[str, str]) -> Script:
+def read_script(text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
     """Read a script without running it.
 
     Args:
         text: of the script.
         environment: variables that it finds set, such as HOME.
+        arguments: its own; without any, `$1` and the like are unknown.
     """
-    return _Reader(text, {name: [value] for name, value in environment.items()}).read()
+    variables = {name: [value] for name, value in environment.items()}
+    return _Reader(text, variables | ({ARGUMENTS: list(arguments)} if arguments else {})).read()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class _Block:
 class _Reader:
     def __init__(self, text: str, variables: dict[str, list[str]], *, skips: bool = False) -> None:
         self._text, self._variables = text, variables
-        self._inherited = frozenset(variables)
+        self._inherited = frozenset(variables) - {ARGUMENTS}
         self._words = WordReader(text, variables, self._is_conditional)
         self._script = Script()
         self._blocks: list[_Block] = []
