@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -48,21 +47,6 @@ GSM8K = {
     "main/train-00001-of-00002.parquet": parquet(sums(2)),
     "socratic/train-00000-of-00001.parquet": b"not read",
 }
-
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Make an address the hub's, and keep downloads in a folder of the test."""
-    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-
-    def ask(url: str) -> None:
-        constants = huggingface_hub.constants
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-
-    return ask
 
 
 @pytest.fixture
