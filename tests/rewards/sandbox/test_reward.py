@@ -60,6 +60,19 @@ def test_every_language_reads_and_prints(language, unconfined):
     assert score("(", SUMS, tag=language, **options)["score"] == 0
 
 
+@pytest.mark.parametrize(("tag", "tests", "languages", "said"), [
+    ("c++", SUMS, ("python",), "its block of code is in cpp, and reward_model.sandbox.languages has python"),
+    ("rust", SUMS, ("python", "c"), "its block of code is in rust, and reward_model.sandbox.languages has python, c"),
+    ("cpp", HUMANEVAL, ("python", "cpp"), "its block of code is in cpp, and functions are called in Python only"),
+    (None, SUMS, ("python",), "it has no block of code"),
+])  # fmt: skip
+def test_an_answer_without_a_program_says_why(tag, tests, languages, said):
+    """No sandbox is needed for that."""
+    reward = ProgramReward(ProgramOptions(languages=languages))
+    response = f"Thus:\n```{tag}\nint main() {{}}\n```" if tag else "The sum of both."
+    assert reward("apps", response, tests, {}) == {"score": 0.0, "acc": False, "timed_out": False, "reason": said}
+
+
 @both
 @pytest.mark.parametrize(
     ("code", "tests", "expected"),
@@ -190,11 +203,6 @@ def test_limits_are_a_wrong_answer_and_said():
     assert score("x = bytearray(1 << 30)", SUMS, limits=SHORT) == loop | {"timed_out": False}
     after_one = "n = int(input().split()[0])\nprint(3)\nwhile n > 1: pass"
     assert score(after_one, SUMS, limits=SHORT) == loop | {"score": 0.5}
-
-
-def test_a_response_without_a_program_is_wrong():
-    reward = ProgramReward(ProgramOptions())
-    assert reward("apps", "I do not know", SUMS, {}) == {"score": 0.0, "acc": False, "timed_out": False}
 
 
 @confined

@@ -124,7 +124,11 @@ def _listed_test(item: Any, metadata: Any, number: int) -> Test:
             if item.get("testtype", "stdin") == "stdin":
                 return StdioTest(_text(given, f"input {number}"), _text(expected, f"output {number}"))
             if not isinstance(function, str):
-                raise ValueError(f"test {number} is functional, and metadata names no func_name")
+                raise ValueError(
+                    f"test {number} is functional, and no function is named: give it "
+                    '"metadata": {"func_name": NAME}, or, beside public_test_cases, the row a column `metadata` with '
+                    '{"func_name": NAME}'
+                )
             return _call(function, given, expected, number)
     raise ValueError(f"test {number} is {str(item)[:80]!r}, not {{input, output, testtype}} with texts")
 
