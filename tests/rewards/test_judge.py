@@ -84,9 +84,11 @@ def test_the_last_match_is_the_score(judge: Judge, answer: str, score: float) ->
 @pytest.mark.parametrize(
     ("judge", "answer", "says"),
     [
-        (Judge(""), "I would say eight.", "has nothing that"),
-        (Judge(""), "", "has nothing that"),
-        (Judge(""), "<think>Score: 9</think>I refuse", "has nothing that"),
+        (Judge(""), "I would say eight.", "has no `Score: NUMBER`; it ends in 'I would say eight.'"),
+        (Judge(""), "", "has no `Score: NUMBER`; it ends in ''"),
+        (Judge(""), "<think>Score: 9</think>I refuse", "has no `Score: NUMBER`"),
+        (Judge("", parser=r"Grade: (\w)"), "A", r"has nothing that its parser Grade: (\w) matches"),
+        (Judge("", parser=f"({'x' * 100})"), "A", f"its parser ({'x' * 59}... matches"),
         (Judge("", range=(0, 10)), "Score: 11", "beyond [0, 10]"),
         (Judge("", range=(0, 10)), "Score: 1e9", "beyond [0, 10]"),
         (Judge(""), "Score: 1,000", "'1,000', which is no number"),
