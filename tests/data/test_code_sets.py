@@ -211,6 +211,15 @@ def test_problems_without_tests_are_left_out_and_counted(tmp_path: Path, capsys:
         pull("apps", tmp_path / "others", source=file)
 
 
+def test_a_set_with_whole_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
+    """APPS has some."""
+    large = "1" * 5000
+    called = f'{{"fn_name": "add", "inputs": [[{large}, 0]], "outputs": [{large}]}}'
+    (tmp_path / "train.jsonl").write_bytes(lines(CALLED | {"input_output": called}))
+    pull("apps", tmp_path / "rows", source=tmp_path / "train.jsonl")
+    assert large in str(load_rows(str(tmp_path / "rows" / "train.parquet"))[0].ground_truth)
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, ...]:
         return (Path.touch, (Path("touched"),))

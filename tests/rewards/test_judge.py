@@ -1,5 +1,6 @@
 """Judges over HTTP: what they are shown, how their answers are read, and that a bad endpoint never scores."""
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -206,6 +207,25 @@ def test_the_answer_of_an_endpoint_is_the_score(server: ModelServer) -> None:
     assert len(rewards.durations) == 29
     assert server.bodies[0].keys() == {"messages", "model", "temperature", "max_tokens"}
     assert 1 < server.most_at_once <= 8
+
+
+@pytest.mark.parametrize("place", ["body", "choice", "message"])
+@pytest.mark.parametrize(
+    "beside", [{"error": {"code": 502, "message": "upstream broke"}}, {"refusal": "I can't help."}]
+)
+def test_content_beside_an_error_or_a_refusal_is_no_score(
+    server: ModelServer, place: str, beside: dict[str, object]
+) -> None:
+    choice: dict[str, object] = {"message": {"content": "Score: 1", "refusal": None}, "finish_reason": "stop"}
+    body: dict[str, object] = {"choices": [choice], "error": None}
+    {"body": body, "choice": choice, "message": choice["message"]}[place].update(beside)
+    server.raw = json.dumps(body).encode()
+    found = ask(server)
+    assert isinstance(found, RewardError)
+    assert "upstream broke" in found.message or "I can't help." in found.message
+    del {"body": body, "choice": choice, "message": choice["message"]}[place][next(iter(beside))]
+    server.raw = json.dumps(body).encode()
+    assert ask(server) == Score(1.0)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

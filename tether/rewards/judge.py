@@ -136,7 +136,12 @@ class RemoteJudge:
             return messages
         answer = self.endpoint.ask({"messages": messages, **self.options})
         match answer:
-            case {"choices": [{"message": {"content": str(text)}, **choice}, *_]}:
+            case {"choices": [{"message": {"content": str(text), **message}, **choice}, *_], **body}:
+                for failed in (beside.get(key) for beside in (body, choice, message) for key in ("error", "refusal")):
+                    if failed:  # whatever the text beside it looks like
+                        return RewardError(
+                            f"the judge gave no answer but an error or a refusal: {str(failed)[:_SHOWN]}"
+                        )
                 reason = choice.get("finish_reason")
                 if reason not in (None, "stop"):  # half an answer may end in half a number
                     return RewardError(f"the judge did not end its answer by itself (finish_reason is {reason})")

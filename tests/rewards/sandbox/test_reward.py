@@ -1,7 +1,9 @@
 """Programs scored on this machine, in every language that is installed, from the call to the pool."""
 
+import json
 import platform
 import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -138,6 +140,60 @@ def raw(x):
 ])  # fmt: skip
 def test_assertions_use_objects_of_the_answer(line, unconfined):
     assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 1
+
+
+VALUES = """
+import datetime, decimal, fractions
+
+def half(x=1):
+    return [fractions.Fraction(x) / 2]
+
+def price():
+    return decimal.Decimal("0.10")
+
+def day():
+    return datetime.datetime(2020, 2, 29, tzinfo=datetime.timezone.utc), datetime.date(1, 1, 1), datetime.timedelta(1)
+
+class Fraction:
+    def __eq__(self, other):
+        return True
+Fraction.__module__ = "fractions"
+
+def faked():
+    return Fraction()
+"""
+
+
+@both
+@pytest.mark.parametrize(("line", "expected"), [
+    ("assert half() == [Fraction(1, 2)] and half(Fraction(1, 3)) == [Fraction(1, 6)]", 1),
+    ("assert half() == [Fraction(1, 3)]", 0),
+    ("assert price() == Decimal('0.1') and isinstance(price(), Decimal)", 1),
+    ("assert day() == (datetime(2020, 2, 29, tzinfo=timezone.utc), date(1, 1, 1), timedelta(days=1))", 1),
+    ("assert faked() == Fraction(1, 2)", 0),
+])  # fmt: skip
+def test_values_of_the_standard_library_are_compared(line, expected, unconfined):
+    setup = "from fractions import Fraction\nfrom decimal import Decimal\nfrom datetime import *"
+    tests = {"test_setup_code": setup, "test_list": [line]}
+    assert score(VALUES, tests, unconfined=unconfined)["score"] == expected
+
+
+SEVEN, EIGHT = (f"1{'0' * 5999}{digit}" for digit in (7, 8))  # Python makes text of 4300 digits by default
+
+
+@both
+@pytest.mark.parametrize(("code", "tests"), [
+    ("print(10**6000 + int(input()))", {"inputs": ["7"], "outputs": [SEVEN]}),
+    ("def f(x):\n    return [x + 1, -x]", {"fn_name": "f", "inputs": [SEVEN],
+                                         "outputs": [f"[{EIGHT}, -{SEVEN}]"]}),
+    ("def f(x):\n    return x + 1", {"test_list": [f"assert f({SEVEN}) == {EIGHT}"]}),
+    ("def f(x):\n    return len(str(x))", {"test_list": ["assert f(10 ** 6000) == 6001"]}),
+])  # fmt: skip
+def test_whole_numbers_of_thousands_of_digits(code, tests, unconfined):
+    before = sys.get_int_max_str_digits()
+    assert score(code, json.dumps(tests), unconfined=unconfined)["score"] == 1
+    assert score(code.replace("return ", "return 9, ").replace("6000", "6001"), json.dumps(tests))["score"] == 0
+    assert sys.get_int_max_str_digits() == before
 
 
 @both
