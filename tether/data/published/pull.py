@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +63,10 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
     with writing(folder, "make room, or name another folder by TETHER_CACHE"):
         for path in sorted({path for paths in sources.values() for path in paths}):
             hashes[path] = _download(hub, repository, listing, path, folder / path, say)
+    lock = cache / "datasets" / f"{hashlib.sha256(str(out.resolve()).encode()).hexdigest()}.lock"
     with writing(out, "make room, or give another folder with --out"), ExitStack() as stack:
+        stack.enter_context(_alone(lock, f"another process writes to {out}; waiting for it", say))
+        _refuse_files_of_others(out, dataset, repository, _note(out))  # as that one left it
         made: dict[str, Path] = {}
         written: dict[str, JsonObject] = {}
         left_out: dict[str, list[str]] = {}
@@ -129,7 +133,7 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, 
             raise ValueError(f"{to}: {wrong}, so it was changed; it is deleted, pull again")
         return sha256_of(to)
     to.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(to, say):
+    with _alone(to.with_name(f"{to.name}.lock"), f"another process downloads {to}; waiting for it", say):
         if not to.exists():  # another process may have brought it
             partial = to.with_name(f"{to.name}.partial")
             hub.fetch(repository, listing, path, partial)
@@ -141,14 +145,13 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, 
 
 
 @contextmanager
-def _alone(file: Path, say: Say) -> Iterator[None]:
-    """Inside, no other process downloads the file, all of which go on with the same part of it."""
-    lock = file.with_name(f"{file.name}.lock")
+def _alone(lock: Path, waiting: str, say: Say) -> Iterator[None]:
+    """Inside, no other process is within the same lock: they go on with one download, or write to one folder."""
     with ExitStack() as stack:
         try:
             stack.enter_context(WeakFileLock(lock, timeout=0.5))
         except TimeoutError:
-            say(f"another process downloads {file}; waiting for it")
+            say(waiting)
             stack.enter_context(WeakFileLock(lock))
         yield
 
