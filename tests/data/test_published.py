@@ -8,12 +8,12 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -48,21 +48,6 @@ GSM8K = {
     "main/train-00001-of-00002.parquet": parquet(sums(2)),
     "socratic/train-00000-of-00001.parquet": b"not read",
 }
-
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Make an address the hub's, and keep downloads in a folder of the test."""
-    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-
-    def ask(url: str) -> None:
-        constants = huggingface_hub.constants
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-
-    return ask
 
 
 @pytest.fixture
@@ -139,6 +124,38 @@ def test_two_pulls_at_once_download_once(hub: HubServer, tmp_path: Path) -> None
     assert said[0] == f"another process downloads {file}; waiting for it"
     fetched = [path for method, path, _ in hub.asked if method == "GET" and path.startswith("/lfs/")]
     assert sorted(fetched) == [f"/lfs/{name}" for name in sorted(GSM8K) if name.startswith("main/")]
+
+
+def test_two_pulls_into_one_folder_do_not_mix(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another revision begins while the first one's files take their places."""
+    out, replace, begun, said = tmp_path / "rows", Path.replace, threading.Event(), []
+
+    def slow(self: Path, target: Path) -> Path:
+        if target == out / "test.parquet" and not begun.is_set():
+            begun.set()
+            deadline = time.monotonic() + 10
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return replace(self, target)
+
+    def pulled(revision: str | None, say: Callable[[str], None]) -> None:
+        pull_dataset(DATASETS["gsm8k"], "openai/gsm8k", out, tmp_path / "cache", revision, say)
+
+    monkeypatch.setattr(Path, "replace", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(pulled, None, lambda line: None)
+        assert begun.wait(20)
+        newer = {
+            f"main/{split}-00000-of-0000{n}.parquet": parquet(sums(7 + n)) for n, split in ((1, "test"), (2, "train"))
+        }
+        hub.files, hub.commit = GSM8K | newer, "6" * 40
+        pool.submit(pulled, "main", said.append).result()
+        first.result()
+    assert said[0] == f"another process writes to {out}; waiting for it"
+    counts = [len(load_rows(str(out / name))) for name in ("train.parquet", "test.parquet")]
+    note = json.loads((out / "pulled.json").read_text())
+    assert (counts, note["revision"]) == ([11, 8], hub.commit)
+    assert [note["written"][name]["rows"] for name in ("train.parquet", "test.parquet")] == counts
 
 
 def test_what_is_wrong_is_said(hub: HubServer, tmp_path: Path) -> None:

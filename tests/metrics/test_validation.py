@@ -40,6 +40,17 @@ def test_repeated_questions_count_once_and_stand_beside_the_most_frequent_answer
     assert all(describe(key) for key in metrics)
 
 
+@pytest.mark.parametrize(("values", "compared"), [
+    ({"reward": 1.2}, False), ({"reward": 0.5}, False), ({"reward": 1.0}, True), ({"reward": -1.0, "acc": False}, True),
+])  # fmt: skip
+def test_a_score_that_is_not_right_or_wrong_has_no_most_frequent_answer(
+    values: dict[str, object], compared: bool
+) -> None:
+    """As a weighted sum of several rewards, or parts of the points."""
+    metrics = validation_metrics([ValidationRow("sums", 0, values, question="a", truth="4")])
+    assert ("val-aux/sums/majority_answer" in metrics) == compared
+
+
 def test_several_samples_core_and_aux() -> None:
     metrics = validation_metrics(rows(0, [1.0, 0.0, 0.0, 0.0]) + rows(1, [1.0, 1.0, 1.0, 1.0]))
     assert metrics["val-core/gsm8k/reward/mean@4"] == 0.625

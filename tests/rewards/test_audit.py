@@ -110,6 +110,19 @@ def test_a_ground_truth_that_is_not_accepted_is_named() -> None:
     assert found.message == "1 of 8 ground truths do not score 1; the first: '42'"
 
 
+@pytest.mark.parametrize("right", [0, 3])
+def test_a_reason_of_the_reward_is_shown(right: int) -> None:
+    """All solutions are refused, or some."""
+    prompts = [Prompt([1], "test", "tests", (), {"solution": f"solution {i}"}, i) for i in range(4)]
+
+    def reward(request: RewardRequest) -> object:
+        refused = {"score": 0.0, "reason": "it is in cpp" if "solution" in request.solution_str else "no code"}
+        return 1.0 if request.solution_str in [f"solution {i}" for i in range(right)] else refused
+
+    (found, *_) = verdicts(tried(reward, prompts))
+    assert "it is in cpp" in found.message
+
+
 def test_sampled_replies() -> None:
     same = tried(exact, sampled=["72", "72", "no", "no"], group_size=2)
     assert share_of_differing_groups(same) == 0

@@ -1,5 +1,6 @@
 """Judges over HTTP: what they are shown, how their answers are read, and that a bad endpoint never scores."""
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -84,9 +85,11 @@ def test_the_last_match_is_the_score(judge: Judge, answer: str, score: float) ->
 @pytest.mark.parametrize(
     ("judge", "answer", "says"),
     [
-        (Judge(""), "I would say eight.", "has nothing that"),
-        (Judge(""), "", "has nothing that"),
-        (Judge(""), "<think>Score: 9</think>I refuse", "has nothing that"),
+        (Judge(""), "I would say eight.", "has no `Score: NUMBER`; it ends in 'I would say eight.'"),
+        (Judge(""), "", "has no `Score: NUMBER`; it ends in ''"),
+        (Judge(""), "<think>Score: 9</think>I refuse", "has no `Score: NUMBER`"),
+        (Judge("", parser=r"Grade: (\w)"), "A", r"has nothing that its parser Grade: (\w) matches"),
+        (Judge("", parser=f"({'x' * 100})"), "A", f"its parser ({'x' * 59}... matches"),
         (Judge("", range=(0, 10)), "Score: 11", "beyond [0, 10]"),
         (Judge("", range=(0, 10)), "Score: 1e9", "beyond [0, 10]"),
         (Judge(""), "Score: 1,000", "'1,000', which is no number"),
@@ -204,6 +207,25 @@ def test_the_answer_of_an_endpoint_is_the_score(server: ModelServer) -> None:
     assert len(rewards.durations) == 29
     assert server.bodies[0].keys() == {"messages", "model", "temperature", "max_tokens"}
     assert 1 < server.most_at_once <= 8
+
+
+@pytest.mark.parametrize("place", ["body", "choice", "message"])
+@pytest.mark.parametrize(
+    "beside", [{"error": {"code": 502, "message": "upstream broke"}}, {"refusal": "I can't help."}]
+)
+def test_content_beside_an_error_or_a_refusal_is_no_score(
+    server: ModelServer, place: str, beside: dict[str, object]
+) -> None:
+    choice: dict[str, object] = {"message": {"content": "Score: 1", "refusal": None}, "finish_reason": "stop"}
+    body: dict[str, object] = {"choices": [choice], "error": None}
+    {"body": body, "choice": choice, "message": choice["message"]}[place].update(beside)
+    server.raw = json.dumps(body).encode()
+    found = ask(server)
+    assert isinstance(found, RewardError)
+    assert "upstream broke" in found.message or "I can't help." in found.message
+    del {"body": body, "choice": choice, "message": choice["message"]}[place][next(iter(beside))]
+    server.raw = json.dumps(body).encode()
+    assert ask(server) == Score(1.0)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -106,6 +106,36 @@ def test_a_training_that_was_stopped_goes_on_bitwise(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
 
 
+@pytest.mark.parametrize("stops", [None, 13, 24, 25])
+def test_the_weights_of_the_best_accuracy_are_kept(
+    stops: int | None,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A third epoch forgets: as in a whole training of two; also where it is stopped after an epoch and resumed."""
+    pairs, whole, out = write_jsonl(tmp_path / "pairs.jsonl", preferences(240)), Pretraining.run, tmp_path / "rm"
+    second, known = tmp_path / "second", {12: 0.7, 24: 0.9, 36: 0.8}
+
+    def forgetful(training: Pretraining, done: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
+        for step, metrics in whole(training, done):
+            if step == 24:
+                training.learner.engine.save(second)
+            yield step, metrics | ({"rm/held_out_accuracy": known[step]} if step in known else {})
+            if step == stops and not done:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pretraining, "run", forgetful)
+    with suppress(KeyboardInterrupt):
+        train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK, save_every=5)
+    assert out.exists() == (stops is None)
+    if stops:
+        train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK, save_every=5)
+    assert same(load_file(out / "model.safetensors"), load_file(second / "model.safetensors"))
+    assert "0.900 after step 24, which is kept (0.800 after step 36, the last)" in capsys.readouterr().out
+
+
 def test_a_second_training_of_the_same_folder_leaves_the_first_ones_work(folder: Path, tmp_path: Path) -> None:
     pairs, work = write_jsonl(tmp_path / "pairs.jsonl", preferences(8)), tmp_path / ".rm.training"
     with RunLock(work):
@@ -398,9 +428,9 @@ def test_a_model_that_ranks_no_better_than_chance_is_told(
     lr: float, warned: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(240))
-    (found,) = train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))[-1:]
+    _, *after = train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))
     last = capsys.readouterr().out.splitlines()[-1]
-    said = f"warning: the held-out accuracy is {found:.3f} of 60 pairs, no better than chance (0.5): the model learned "
+    said = f"warning: the held-out accuracy is {max(after):.3f} of 60 pairs, no better than chance (0.5): the model"
     assert last.startswith(said) == warned
     assert "held-out accuracy: 0.000 before (an untrained head" in last or warned
 

@@ -25,12 +25,20 @@ def pull(
     revision: Annotated[
         str | None, typer.Option(help="Commit, branch or tag of the hub; default: the newest.", show_default=False)
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="The dataset's file, or folder of files, where it is here already; no hub is asked.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a published dataset in the layout that a run reads; goes on where it was stopped.
 
     For example: tether data pull gsm8k --out data/gsm8k
     """
-    from tether.data.published import DATASETS, pull_dataset
+    from tether.data.published import DATASETS, local_dataset, pull_dataset
     from tether.runtime.cache import cache_dir
     from tether.runtime.hubs import uses_modelscope
     from tether.spelling import did_you_mean
@@ -39,6 +47,10 @@ def pull(
         raise ValueError(f"{name}: no such dataset; there are {', '.join(DATASETS)}.{did_you_mean(name, DATASETS)}")
     folder = (out or Path("~/data") / name).expanduser()
     dataset = DATASETS[name]
+    if source is not None:
+        if repository or revision:
+            raise ValueError("--from reads files here: leave out --repository and --revision")
+        dataset, repository, revision = local_dataset(dataset, source.expanduser())
     usual = (uses_modelscope() and dataset.modelscope) or dataset.repository
     pull_dataset(dataset, repository or usual, folder, cache_dir(), revision, typer.echo)
 

@@ -15,8 +15,23 @@ from transformers.utils.logging import disable_progress_bar
 from tether.assembly.standalone import RewardTrial, build_reward_trial
 from tether.config import LoadedConfig
 from tether.rewards import RewardOutcome, RewardRequest
-from tether.rewards.audit import TRUTH, Audit, audit, deviation_within_groups, share_of_differing_groups, verdicts
+from tether.rewards.audit import (
+    FAULT,
+    LOOK,
+    TRUTH,
+    Audit,
+    audit,
+    deviation_within_groups,
+    share_of_differing_groups,
+    verdicts,
+)
 from tether.runtime.terminal import Screen, Waiting
+
+MEANING = (
+    "fault: calls fail, or what is wrong is paid for (above "
+    f"{FAULT:.0%} of the way from the worst replies to the ground truth); mend it before a run.\n"
+    f"look: it may be as you want it (above {LOOK:.0%} of that way, or the like); no reason to fail."
+)
 
 
 def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | None) -> bool:
@@ -46,7 +61,9 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
     for verdict in found:
         name, color = ("fault", "red") if verdict.is_fault else ("look", "yellow")
         screen.print(Text(f"{name}: {verdict.message}", color), soft_wrap=True)
-    if not found:
+    if found:
+        screen.print(MEANING, soft_wrap=True)
+    else:
         said = "the reward tells right from wrong on these replies"
         if audited.truth is None:
             said = "no wrong reply stands out from the sampled ones; no row has a ground truth to compare them with"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -95,7 +95,7 @@ def train_reward_model(
 
     from tether.assembly.reward_training import build_reward_training
     from tether.checkpoints import CheckpointStore, load_state, step_of
-    from tether.metrics.loggers import RunInfo, build_loggers, read_metrics
+    from tether.metrics.loggers import RunInfo, build_loggers
     from tether.runtime.global_rng import set_rng_state
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen, Waiting
@@ -105,7 +105,7 @@ def train_reward_model(
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()
     store = CheckpointStore(work, keep=1)
-    whole, moved = work / "whole", False
+    whole, moved, best = work / "whole", False, _Best(work)
     with RunLock(work, key="--out") as lock:
         try:
             _refuse_existing(out)
@@ -116,6 +116,7 @@ def train_reward_model(
             training = build_reward_training(model, pairs, options, start and start / "rm")
             engine, done = training.learner.engine, step_of(start) if start else 0
             if start:
+                best.accuracies |= _accuracies(work)
                 engine.load_state(start / "training" / "rm.pt")
                 set_rng_state(load_state(start / "training" / "trainer.pt")["rng"])
                 screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
@@ -130,6 +131,7 @@ def train_reward_model(
                         loggers.log(step, metrics)
                         if ACCURACY in metrics:
                             accuracy = f"held-out accuracy:{metrics[ACCURACY]:.3f}"
+                            best.offer(step, metrics[ACCURACY], engine.save)
                         waiting.show(step, accuracy)
                         if step and step % save_every == 0 and step < steps:
                             persistence.begin(
@@ -139,27 +141,71 @@ def train_reward_model(
                             )()
             finally:
                 loggers.close()
-            partial = work / "partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            engine.save(partial)
-            shutil.copy(work / "metrics.jsonl", partial)
-            found = [metrics[ACCURACY] for _, metrics in sorted(read_metrics(partial).items()) if ACCURACY in metrics]
+            found = _accuracies(work)
+            kept, chosen = best.kept()
+            shutil.copy(work / "metrics.jsonl", chosen)
             shutil.rmtree(whole, ignore_errors=True)
-            partial.rename(whole)
+            chosen.rename(whole)
             _move(whole, out)
             moved = True
         finally:
             if moved or (store.last_saved() is None and not whole.exists()):
                 lock.remove_folder()
     untrained = " (an untrained head gives both sides of a pair the same score)" if found[0] == 0 else ""
-    screen.print(f"held-out accuracy: {found[0]:.3f} before{untrained}, {found[-1]:.3f} after", soft_wrap=True)
-    if not beats_chance(found[-1], apart):
+    rest = "" if kept == steps else f", which is kept ({found[steps]:.3f} after step {steps}, the last)"
+    said = f"held-out accuracy: {found[0]:.3f} before{untrained}, {found[kept]:.3f} after step {kept}{rest}"
+    screen.print(said, soft_wrap=True)
+    if not beats_chance(found[kept], apart):
         warning = (
-            f"warning: the held-out accuracy is {found[-1]:.3f} of {apart} pairs, no better than chance (0.5): the "
+            f"warning: the held-out accuracy is {found[kept]:.3f} of {apart} pairs, no better than chance (0.5): the "
             "model learned no preference that holds beyond its own pairs. Lower --lr, or give more pairs"
         )
         screen.print(warning, style="yellow", soft_wrap=True)
-    return found
+    return list(found.values())
+
+
+class _Best:
+    """The weights of the best held-out accuracy after an epoch, in a folder that is named by their step.
+
+    Args:
+        work: the folder of the training.
+    """
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self.accuracies: dict[int, float] = {}
+
+    def offer(self, step: int, accuracy: float, save: Callable[[Path], None]) -> None:
+        """Keep the weights of a step, unless those of an earlier one are better; not of the first, untrained ones."""
+        self.accuracies[step] = accuracy
+        before = self._folders()
+        if step == 0 or any(other < step and self.accuracies[other] > accuracy for other in before):
+            return
+        partial = self._work / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        save(partial)
+        shutil.rmtree(self._work / f"best-{step}", ignore_errors=True)
+        partial.rename(self._work / f"best-{step}")
+        for other, folder in before.items():
+            if other != step:  # a later one is of a training that was stopped, and comes again
+                shutil.rmtree(folder)
+
+    def kept(self) -> tuple[int, Path]:
+        """The step, and its folder."""
+        (found,) = self._folders().items()
+        return found
+
+    def _folders(self) -> dict[int, Path]:
+        return {int(folder.name.removeprefix("best-")): folder for folder in self._work.glob("best-*")}
+
+
+def _accuracies(work: Path) -> dict[int, float]:
+    """Step -> held-out accuracy, as it was logged."""
+    from tether.metrics.loggers import read_metrics
+    from tether.trainer.text import ACCURACY
+
+    logged = sorted(read_metrics(work).items())
+    return {step: metrics[ACCURACY] for step, metrics in logged if ACCURACY in metrics}
 
 
 def _refuse_existing(out: Path) -> None:

@@ -368,7 +368,8 @@ VALIDATION: Mapping[str, MetricInfo] = {
         "Mean of the variable to watch over distinct questions, each counted once.", "rises over the run"
     ),
     "val-aux/<source>/majority_answer": MetricInfo(
-        "Share of the distinct questions whose answer is the most frequent one: what always giving it would score.",
+        "Share of the distinct questions whose answer is the most frequent one: what always giving it would score. "
+        "Absent where scores are not 0 or 1.",
         "well below the score",
     ),
     "val-aux/<source>/num_unscored": MetricInfo("Validation responses without a score.", "0"),

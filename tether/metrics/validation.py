@@ -88,7 +88,8 @@ def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], v
     if means:
         metrics[f"val-aux/{source}/distinct_mean"] = math.fsum(means) / len(means)
     truths = [rows[0].truth for rows in by_question.values()]
-    if None not in truths:
+    is_accuracy = {value for row in values for value in row} <= {0.0, 1.0, None}
+    if None not in truths and is_accuracy:  # a share of questions is no sum of rewards
         most_frequent = max(Counter(truths).values())
         metrics[f"val-aux/{source}/majority_answer"] = most_frequent / len(truths)
     return metrics

@@ -137,7 +137,8 @@ def audit(
             wrong.append(tried(kind, asked, texts))
             if not truths and wrong[-1].always_fails:
                 return Audit(None, wrong, sampled, group_size)
-    return Audit(max(truths, key=_order, default=None), wrong, sampled, group_size)
+    # Of equal ones the solutions: the tests of a program are no answer.
+    return Audit(max(reversed(truths), key=_order, default=None), wrong, sampled, group_size)
 
 
 def wrong_replies(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
@@ -187,7 +188,7 @@ def verdicts(audited: Audit) -> list[Verdict]:
             Verdict(
                 f"the ground truth scores {truth.mean:.3g}, like the wrong replies. If the answer must be a program, "
                 "put a correct one in each row's extra_info.solution; otherwise the reward does not tell right from "
-                "wrong",
+                f"wrong. The first: {_shown(truth.requests[0].solution_str)}{_reason(truth.outcomes[0])}",
                 is_fault=True,
             )
         )
@@ -207,7 +208,7 @@ def verdicts(audited: Audit) -> list[Verdict]:
         found.append(
             Verdict(
                 f"{len(refused)} of {len(truth.outcomes)} ground truths do not score {highest:.3g}; the first: "
-                f"{_shown(first.solution_str)}",
+                f"{_shown(first.solution_str)}{_reason(truth.outcomes[refused[0]])}",
                 is_fault=False,
             )
         )
@@ -324,6 +325,12 @@ def _best(probe: ProbeScores) -> str:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def _reason(outcome: RewardOutcome) -> str:
+    """Why the reward gave no more, where it says so."""
+    reason = outcome.extra.get("reason") if isinstance(outcome, Score) else None
+    return f" ({reason})" if reason else ""
 
 
 def _text(ground_truth: object) -> str:

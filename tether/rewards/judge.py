@@ -23,6 +23,7 @@ NUMBER = (
 )
 """The parser by default. It takes all that may belong to a number: 1,000 and 7 out of 10 are errors, not 1 and 7."""
 _SHOWN = 200  # characters at the end of an answer that says nothing
+_PARSER_SHOWN = 60
 Messages: TypeAlias = list[dict[str, str]]
 
 
@@ -90,7 +91,7 @@ class Judge:
         found = re.findall(self.parser, answer)
         if not found:
             end = " ".join(answer.split())[-_SHOWN:]
-            return RewardError(f"the judge's answer has nothing that {self.parser} matches; it ends in {end!r}")
+            return RewardError(f"the judge's answer has {self._nothing}; it ends in {end!r}")
         text = found[-1].strip()
         if self.scores:
             known = {word.casefold(): score for word, score in self.scores.items()}
@@ -104,6 +105,14 @@ class Judge:
         if self.range and not self.range[0] <= score <= self.range[1]:
             return RewardError(f"the judge said {score:g}, which is beyond [{self.range[0]:g}, {self.range[1]:g}]")
         return outcome_of(score)
+
+    @property
+    def _nothing(self) -> str:
+        """What is missing in an answer without a score."""
+        if self.parser == NUMBER:
+            return "no `Score: NUMBER`"
+        shown = self.parser if len(self.parser) <= _PARSER_SHOWN else f"{self.parser[:_PARSER_SHOWN]}..."
+        return f"nothing that its parser {shown} matches"
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,12 @@ class RemoteJudge:
             return messages
         answer = self.endpoint.ask({"messages": messages, **self.options})
         match answer:
-            case {"choices": [{"message": {"content": str(text)}, **choice}, *_]}:
+            case {"choices": [{"message": {"content": str(text), **message}, **choice}, *_], **body}:
+                for failed in (beside.get(key) for beside in (body, choice, message) for key in ("error", "refusal")):
+                    if failed:  # whatever the text beside it looks like
+                        return RewardError(
+                            f"the judge gave no answer but an error or a refusal: {str(failed)[:_SHOWN]}"
+                        )
                 reason = choice.get("finish_reason")
                 if reason not in (None, "stop"):  # half an answer may end in half a number
                     return RewardError(f"the judge did not end its answer by itself (finish_reason is {reason})")

@@ -7,6 +7,7 @@ __all__ = [
     "cache",
     "channel",
     "deadline",
+    "digits",
     "disk",
     "global_rng",
     "guard",

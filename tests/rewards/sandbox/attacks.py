@@ -80,6 +80,7 @@ if (pid := libc.syscall(host['calls']['clone'], 0x10000000 | 17, 0, 0, 0, 0)) >=
     "traces_init": "escaped() if libc.ptrace(16, 1, 0, 0) == 0 else None",
     "writes_the_memory_of_init": "open('/proc/1/mem', 'r+b', 0); escaped()",
     "takes_asynchronous_io_of_the_machine": "syscall('io_setup', 1, ctypes.create_string_buffer(8))",
+    "locks_a_file_of_the_machine": "import fcntl; fcntl.flock(open('/usr/bin/env', 'rb'), fcntl.LOCK_EX); escaped()",
     "loads_a_kernel_program": "syscall('bpf', 0, 0, 0)",
     "asks_for_keys": "syscall('keyctl', 0, -3, 1)",
     "counts_events": "syscall('perf_event_open', ctypes.create_string_buffer(128), 0, -1, -1, 0)",

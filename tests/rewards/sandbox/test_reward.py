@@ -1,7 +1,9 @@
 """Programs scored on this machine, in every language that is installed, from the call to the pool."""
 
+import json
 import platform
 import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -58,6 +60,19 @@ def test_every_language_reads_and_prints(language, unconfined):
     options = {"languages": (language,), "unconfined": unconfined}
     assert score(IN_LANGUAGES[language], SUMS, tag=language, **options)["score"] == 1
     assert score("(", SUMS, tag=language, **options)["score"] == 0
+
+
+@pytest.mark.parametrize(("tag", "tests", "languages", "said"), [
+    ("c++", SUMS, ("python",), "its block of code is in cpp, and reward_model.sandbox.languages has python"),
+    ("rust", SUMS, ("python", "c"), "its block of code is in rust, and reward_model.sandbox.languages has python, c"),
+    ("cpp", HUMANEVAL, ("python", "cpp"), "its block of code is in cpp, and functions are called in Python only"),
+    (None, SUMS, ("python",), "it has no block of code"),
+])  # fmt: skip
+def test_an_answer_without_a_program_says_why(tag, tests, languages, said):
+    """No sandbox is needed for that."""
+    reward = ProgramReward(ProgramOptions(languages=languages))
+    response = f"Thus:\n```{tag}\nint main() {{}}\n```" if tag else "The sum of both."
+    assert reward("apps", response, tests, {}) == {"score": 0.0, "acc": False, "timed_out": False, "reason": said}
 
 
 @both
@@ -127,6 +142,60 @@ def test_assertions_use_objects_of_the_answer(line, unconfined):
     assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 1
 
 
+VALUES = """
+import datetime, decimal, fractions
+
+def half(x=1):
+    return [fractions.Fraction(x) / 2]
+
+def price():
+    return decimal.Decimal("0.10")
+
+def day():
+    return datetime.datetime(2020, 2, 29, tzinfo=datetime.timezone.utc), datetime.date(1, 1, 1), datetime.timedelta(1)
+
+class Fraction:
+    def __eq__(self, other):
+        return True
+Fraction.__module__ = "fractions"
+
+def faked():
+    return Fraction()
+"""
+
+
+@both
+@pytest.mark.parametrize(("line", "expected"), [
+    ("assert half() == [Fraction(1, 2)] and half(Fraction(1, 3)) == [Fraction(1, 6)]", 1),
+    ("assert half() == [Fraction(1, 3)]", 0),
+    ("assert price() == Decimal('0.1') and isinstance(price(), Decimal)", 1),
+    ("assert day() == (datetime(2020, 2, 29, tzinfo=timezone.utc), date(1, 1, 1), timedelta(days=1))", 1),
+    ("assert faked() == Fraction(1, 2)", 0),
+])  # fmt: skip
+def test_values_of_the_standard_library_are_compared(line, expected, unconfined):
+    setup = "from fractions import Fraction\nfrom decimal import Decimal\nfrom datetime import *"
+    tests = {"test_setup_code": setup, "test_list": [line]}
+    assert score(VALUES, tests, unconfined=unconfined)["score"] == expected
+
+
+SEVEN, EIGHT = (f"1{'0' * 5999}{digit}" for digit in (7, 8))  # Python makes text of 4300 digits by default
+
+
+@both
+@pytest.mark.parametrize(("code", "tests"), [
+    ("print(10**6000 + int(input()))", {"inputs": ["7"], "outputs": [SEVEN]}),
+    ("def f(x):\n    return [x + 1, -x]", {"fn_name": "f", "inputs": [SEVEN],
+                                         "outputs": [f"[{EIGHT}, -{SEVEN}]"]}),
+    ("def f(x):\n    return x + 1", {"test_list": [f"assert f({SEVEN}) == {EIGHT}"]}),
+    ("def f(x):\n    return len(str(x))", {"test_list": ["assert f(10 ** 6000) == 6001"]}),
+])  # fmt: skip
+def test_whole_numbers_of_thousands_of_digits(code, tests, unconfined):
+    before = sys.get_int_max_str_digits()
+    assert score(code, json.dumps(tests), unconfined=unconfined)["score"] == 1
+    assert score(code.replace("return ", "return 9, ").replace("6000", "6001"), json.dumps(tests))["score"] == 0
+    assert sys.get_int_max_str_digits() == before
+
+
 @both
 @pytest.mark.parametrize("line", ["assert Count() == 3", "assert Count() == Count()", "assert Count() < 3"])
 def test_objects_of_the_answer_are_equal_to_nothing(line, unconfined):
@@ -190,11 +259,6 @@ def test_limits_are_a_wrong_answer_and_said():
     assert score("x = bytearray(1 << 30)", SUMS, limits=SHORT) == loop | {"timed_out": False}
     after_one = "n = int(input().split()[0])\nprint(3)\nwhile n > 1: pass"
     assert score(after_one, SUMS, limits=SHORT) == loop | {"score": 0.5}
-
-
-def test_a_response_without_a_program_is_wrong():
-    reward = ProgramReward(ProgramOptions())
-    assert reward("apps", "I do not know", SUMS, {}) == {"score": 0.0, "acc": False, "timed_out": False}
 
 
 @confined

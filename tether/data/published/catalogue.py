@@ -5,14 +5,14 @@ Rows get the layout that verl's own preparation gives them: same sources, questi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tether.data.columns import LAYOUTS
+from tether.data.published.problems import apps, humaneval, livecodebench, mbpp, taco
+from tether.data.published.row import Convert, rule_row, text_in
 from tether.types import JsonObject
-
-Convert = Callable[[JsonObject, str, int], JsonObject]
-"""Of the hub's row, its split and its number; raises ValueError with what is wrong in it."""
 
 _GSM8K, _MATH = LAYOUTS
 STEPS = "Let's think step by step and output the final answer "
@@ -51,43 +51,35 @@ class Dataset:
     modelscope: str | None = None
     """Its name on ModelScope, where it is another one."""
 
-
-def _text(record: JsonObject, key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"no text in `{key}`, but {value!r:.60}")
-    return value
-
-
-def _ruled(asked: str, source: str, truth: str, split: str, number: int, **extra: str) -> JsonObject:
-    return {
-        "data_source": source,
-        "prompt": [{"role": "user", "content": asked}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": number, **extra},
-    }
+    def of_file(self, name: str) -> Dataset:
+        """The dataset as one file has it, whatever its name: every part of a kind is made of it."""
+        stem = Path(name).stem
+        parts = {
+            str(Path(made).with_name(f"{stem}.parquet")): replace(part, split=stem, patterns=(name,))
+            for made, part in self.parts.items()
+        }
+        return replace(self, parts=parts)
 
 
 def gsm8k(record: JsonObject, split: str, number: int) -> JsonObject:
     """A question of GSM8K; the ground truth is the number after ``####``, without commas."""
-    question, answer = _text(record, "question"), _text(record, "answer")
+    question, answer = text_in(record, "question"), text_in(record, "answer")
     truth = _GSM8K.extract(answer)
     if truth is None:
         raise ValueError(f"no {_GSM8K.mark} at the end of `answer`")
     asked = f'{question} {STEPS}after "####".'
-    return _ruled(asked, _GSM8K.data_source, truth, split, number, answer=answer, question=question)
+    return rule_row(asked, _GSM8K.data_source, truth, split, number, answer=answer, question=question)
 
 
 def boxed(source: str) -> Convert:
     r"""A problem of MATH; the ground truth is `answer`, or what is in the last ``\boxed{}`` of its solution."""
 
     def convert(record: JsonObject, split: str, number: int) -> JsonObject:
-        problem, solution = _text(record, "problem"), _text(record, "solution")
+        problem, solution = text_in(record, "problem"), text_in(record, "solution")
         truth = record.get("answer") or _MATH.extract(solution)
         if not isinstance(truth, str):
             raise ValueError(f"no {_MATH.mark} in `solution`")
-        return _ruled(f"{problem} {STEPS}within \\boxed{{}}.", source, truth, split, number)
+        return rule_row(f"{problem} {STEPS}within \\boxed{{}}.", source, truth, split, number)
 
     return convert
 
@@ -96,21 +88,21 @@ def preferred(record: JsonObject, split: str, number: int) -> JsonObject:
     """A dialogue of full-hh-rlhf, which a reward model scores; the chosen response stands for a ground truth."""
     return {
         "data_source": "Dahoas/full-hh-rlhf",
-        "prompt": [{"role": "user", "content": _text(record, "prompt")}],
+        "prompt": [{"role": "user", "content": text_in(record, "prompt")}],
         "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": _text(record, "response")},
+        "reward_model": {"style": "model", "ground_truth": text_in(record, "response")},
         "extra_info": {"split": split, "index": number},
     }
 
 
 def compared(record: JsonObject, split: str, number: int) -> JsonObject:
     """Its two responses; the prompt is one user message, as in `preferred`, so that both are read alike."""
-    return {side: _text(record, side) for side in ("prompt", "chosen", "rejected")}
+    return {side: text_in(record, side) for side in ("prompt", "chosen", "rejected")}
 
 
 def searched(record: JsonObject, split: str, number: int) -> JsonObject:
     """A question of Search-R1, for a policy with a tool `search`; each of its `golden_answers` is right."""
-    question, source = _text(record, "question"), f"searchR1_{_text(record, 'data_source')}"
+    question, source = text_in(record, "question"), f"searchR1_{text_in(record, 'data_source')}"
     answers = record.get("golden_answers")
     if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
         raise ValueError(f"no list of answers in `golden_answers`, but {answers!r:.60}")
@@ -176,5 +168,16 @@ DATASETS: Mapping[str, Dataset] = {
         {f"{split}.parquet": Part(split, (f"{split}*.parquet", f"data/{split}*.parquet"), as_it_is)
          for split in ("train", "validation")},
     ),
+    "humaneval": Dataset("openai/openai_humaneval", _splits(humaneval, "test", folder="openai_humaneval/")),
+    "mbpp": Dataset(
+        "google-research-datasets/mbpp", _splits(mbpp, "train", "validation", "test", folder="full/")
+    ),
+    "apps": Dataset("codeparrot/apps", _splits(apps, "train", "test")),
+    "taco": Dataset(
+        "BAAI/TACO",
+        {f"{split}.parquet": Part(split, (f"{split}/*.arrow", f"ALL/{split}*.parquet", f"data/{split}*.parquet"), taco)
+         for split in ("train", "test")},
+    ),
+    "livecodebench": Dataset("livecodebench/code_generation_lite", _splits(livecodebench, "test")),
     "search_r1": Dataset("PeterJinGo/nq_hotpotqa_train", _splits(searched, "train", "test")),
 }  # fmt: skip

@@ -10,6 +10,9 @@ from typing import Protocol
 
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 
+LOCAL = "file:"
+"""Begins the name of a dataset that is here."""
+
 
 @dataclass(frozen=True)
 class RemoteFile:
@@ -49,11 +52,16 @@ def hub_of(repository: str) -> tuple[Hub, str]:
     """The hub that has a dataset, and the dataset's name, which begins with ``modelscope:`` where it is ModelScope's.
 
     Args:
-        repository: ``owner/name``; of ModelScope after ``modelscope:``, and where VERL_USE_MODELSCOPE is true.
+        repository: ``owner/name``; of ModelScope after ``modelscope:``, and where VERL_USE_MODELSCOPE is true; or the
+            path of files here after ``file:``.
 
     Raises:
-        ValueError: ModelScope's client is not installed.
+        ValueError: ModelScope's client is not installed, or the files are not there.
     """
+    if repository.startswith(LOCAL):
+        from tether.data.published.local import LocalFiles
+
+        return LocalFiles(Path(repository.removeprefix(LOCAL))), repository
     name = repository.removeprefix(MODELSCOPE)
     if name == repository and not uses_modelscope():
         from tether.data.published.hugging_face import HuggingFace
@@ -83,3 +91,9 @@ def damage(file: Path, remote: RemoteFile) -> str | None:
                 return f"has the {name} {hashed.hexdigest()} and not {expected}"
             return None
     return None
+
+
+def sha256_of(file: Path) -> str:
+    """The hash of a file's content."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tether.rewards.sandbox.harness import MODULES
+from tether.runtime.digits import any_digits
 
 _LAYOUTS = (
     "{inputs, outputs} with an optional fn_name (APPS, TACO, verl's code rows), a list of {input, output, testtype} "
@@ -60,9 +61,9 @@ def parse_tests(ground_truth: object) -> list[Test]:
     Raises:
         ValueError: no known layout, no test, or tests that cannot be read.
     """
-    found = _json(ground_truth, "ground_truth") if isinstance(ground_truth, str) else ground_truth
     try:
-        return _parsed(found)
+        with any_digits():
+            return _parsed(_json(ground_truth, "ground_truth"))
     except (TypeError, AttributeError, LookupError) as error:  # a list where keys belong, and the like
         raise ValueError(f"the tests of the row cannot be read ({error}). Give {_LAYOUTS}") from error
 
@@ -124,7 +125,11 @@ def _listed_test(item: Any, metadata: Any, number: int) -> Test:
             if item.get("testtype", "stdin") == "stdin":
                 return StdioTest(_text(given, f"input {number}"), _text(expected, f"output {number}"))
             if not isinstance(function, str):
-                raise ValueError(f"test {number} is functional, and metadata names no func_name")
+                raise ValueError(
+                    f"test {number} is functional, and no function is named: give it "
+                    '"metadata": {"func_name": NAME}, or, beside public_test_cases, the row a column `metadata` with '
+                    '{"func_name": NAME}'
+                )
             return _call(function, given, expected, number)
     raise ValueError(f"test {number} is {str(item)[:80]!r}, not {{input, output, testtype}} with texts")
 

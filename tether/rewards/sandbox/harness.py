@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib
 import json
 import operator
 import os
@@ -29,6 +30,9 @@ from itertools import accumulate, combinations, permutations, product
 from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
+_PLAIN_BITS = 4096  # of whole numbers that JSON may hold: some readers refuse thousands of digits
+_VALUES = {"fractions.Fraction", "decimal.Decimal", *(f"datetime.{name}" for name in (
+    "date", "datetime", "time", "timedelta", "timezone"))}  # fmt: skip
 _KINDS = (("tuple", tuple), ("set", (set, frozenset)))
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "getattr": getattr, "setattr": setattr, "iter": iter, "next": next, "len": len, "bool": bool, "str": str,
@@ -74,9 +78,12 @@ def encode(value: object, depth: int = 0, held: list[object] | None = None) -> o
     """
     if value is None or isinstance(value, bool):
         return value
-    for plain in (int, float, str):
+    for plain in (float, str):
         if isinstance(value, plain):
             return plain(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if number.bit_length() < _PLAIN_BITS else {"int": hex(number)}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
@@ -95,6 +102,9 @@ def encode(value: object, depth: int = 0, held: list[object] | None = None) -> o
         return {"dict": pairs}
     if hasattr(value, "shape") and hasattr(value, "tolist"):  # NumPy
         return encode(value.tolist(), depth + 1, held)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if name in _VALUES:
+        return {"value": [name, encode(list(value.__reduce__()[1]), depth + 1, held)]}
     if held is None:
         return {"other": type(value).__name__}
     held.append(value)
@@ -119,6 +129,11 @@ def decode(value: object, held: Any = None) -> Any:
         return {decode(item, held) for item in items}
     if kind == "dict":
         return {decode(key, held): decode(item, held) for key, item in items}
+    if kind == "int":
+        return int(items, 16)
+    if kind == "value" and held and items[0] in _VALUES:  # where time is limited: a fraction may take long
+        module, _, name = items[0].rpartition(".")
+        return getattr(importlib.import_module(module), name)(*decode(items[1], held))
     if kind == "bytes":
         return bytes.fromhex(items)
     if kind == "complex":
@@ -244,4 +259,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(20000)
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
     serve() if sys.argv[1:] == ["serve"] else main()

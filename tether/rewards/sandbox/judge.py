@@ -7,7 +7,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,15 +51,30 @@ def find_answer(response: str, languages: Collection[str], *, raw: bool = False)
         languages: names of `LANGUAGES`.
         raw: such a response is code whether it parses or not: it may be the body of a function.
     """
-    tags = {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
-    # The first word is the language: others, as in ```python title=a.py, say how to show the block.
-    blocks = [("".join(match[1].lower().split()[:1]), match[2]) for match in _BLOCK.finditer(response)]
+    tags, blocks = _names(languages), _blocks(response)
     tagged = [Answer(tags[tag], source) for tag, source in blocks if tag in tags]
     default = next(iter(languages))
     untagged = [Answer(default, source) for tag, source in blocks if not tag]
     is_code = "```" not in response and (raw or (default == "python" and _is_python(response)))
     whole = [Answer(default, response)] if is_code else []
     return next(iter([*tagged[::-1], *untagged[::-1], *whole]), None)
+
+
+def language_of(response: str) -> str | None:
+    """The language that the last block of code says it is in; None: there is no block."""
+    tags = [tag for tag, _ in _blocks(response)]
+    return _names(LANGUAGES).get(tags[-1], tags[-1]) if tags else None
+
+
+def _names(languages: Iterable[str]) -> dict[str, str]:
+    """What a block of code may say -> the language."""
+    return {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
+
+
+def _blocks(response: str) -> list[tuple[str, str]]:
+    """The language that each block of code says it is in, and its content."""
+    # The first word is the language: others, as in ```python title=a.py, say how to show the block.
+    return [("".join(match[1].lower().split()[:1]), match[2]) for match in _BLOCK.finditer(response)]
 
 
 def _is_python(text: str) -> bool:

@@ -30,7 +30,11 @@ class Language:
 
 LANGUAGES: dict[str, Language] = {
     "python": Language(
-        "python", "answer.py", ("python3", "-I", f"{FOLDER}/answer.py"), needs=("python3",), tags=("py", "python3")
+        "python",
+        "answer.py",
+        ("python3", "-I", "-X", "int_max_str_digits=0", f"{FOLDER}/answer.py"),
+        needs=("python3",),
+        tags=("py", "python3"),
     ),
     "c": Language(
         "cpp", "answer.c", (BINARY,), ("gcc", "-O2", "-std=c17", "-o", BINARY, "answer.c", "-lm"), needs=("gcc",)

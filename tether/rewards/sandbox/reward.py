@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tether.rewards.sandbox.cases import StdioTest, parse_tests
 from tether.rewards.sandbox.fusion import run_remotely
-from tether.rewards.sandbox.judge import find_answer, job_for
+from tether.rewards.sandbox.judge import find_answer, job_for, language_of
 from tether.rewards.sandbox.local import run_locally
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.types import ExtraInfo
@@ -30,7 +30,7 @@ class ProgramReward:
     ) -> dict[str, object]:
         """The share of the first `max_tests` tests that pass: "score", with "acc" (all of them) and "timed_out".
 
-        A response without a program has 0.
+        A response without a program has 0, with the "reason".
 
         Raises:
             ValueError: the tests cannot be read.
@@ -41,9 +41,19 @@ class ProgramReward:
         languages = ("python",) if is_called else self._options.languages
         answer = find_answer(solution_str, languages, raw=is_called)
         if answer is None:
-            return {"score": 0.0, "acc": False, "timed_out": False}
+            reason = self._why_none(solution_str, is_called=is_called)
+            return {"score": 0.0, "acc": False, "timed_out": False, "reason": reason}
         jobs = [job_for(test, answer) for test in tests]
         ends = (run_remotely if self._options.server else run_locally)(jobs, self._options)
         passed = sum(end.succeeded and job.passed(end) for job, end in zip(jobs, ends, strict=False))
         timed_out = any(end.reason == "time" for end in ends)
         return {"score": passed / len(tests), "acc": passed == len(tests), "timed_out": timed_out}
+
+    def _why_none(self, response: str, *, is_called: bool) -> str:
+        language = language_of(response)
+        if language is None:
+            return "it has no block of code"
+        if is_called:
+            return f"its block of code is in {language}, and functions are called in Python only"
+        known = ", ".join(self._options.languages)
+        return f"its block of code is in {language}, and reward_model.sandbox.languages has {known}"

@@ -1,0 +1,59 @@
+"""Files here in place of a hub: someone downloaded a dataset otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tether.data.published.catalogue import Dataset
+from tether.data.published.hub import LOCAL, Listing, RemoteFile, sha256_of
+
+ENDINGS = (".parquet", ".jsonl", ".arrow")
+
+
+def local_dataset(dataset: Dataset, path: Path) -> tuple[Dataset, str, str]:
+    """What is made of files here: the dataset, its name as `tether.data.published.hub.hub_of` has it, and its revision.
+
+    Raises:
+        ValueError: there is no file of a known kind.
+    """
+    name = f"{LOCAL}{path.resolve()}"
+    revision = LocalFiles(path).listing_of(name, None).revision
+    return (dataset.of_file(path.name) if path.is_file() else dataset), name, revision
+
+
+class LocalFiles:
+    """A hub whose only dataset is a file, or a folder that is laid out as the hub's; its revision is their hash.
+
+    Args:
+        path: the file or folder.
+
+    Raises:
+        ValueError: there is none, or a file of another kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files = {path.name: path} if path.is_file() else dict(_below(path))
+        if not path.exists():
+            raise ValueError(f"--from {path}: there is no such file or folder")
+        if not self._files or (path.is_file() and path.suffix not in ENDINGS):
+            raise ValueError(f"--from {path}: no {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]} file")
+
+    def listing_of(self, repository: str, revision: str | None) -> Listing:
+        """See `tether.data.published.hub.Hub`."""
+        files = {name: RemoteFile(file.stat().st_size, sha256_of(file)) for name, file in self._files.items()}
+        hashes = "".join(f"{name} {file.sha256}\n" for name, file in files.items())
+        return Listing(hashlib.sha256(hashes.encode()).hexdigest(), files)
+
+    def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
+        """See `tether.data.published.hub.Hub`; nothing is copied."""
+        to.unlink(missing_ok=True)
+        to.symlink_to(self._files[path].resolve())
+
+
+def _below(folder: Path) -> Iterator[tuple[str, Path]]:
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        if file.is_file() and file.suffix in ENDINGS and not any(part.startswith(".") for part in name.parts):
+            yield name.as_posix(), file
