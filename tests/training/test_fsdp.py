@@ -61,6 +61,7 @@ LOSSES = {"plain": LOSS, "selecting": SELECTING}
 FULL_KL = LossSpec(PolicyForward(with_full_kl=True), PolicyLoss(kl_coef=0.2, kl_kind="full"))
 VALUES = LossSpec(ValueForward(), CriticLoss())
 PLAN = UpdatePlan(mini_batch_rows=3, epochs=2, shuffle=True)
+SHORT_PLAN = UpdatePlan(mini_batch_rows=5, shuffle=True)
 ONE_ROW, FOUR_ROWS, TOKENS = MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)
 BAD_ROW = 3
 
@@ -85,36 +86,38 @@ def gradients_of_one(estimator: str, loss: str = "policy") -> tuple[TrainBatch, 
 
 
 @cache
-def updates_of_one(steps: tuple[int, ...], loss: str = "plain") -> tuple[TrainBatch, dict[str, Tensor], Updated]:
+def updates_of_one(
+    steps: tuple[int, ...], loss: str = "plain", plan: UpdatePlan = PLAN
+) -> tuple[TrainBatch, dict[str, Tensor], Updated]:
     """A batch, the weights that updates by one process leave, and the last of them."""
     batch = make_batch(make_policy(), make_critic())
     engine = make_engine(make_policy(), FOUR_ROWS)
     for step in steps:
-        last = engine.update(batch, LOSSES[loss], PLAN, step)
+        last = engine.update(batch, LOSSES[loss], plan, step)
     return batch, weights(engine.model), last
 
 
 def gradients(estimator: str, sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     batch, expected = gradients_of_one(estimator)
+    sharded = make_fsdp(make_policy(), ONE_ROW, **sharding)  # one for all of them: each begins a new sum
+    yield f"{estimator}, all rows on one rank", distance(whole_gradients(sharded, batch, LOSS, on_last), expected)
     for micro in (ONE_ROW, FOUR_ROWS, TOKENS):
-        sharded = make_fsdp(make_policy(), micro, **sharding)
+        sharded.micro = micro
         yield f"{estimator}, {micro}", distance(whole_gradients(sharded, batch, LOSS), expected)
     recomputing = make_policy()
     enable_gradient_checkpointing(recomputing)
     sharded = make_fsdp(recomputing, TOKENS, **sharding)
     yield f"{estimator}, recomputed", distance(whole_gradients(sharded, batch, LOSS), expected)
-    lopsided = make_fsdp(make_policy(), ONE_ROW, **sharding)
-    yield f"{estimator}, all rows on one rank", distance(whole_gradients(lopsided, batch, LOSS, on_last), expected)
 
 
 def options_of_memory(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """How far an update is from one process's, with each option that moves or frees weights."""
-    batch, expected, _ = updates_of_one((0, 1))
+    batch, expected, _ = updates_of_one((0, 1), plan=SHORT_PLAN)
     resting = {"weights_rest_on_host": True, "optimizer_rests_on_host": True}
     for options in ({"reshard": False}, {"on_host": True}, resting):
         sharded = make_fsdp(make_policy(), FOUR_ROWS, **sharding, **options)
         for step in range(2):
-            learn(sharded, batch, LOSS, PLAN, step)
+            learn(sharded, batch, LOSS, SHORT_PLAN, step)
         yield f"{options}", distance(whole_weights(sharded), expected)
 
 
@@ -332,9 +335,11 @@ def resumed(folder: Path) -> bool:
     return same_state(back, state) and same_state(again, state) and same_bits(weights(read), before)
 
 
-def read(folder: Path, sharding: dict[str, Any]) -> dict[str, tuple[bool, bool]]:
+@cache  # of layouts that differ in `shards` alone, which it leaves at all ranks
+def read(folder: Path, sequence: int) -> dict[str, tuple[bool, bool]]:
     """Of models whose ranks read their parts from files: whether all bits are there, and no rank read all of them."""
     lora = pytest.importorskip("tether.models.language.lora")
+    folder = folder / f"read by {sequence}"
     if dist.get_rank() == 0:
         save_tiny(folder / "tied", tie_word_embeddings=True)
         save_tiny(folder / "apart", dtype=torch.bfloat16)
@@ -363,7 +368,7 @@ def read(folder: Path, sharding: dict[str, Any]) -> dict[str, tuple[bool, bool]]
         buffers = same_bits(dict(unread.named_buffers()), dict(whole.named_buffers()))
         ends = name.startswith("critic") or eos_token_ids(unread) == eos_token_ids(whole)
         compute = {"compute_dtype": torch.bfloat16} if name == narrow else {}
-        sharded = make_fsdp(unread, FOUR_ROWS, **sharding, **compute)
+        sharded = make_fsdp(unread, FOUR_ROWS, sequence=sequence, **compute)
         expected = {key: value.detach() for key, value in whole.state_dict().items()}
         same = same_bits(whole_weights(sharded), expected)
         same = same and same_bits(stored_weights(sharded), expected if dist.get_rank() == 0 else {})
@@ -406,7 +411,7 @@ def of_layout(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
         "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
         "memory": dict(options_of_memory(sharding)),
         "updates": [updates(loss, sharding) for loss in LOSSES],
-        "read": read(folder / "read", {key: value for key, value in sharding.items() if key != "shards"}),
+        "read": read(folder.parent, sharding.get("sequence", 1)),
         "skipped": skipped(folder / "incidents", sharding),
     }
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
 from omegaconf import Container, DictConfig, OmegaConf
+
+_PLAIN = re.compile(r"\$\{([^\W\d]\w*(?:\.\w+)*)\}")
+"""The name of a key from the root, without resolvers, names in names and relative ones."""
 
 
 def interpolates(value: object) -> bool:
@@ -28,8 +32,20 @@ def nest(flat: Mapping[str, object]) -> dict[str, Any]:
     return tree
 
 
+def _texts(value: object) -> Iterator[str]:
+    """All strings in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
 class Values:
-    """The value of every key, resolved by OmegaConf where that is needed: filling its tree takes most of a load."""
+    """The value of every key, resolved by OmegaConf where that is needed, in a tree of what the value needs.
+
+    Filling one with all keys would take most of a load.
+    """
 
     def __init__(self, written: Mapping[str, object]) -> None:
         self._written = dict(written)
@@ -43,12 +59,34 @@ class Values:
         """
         if not interpolates(self._written[path]):
             return deepcopy(self._written[path])
-        if self._tree is None:
-            self._tree = OmegaConf.create(nest(self._written))
-        value = OmegaConf.select(self._tree, path)
+        value = OmegaConf.select(self._tree_for(path), path)
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
 
     def __setitem__(self, path: str, value: object) -> None:
         """Write another value."""
         self._written[path] = value
         self._tree = None
+
+    def _tree_for(self, path: str) -> DictConfig:
+        if self._tree is None and (needed := self._needed(path)) is not None:
+            return OmegaConf.create(nest({name: self._written[name] for name in needed}))
+        if self._tree is None:
+            self._tree = OmegaConf.create(nest(self._written))
+        return self._tree
+
+    def _needed(self, path: str) -> dict[str, None] | None:
+        """The keys that a value leads to; None where it leads to anything but keys by their names."""
+        found, new = dict[str, None](), [path]
+        while new:
+            name = new.pop()
+            if name not in self._written:
+                return None
+            if name in found:
+                continue
+            found[name] = None
+            for text in _texts(self._written[name]):
+                names = _PLAIN.findall(text)
+                if text.count("${") != len(names):
+                    return None
+                new.extend(names)
+        return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -96,8 +98,35 @@ def or_smaller_next_time(
 def from_all(value: Found) -> list[Found]:
     """The value of each rank, in the order of ranks."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    dist.all_gather_object(found, pickled(value))
+    return [pickle.loads(data) for data in found]
+
+
+def pickled(value: object) -> bytes:
+    """A value for `pickle.loads`, with the numbers alone of tensors in the memory of the host.
+
+    By itself a tensor is pickled as a file of `torch.save`, with all the memory that it is a part of: for the metrics
+    of a micro-batch that is ten times the time and the bytes.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
+            return NotImplemented
+        if value.layout is not torch.strided or value.is_quantized:
+            return NotImplemented
+        numbers = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (numbers, value.dtype, tuple(value.shape))
+
+
+def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not numbers:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
 
 
 def _put_together(pieces: Sequence[tuple[Tensor, Any]]) -> Any:
