@@ -194,7 +194,8 @@ def environment(folder: Path, faults: str = "", kind: str = "vllm") -> Path:
     python = folder / "bin/python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(
-        f'#!/bin/sh\ncd {ROOT}\nexport STAND_IN_FAULTS="{faults}" PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n'
+        '#!/bin/sh\n[ "$1" = -I ] && exit 0  # asked whether it has the package\n'
+        f'cd {ROOT}\nexport STAND_IN_FAULTS="{faults}" PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n'
         f'exec {sys.executable} -m tests.rollout.{kind}_stand_in "$@"\n'
     )
     python.chmod(0o755)
