@@ -19,7 +19,10 @@ class Calculator:
     def call(self, expression: str) -> str:
         """The value of an expression; whatever it raises is told to the model."""
         value = self.value(ast.parse(expression.replace(",", ""), mode="eval").body)
-        return f"{round(value, self.digits):g}" if isinstance(value, float) else str(value)
+        if not isinstance(value, float):
+            return str(value)
+        rounded = round(value, self.digits)
+        return str(int(rounded)) if rounded.is_integer() else repr(rounded)
 
     def value(self, node: ast.expr) -> float:
         """The value of a part of it."""

@@ -31,7 +31,7 @@ PROMPTS = [[4 + (17 * i + 5 * j) % 250 for j in range(length)] for i, length in 
 LONG = [[4 + (7 * j) % 250 for j in range(200)]]
 """A prompt that fills more than one block of vLLM's prefix cache."""
 TOLERANCE = 1e-6
-POLICY = Policy("qwen2", 260, "float32", longest=512)
+POLICY = Policy("qwen2", 260, "float32", longest=512, sizes={"intermediate_size": 48})
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY)}
 STAND_INS = {"vllm": vllm_stand_in, "sglang": sglang_stand_in}
 
@@ -87,7 +87,7 @@ class Bench:
         adapters: Adapters | None = None,
         **options: object,
     ) -> None:
-        self.model, self.version, self.kind = tiny_policy(), 0, kind
+        self.model, self.version, self.kind, self.folder = tiny_policy(), 0, kind, folder
         self.adapters = adapters
         self.model.config.save_pretrained(folder / "config")
         self.model.generation_config.save_pretrained(folder / "config")

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d, rendezvous
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 
 FAULTS = (
-    "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails", "another_model",
-    "seedless", "keeps_cache", "no_sleep", "another_dtype",
+    "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "dies_at_once", "fails",
+    "another_model", "seedless", "keeps_cache", "no_sleep", "another_dtype",
 )  # fmt: skip
 FIELDS = {
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask",

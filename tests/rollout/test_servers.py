@@ -185,9 +185,35 @@ def test_kills_at_any_moment_change_nothing(started: Callable[..., Bench], monke
 def test_a_server_that_was_started_again_elsewhere_gets_the_weights(made: Callable[..., Bench]) -> None:
     bench = made()
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
-    engine = bench.engine_of(Server(bench.dialect, bench.server.url, 60))
-    assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY)) == expected  # which gave it weights of another name
+    model = bench.there.RequestHandlerClass.speaks.model
+    model.load(tiny_policy(1).state_dict(), "default")
+    model.version = "default"
     assert rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == expected
+    assert model.version == bench.server.weights
+
+
+def test_two_runs_do_not_share_a_server(made: Callable[..., Bench]) -> None:
+    """Until the other one ends, however it does."""
+    bench = made()
+    other = os.fork()
+    if not other:
+        try:
+            server_of_another_run = Server(bench.dialect, bench.server.url, 60)
+            server_of_another_run.ready()
+            (bench.folder / "ready").touch()
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    wait_for((bench.folder / "ready").exists)
+    with pytest.raises(
+        ValueError, match=rf"127.0.0.1:\d+: another run samples with this server: process {other}. Wait"
+    ):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+    assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
+    bench.server.stop()
+    Server(bench.dialect, bench.server.url, 60).ready()
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
@@ -210,12 +236,21 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
 
 @pytest.mark.slow
 def test_one_that_always_dies_ends_the_run(started: Callable[..., Bench]) -> None:
-    """It dies once it has drawn 20 tokens: in four lives, with eight rows that run by then, it draws 272 at most."""
     what = r"failed 4 times on the same rows, at last: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"
     with pytest.raises(RuntimeError, match=what) as error:
-        started("dies").engine.generate(PROMPTS * 24, SAMPLING, KEY)
+        started("dies_at_once").engine.generate(PROMPTS, SAMPLING, KEY)
     (log,) = re.findall(what, str(error.value))
     assert Path(log).read_text().count("out of blocks") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_one_that_dies_often_is_started_as_often(
+    started: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It dies once it has drawn 20 tokens: in four lives, with eight rows that run by then, it draws 272 at most."""
+    assert len(started("dies").engine.generate(PROMPTS * 24, SAMPLING, KEY)) == 144
+    assert caplog.text.count("The server is started again") > 4
 
 
 @pytest.mark.parametrize("kind", ["vllm"])

@@ -13,7 +13,7 @@ from tests.rollout.stand_in import environment
 from tests.rollout.test_vllm import Forgetless
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
-from tether.rollout.servers import Policy
+from tether.rollout.servers import Connections, Policy, Server
 from tether.rollout.sglang import SGLang
 
 
@@ -93,6 +93,27 @@ def test_what_a_killed_run_left_is_cleared_away(made: Callable[..., Bench]) -> N
     bench.server.http.post("/pause_generation", {"mode": "abort"})
     bench.server.http.post("/begin_weight_update")
     assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
+
+
+def test_a_group_that_a_killed_run_left_is_in_nobodys_way(
+    made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang knows a group by its name until it is destroyed."""
+    bench = made(dialect=SGLang(Policy("qwen2", 260), "distributed"))
+    post = Connections.post
+
+    def killed(self: Connections, path: str, *more: object, **named: object) -> object:
+        if path == "/destroy_weights_update_group":
+            raise KeyboardInterrupt
+        return post(self, path, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connections, "post", killed)
+        with pytest.raises(KeyboardInterrupt):
+            bench.engine.generate(PROMPTS, SAMPLING, KEY)
+    bench.server.stop()
+    engine = bench.engine_of(Server(bench.dialect, bench.server.url, 60))
+    assert len(engine.generate(PROMPTS, SAMPLING, KEY)) == 6
 
 
 def test_rows_that_another_breaks_off_are_drawn_again(made: Callable[..., Bench], monkeypatch) -> None:

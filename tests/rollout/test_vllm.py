@@ -1,6 +1,7 @@
 """vLLM's servers: what only they have, against a server that speaks their language and against vLLM where it is."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.rollout.bench import (
 )
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
-from tether.rollout.servers import Launch, Server
+from tether.rollout.servers import Launch, Server, ServerGone, shared_file
 from tether.rollout.vllm import Adapters
 
 
@@ -179,6 +180,7 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
             "another_model",
             r"runs .*config, of model_type llama; actor_rollout_ref.model.path has model_type qwen2. Start",
         ),
+        ("another_width", r"of intermediate_size 96; actor_rollout_ref.model.path has intermediate_size 48. Start"),
         ("another_vocabulary", r"of vocabulary 261; actor_rollout_ref.model.path has vocabulary 260. .*--model PATH"),
         ("no_extension", r"no attribute 'about'. This is no vLLM server that tether can use; docs/servers.md"),
     ],
@@ -196,6 +198,30 @@ def test_a_server_that_sleeps_is_woken(made: Callable[..., Bench]) -> None:
     bench = made()
     bench.server.http.post("/sleep?level=1")
     assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize(
+    "python", [None, pytest.param(REAL, marks=[needs_vllm, pytest.mark.slow])], ids=["stand-in", "vllm"]
+)
+def test_an_update_that_was_not_finished_is_given_up(
+    made: Callable[..., Bench], python: Path | None, refused: bool
+) -> None:
+    """As a run that was killed within one leaves it, or one whose weights did not fit."""
+    bench = made(python=python)
+    first = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
+    bench.server.http.post("/start_weight_update")
+    weights = {name: value + 1 for name, value in list(bench.model.state_dict().items())[1:9]}
+    if refused:
+        weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(7, 5)
+    with shared_file(weights) as path, pytest.raises(ServerGone) if refused and python else nullcontext():
+        bench.server.http.post("/update_weights", {"update_info": {"path": path}})
+    bench.engine.load_weights(bench.export())
+    assert rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == first
+    bench.learn()
+    bench.engine.load_weights(bench.export())
+    rollout = bench.engine.generate(PROMPTS, SAMPLING, KEY)
+    assert torch.allclose(rollout.rollout_log_probs, bench.log_probs(rollout), atol=1e-4)
 
 
 @pytest.mark.parametrize(

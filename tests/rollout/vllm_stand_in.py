@@ -20,8 +20,9 @@ from tether.models.language.fused_experts import fused
 from tether.models.megatron.layout import experts_of
 
 FAULTS = (
-    "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies", "fails",
-    "another_name", "another_vocabulary", "another_model", "no_extension", "no_sleep", "another_dtype",
+    "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies",
+    "dies_at_once", "fails", "another_name", "another_vocabulary", "another_model", "another_width",
+    "no_extension", "no_sleep", "another_dtype",
 )  # fmt: skip
 
 
@@ -146,6 +147,8 @@ class VllmLanguage:
         if "no_routes" in model.faults or ("no_sleep" in model.faults and path == "/sleep"):
             raise Refused(404, "Not Found")
         if path == "/start_weight_update":
+            if model.update is not None:
+                raise Refused(500, "start_weight_update called while a weight update is already active.")
             model.update = {}
         elif path == "/update_weights":
             if model.update is None:
@@ -181,11 +184,15 @@ class VllmLanguage:
             kind = "llama" if "another_model" in faults else config.model_type
             words = config.vocab_size + ("another_vocabulary" in faults)
             tells = self.model.tells_experts
-            return {"model_type": kind, "vocabulary": words, "dtype": self.model.dtype, "rank": self.model.rank,
-                    "experts": tells}  # fmt: skip
-        if method != "pack_head":
+            width = config.intermediate_size * (2 if "another_width" in faults else 1)
+            return {"model_type": kind, "vocabulary": words, "sizes": {"intermediate_size": width},
+                    "dtype": self.model.dtype, "rank": self.model.rank, "experts": tells}  # fmt: skip
+        if method == "give_up_update":
+            self.model.update = None
+        elif method == "pack_head":
+            self.model.head = None
+        else:
             raise Refused(500, f"no method {method}")
-        self.model.head = None
         return None
 
     def generate(self, body: dict[str, Any], aborts: int) -> object:

@@ -29,6 +29,13 @@ def fail() -> str:
     raise ValueError("there is nothing to say")
 
 
+@server.tool()
+def end() -> str:
+    """Ends the server."""
+    import os
+    os._exit(3)
+
+
 server.run()
 '''
 
@@ -57,7 +64,7 @@ def call(pool: ToolPool, name: str, **arguments: object) -> object:
 
 def test_tools_of_a_server_are_called(tmp_path: Path) -> None:
     with pool_of(entry(tmp_path, sums(tmp_path))) as pool:
-        assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail"]
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail", "end"]
         about = pool.schemas[0]["function"]
         assert about["description"] == "The sum of two numbers."
         assert set(about["parameters"]["properties"]) == {"a", "b"}
@@ -67,10 +74,24 @@ def test_tools_of_a_server_are_called(tmp_path: Path) -> None:
         assert call(pool, "add", a=1, b=1).messages[0]["content"] == "2", "it goes on"
 
 
+def test_a_server_that_ended_is_connected_again(tmp_path: Path) -> None:
+    """The call in which it ended is an error, and is not made again."""
+    with pool_of(entry(tmp_path, sums(tmp_path))) as pool:
+        assert "Connection closed" in call(pool, "end").error
+        assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
+        assert "Connection closed" in call(pool, "end").error
+        (tmp_path / "server.py").unlink()
+        assert call(pool, "end").error
+        assert call(pool, "add", a=2, b=40).error
+        (tmp_path / "server.py").write_text(SERVER)
+        call(pool, "add", a=2, b=40)  # may find what the one before has tried
+        assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
+
+
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"tool_selected_list": ["add", "search"]}, "there is no tool search; .*servers.json has add, fail"),
+        ({"tool_selected_list": ["add", "search"]}, "there is no tool search; .*servers.json has add, fail, end"),
         ({"tool_selected_list": "add"}, "tool_selected_list is 'add', not a list of names"),
         ({"mcp_servers_config_path": None}, r"tools\[0\].mcp.mcp_servers_config_path is missing"),
         ({"mcp_servers_config_path": "nowhere.json"}, "mcp_servers_config_path=nowhere.json: no such file"),

@@ -15,10 +15,13 @@ from tests.trainer.loops import Control, Loop, Text, assert_same_run
 from tests.trainer.tiny_run import GAE, GRPO, measured, rows, set_eos, train, write_jsonl
 from tether.trainer.parts.alarms import (
     ALIKE_STEPS,
+    CALLS,
     COLLAPSED_STEPS,
     CRITIC_EXPLAINS,
     CRITIC_STEPS,
     DRIFTED_STEPS,
+    FAILED_CALLS,
+    FAILING_STEPS,
     IDENTICAL,
     MAJORITY_TESTS,
     SAME_REPLY_STEPS,
@@ -48,6 +51,20 @@ def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_
     flutter = [1.0] * enough + ([0.5] + [1.0] * enough) * 3
     assert steps(Alarms(), IDENTICAL, flutter)[-1] == 1
     assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
+
+
+def test_tools_that_fail_are_said() -> None:
+    def warnings(calls: list[tuple[float, float]]) -> list[str]:
+        alarms, said = Alarms(), list[str]()
+        for made, failed in calls:
+            alarms.check_step({CALLS: made, FAILED_CALLS: failed}, warming_up=False, warn=said.append)
+        assert alarms.collapsed_since is None
+        return said
+
+    (said,) = warnings([(2.0, 1.9)] * FAILING_STEPS)
+    assert said.startswith("95% of the tool calls fail (reward/extra/failed_tool_calls/mean, 5 steps in a row)")
+    assert not warnings([(2.0, 1.9)] * (FAILING_STEPS - 1))
+    assert not warnings([(2.0, 1.0), (0.0, 0.0)] * 9)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

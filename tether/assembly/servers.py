@@ -29,6 +29,8 @@ from tether.runtime.machine import cuda_names
 from tether.trainer.parts import mismatch_tolerance
 from tether.training import AnyLearner
 
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
 
 @dataclass(frozen=True)
 class PolicyCard:
@@ -140,7 +142,10 @@ def look_at_servers(config: RunConfig, model: Path | str) -> None:
     for url in settings.rollout.server_urls:
         server = Server(dialect, server_address(url), settings.rollout.server_timeout, patience=2.0)
         if server.answers():
-            server.ready()
+            try:
+                server.ready()
+            finally:
+                server.stop()
 
 
 def _adapters(config: RunConfig) -> Adapters | None:
@@ -153,7 +158,8 @@ def _adapters(config: RunConfig) -> Adapters | None:
 
 def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
-    wanted = Policy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy))
+    sizes = {name: size for name in _SIZES if isinstance(size := getattr(model, name, None), int)}
+    wanted = Policy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
     tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
         return Vllm(wanted, _adapters(config), tells)

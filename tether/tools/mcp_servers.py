@@ -1,16 +1,17 @@
-"""Tools of servers that speak the Model Context Protocol (MCP), by the package `mcp`; each worker connects once."""
+"""Tools of servers that speak the Model Context Protocol (MCP), by the package `mcp`; each worker connects."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any
 
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+from mcp.types import Tool
 
 from tether.tools.spec import McpSpec
 from tether.types import JsonObject
@@ -30,39 +31,56 @@ class McpServer:
     """
 
     def __init__(self, where: Mapping[str, Any]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._client: Future[Client] = Future()
+        self._where, self._loop = where, asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._stay(where), self._loop)
-        listed = asyncio.run_coroutine_threadsafe(self._client.result(CONNECT_SECONDS).list_tools(), self._loop)
+        self._connect()
         self.tools: dict[str, JsonObject] = {
             tool.name: {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in listed.result(CONNECT_SECONDS).tools
+            for tool in self._listed()
         }
         """By name: as OpenAI's functions have it."""
 
-    async def _stay(self, where: Mapping[str, Any]) -> None:
+    def _connect(self) -> None:
+        self._client: Future[Client] = Future()
+        self._staying = asyncio.run_coroutine_threadsafe(self._stay(self._client), self._loop)
+
+    async def _stay(self, opened: Future[Client]) -> None:
         """Hold the connection; one task opens it and would close it, as the package demands."""
         try:
-            async with Client(_transport(where)) as client:
-                self._client.set_result(client)
+            async with Client(_transport(self._where)) as client:
+                opened.set_result(client)
                 await asyncio.Event().wait()
         except Exception as error:  # noqa: BLE001 - of the package, or of a server that is another's
-            if not self._client.done():
-                self._client.set_exception(error)
+            if not opened.done():
+                opened.set_exception(error)
+
+    def _listed(self) -> Sequence[Tool]:
+        asked = self._client.result(CONNECT_SECONDS).list_tools()
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(CONNECT_SECONDS).tools
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """A tool's answer.
+        """A tool's answer. A call in which the server is lost is not made again, but the next one finds it connected.
 
         Raises:
             RuntimeError: the tool failed, with its words.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._client.result().call_tool(name, arguments), self._loop)
-        result = asked.result()
+        try:
+            asked = self._client.result(CONNECT_SECONDS).call_tool(name, arguments)
+            result = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        except Exception:
+            self._connect_if_lost()
+            raise
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise RuntimeError(text)
         return text
+
+    def _connect_if_lost(self) -> None:
+        try:
+            self._listed()
+        except Exception:  # noqa: BLE001 - whatever it is, it does not answer
+            self._staying.cancel()
+            self._connect()
 
 
 class McpTool:

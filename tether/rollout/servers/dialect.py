@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -124,6 +124,8 @@ class Policy:
     """That the server is to compute in; None: any."""
     longest: int = 0
     """Most tokens of prompt and response together."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of its layers, as transformers names them."""
 
 
 def check_formats(

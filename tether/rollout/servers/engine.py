@@ -35,10 +35,14 @@ from tether.rollout.servers.server import Server
 from tether.runtime.interrupt import give_up_if_interrupted
 
 _log = logging.getLogger(__name__)
-_TRIES = 4  # of a row, before the run ends
+_TRIES = 4  # without a turn between them that is heard, before the run ends
 _LOOKS = 2.0  # seconds between two looks at a server that finishes no row
 _INTERRUPTS = 0.05  # seconds between two attempts to break off what is sampled
 _POSITIONS = 64  # of a row, whose kept tokens are spread over the vocabulary at once
+
+
+class ServersFailed(RuntimeError):
+    """Servers died, or answered wrongly, again and again: the run ends, and resumes from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class ServedEngine:
 
         Raises:
             ValueError: the prompts cannot be answered, or a server is not one that can be used.
-            RuntimeError: the servers fail again and again.
+            ServersFailed: again and again.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
         check_prompts(arrays, sampling, self._context)
@@ -204,17 +208,18 @@ class ServedEngine:
                     asked[row] = rows[row].draw
             return asked
 
-        for attempt in range(_TRIES):
+        failed = 0
+        while len(finished) < total:
+            before = tokens
             failures = self._ask({row: rows[row].draw for row in range(total) if row not in finished}, hear, go_on)
+            failed = 1 if tokens > before else failed + 1
             for server, error in failures.items():
-                if attempt == _TRIES - 1:
+                if failed == _TRIES:
                     what = f"{self.speaks.title} failed {_TRIES} times on the same rows"
-                    raise RuntimeError(f"{what}, at last: {server.explained(error)}")
+                    raise ServersFailed(f"{what}, at last: {server.explained(error)}")
                 self._revive(server, error)
             if self._newer is not None:
                 self._take(self._newer)
-            if not failures:
-                break
         if self._traffic.sleeps:
             self._sleep()
         return self._assemble(arrays, sampling, rows)
@@ -349,7 +354,7 @@ class ServedEngine:
             except ServerGone as again:
                 if attempt == _TRIES - 1:
                     what = f"{self.speaks.title} failed {_TRIES} times to take weights"
-                    raise RuntimeError(f"{what}, at last: {server.explained(again)}") from None
+                    raise ServersFailed(f"{what}, at last: {server.explained(again)}") from None
                 error, restart = again, True
 
     def _give(self, server: Server, weights: WeightUpdate) -> None:

@@ -15,6 +15,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from tether.rollout.servers.claim import Claim
 from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, TakesAdapters
 from tether.rollout.servers.http import Connections, NoSuchHost, ServerGone, ServerRefuses
 from tether.rollout.servers.transfer import buckets
@@ -47,6 +48,8 @@ class Server:
     http: Connections = field(init=False)
     _process: SupervisedProcess | None = field(default=None, init=False)
     _was_up: bool = field(default=False, init=False)
+    _claim: Claim | None = field(default=None, init=False)
+    """Of one of somebody else."""
     _log_begins: int = field(default=0, init=False)
     """Bytes in its log of those before it."""
 
@@ -77,7 +80,7 @@ class Server:
 
         Raises:
             ServerGone: it was up, and is not any more; or a signal ended it while it started.
-            ValueError: it does not come up, or is of another kind or version.
+            ValueError: it does not come up, is of another kind or version, or another run uses it.
         """
         self.begin()
         begun, title = time.monotonic(), self.speaks.title
@@ -108,6 +111,8 @@ class Server:
             give_up_if_interrupted(begun, f"the {title} server did not start")
             time.sleep(0.1)
         if not self._was_up:
+            if isinstance(self.where, str) and self._claim is None:
+                self._claim = Claim(self.http)
             try:
                 self.speaks.look(self.http, self.timeout)
             except (ServerGone, ServerRefuses) as error:
@@ -276,8 +281,11 @@ class Server:
         self.begin()
 
     def stop(self) -> None:
-        """End it where it is ours, and break off what waits for it."""
+        """End it where it is ours, and break off what waits for it; one of somebody else is let go."""
         self.http.cut()
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
         self.weights, self._was_up = None, False
         if self._process is not None:
             self._process.close()

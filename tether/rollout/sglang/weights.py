@@ -31,7 +31,6 @@ from tether.rollout.servers import Connections, ServerGone, ServerRefuses, share
 Parts = Iterable[dict[str, Tensor]]
 Way = Callable[[Connections, str, Parts, float], None]
 Result = TypeVar("Result")
-_GROUP = "tether"
 
 
 def _by_disk(http: Connections, name: str, parts: Parts, within: float) -> None:
@@ -57,9 +56,10 @@ def _by_tensor(http: Connections, name: str, parts: Parts, within: float) -> Non
 def _by_broadcast(http: Connections, name: str, parts: Parts, within: float) -> None:
     """Part by part, in broadcasts to a process group whose rank 0 is the trainer: to other machines, too."""
     ranks, here = 1 + _ranks(http, within), _address_towards(http)
+    group_name = f"tether-{name}"  # not that of a run that was killed within an update, which the server still has
     store = TCPStore(here, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=within))
     joins = {"master_address": here, "master_port": store.port, "rank_offset": 1, "world_size": ranks,
-             "group_name": _GROUP, "backend": "gloo"}  # fmt: skip
+             "group_name": group_name, "backend": "gloo"}  # fmt: skip
 
     def both(route: str, body: object, ours: Callable[[], Result]) -> Result:
         """The server's side and ours at once. Where it refuses, ours is left waiting: nobody will come."""
@@ -70,18 +70,18 @@ def _by_broadcast(http: Connections, name: str, parts: Parts, within: float) -> 
         except (RuntimeError, TimeoutError) as error:
             raise ServerGone(f"{http.url}{route}: {error}") from None
 
-    group = both("/init_weights_update_group", joins, lambda: _join(store, here, ranks, within))
+    group = both("/init_weights_update_group", joins, lambda: _join(store, here, ranks, group_name, within))
     with _session(http, within):
         for part, last in _with_last(parts):
             what = {
                 "names": list(part),
                 "dtypes": [str(value.dtype).removeprefix("torch.") for value in part.values()],
                 "shapes": [list(value.shape) for value in part.values()],
-                "group_name": _GROUP,
+                "group_name": group_name,
             }
             send = partial(_broadcast, group, list(part.values()))
             both("/update_weights_from_distributed", {**what, **_ending(name, last=last)}, send)
-    http.post("/destroy_weights_update_group", {"group_name": _GROUP}, within)
+    http.post("/destroy_weights_update_group", {"group_name": group_name}, within)
 
 
 def _in_thread(do: Callable[[], Result]) -> Future[Result]:
@@ -98,13 +98,13 @@ def _in_thread(do: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def _join(store: TCPStore, address: str, ranks: int, within: float) -> ProcessGroupGloo:
-    """Be rank 0 of a group that torch calls `_GROUP`, without a world of which it would be a part."""
+def _join(store: TCPStore, address: str, ranks: int, group_name: str, within: float) -> ProcessGroupGloo:
+    """Be rank 0 of a group that torch knows by this name, without a world of which it would be a part."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=within)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    named = PrefixStore("cpu/", PrefixStore(f"{_GROUP}/", PrefixStore(_GROUP, store)))  # as torch names its keys
-    return ProcessGroupGloo(named, 0, ranks, options)
+    as_torch_names = PrefixStore("cpu/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))
+    return ProcessGroupGloo(as_torch_names, 0, ranks, options)
 
 
 def _broadcast(group: ProcessGroupGloo, tensors: list[Tensor]) -> None:

@@ -102,9 +102,11 @@ class Vllm:
             what = f"serves {', '.join(served)}, not {SERVED} (--served-model-name)"
             raise ValueError(f"{http.url}: {what}; {self.how}")
         about = http.post("/collective_rpc", {"method": "about"}, within)["results"][0]
-        for what, ours in (("model_type", self.policy.model_type), ("vocabulary", self.policy.vocabulary)):
-            if about[what] != ours:
-                theirs = f"{models['data'][0]['root']}, of {what} {about[what]}"
+        told = {**about, **about.get("sizes", {})}
+        policy = {"model_type": self.policy.model_type, "vocabulary": self.policy.vocabulary, **self.policy.sizes}
+        for what, ours in policy.items():
+            if told.get(what, ours) != ours:
+                theirs = f"{models['data'][0]['root']}, of {what} {told[what]}"
                 path = "--model PATH with the path of the policy"
                 raise ValueError(
                     f"{http.url}: runs {theirs}; actor_rollout_ref.model.path has {what} {ours}. Start it with {path}, "
@@ -165,7 +167,9 @@ class Vllm:
         return name if isinstance(name, str) else None
 
     def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
-        """See `Dialect.give`."""
+        """See `Dialect.give`; an update that a run left open, which was killed in it, is given up first."""
+        with contextlib.suppress(ServerGone, ServerRefuses):  # a server of somebody else may not know how
+            http.post("/collective_rpc", {"method": "give_up_update"}, within)
         http.post("/start_weight_update", within=within)
         for part in parts:
             with shared_file(part) as path:

@@ -34,6 +34,10 @@ ALIKE_STEPS = 25
 """Steps in a row whose advantages are all 0; a few are usual at first."""
 SKIPPED_STEPS = 3
 """Steps in a row without any update, since no gradient was finite."""
+FAILING_TOOLS = 0.9
+"""Share of the calls of tools that fail."""
+FAILING_STEPS = 5
+"""Steps in a row at that share."""
 KEPT_PROGRESS = 0.9
 """Share of the best progress since the first step that a policy which has solved its task keeps."""
 LOST_PROGRESS = 0.5
@@ -56,7 +60,8 @@ GRADIENTS = ("actor/policy_grad_norm", "actor/grad_norm")
 IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference, or, without one, of a step to the next."""
-NO_COLLAPSE = ("critic", "alike")
+CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
+NO_COLLAPSE = ("critic", "alike", "tools")
 """Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 
@@ -165,6 +170,17 @@ class Alarms:
                     f"in incidents/{role}",
                     warn,
                 )
+        if (calls := metrics.get(CALLS, 0.0)) > 0:
+            failed = metrics.get(FAILED_CALLS, 0.0)
+            self._watch(
+                "tools",
+                failed >= FAILING_TOOLS * calls,
+                FAILING_STEPS,
+                f"{failed / calls:.0%} of the tool calls fail ({FAILED_CALLS}, {FAILING_STEPS} steps in a row): the "
+                "policy learns from error messages. Read the conversations (trainer.rollout_data_dir): a server "
+                "that the tools need may be gone, or the policy may write calls that fit no tool",
+                warn,
+            )
         self._check_collapse(metrics, warn)
         self._check_drift(metrics, warn)
 

@@ -13,11 +13,19 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from vllm import envs
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Of a model, as transformers names them in its configuration."""
 
 
 @dataclass
@@ -91,20 +99,38 @@ def pack_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def give_up_update(model: torch.nn.Module, model_config: ModelConfig) -> None:
+    """Take back an update that was not finished: a layer has the weights of before, or the new ones if it got all."""
+    infos = [info for info in map(get_layerwise_info, model.modules()) if info.can_load()]
+    for info in infos:
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    if infos:
+        finalize_layerwise_reload(model, model_config)
+
+
 class Extension:
     """Methods that ``/collective_rpc`` finds in a worker besides its own."""
 
-    def about(self) -> dict[str, str | int]:
-        """The model that is served, its number format, the largest rank of adapters that it takes, and whether it tells
-        experts.
+    def about(self) -> dict[str, object]:
+        """The model that is served and its sizes, its number format, the largest rank of adapters that it takes, and
+        whether it tells experts.
         """
         config, lora = self.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
         takes = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
         rank = lora.max_lora_rank if takes else 0
         tells = self.vllm_config.aux_output_config.enable_return_routed_experts  # type: ignore[attr-defined]
-        kind, words = config.hf_text_config.model_type, config.get_vocab_size()
-        dtype = str(config.dtype).removeprefix("torch.")
-        return {"model_type": kind, "vocabulary": words, "dtype": dtype, "rank": rank, "experts": tells}
+        text, dtype = config.hf_text_config, str(config.dtype).removeprefix("torch.")
+        sizes = {name: size for name in SIZES if isinstance(size := getattr(text, name, None), int)}
+        return {"model_type": text.model_type, "vocabulary": config.get_vocab_size(), "sizes": sizes, "dtype": dtype,
+                "rank": rank, "experts": tells}  # fmt: skip
+
+    @torch.no_grad()
+    def give_up_update(self) -> None:
+        """See `give_up_update`; vLLM begins no update while another one is open, as a run that was killed leaves it."""
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            give_up_update(self.model_runner.model, self.model_config)  # type: ignore[attr-defined]
+        self._weight_update_active = False
 
     def pack_head(self) -> None:
         """See `pack_tied_head`."""
