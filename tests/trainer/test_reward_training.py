@@ -141,6 +141,14 @@ def test_the_weights_of_the_best_accuracy_are_kept(
     assert "0.900 after step 24, which is kept (0.800 after step 36, the last)" in capsys.readouterr().out
 
 
+def test_best_weights_of_a_killed_training_go_when_it_begins_again(folder: Path, tmp_path: Path) -> None:
+    """It had no checkpoint; with other options, whose epochs end elsewhere."""
+    pairs, left = write_jsonl(tmp_path / "pairs.jsonl", preferences(60)), tmp_path / ".rm.training" / "best-1"
+    left.mkdir(parents=True)
+    train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, epochs=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
+
+
 def test_a_second_training_of_the_same_folder_leaves_the_first_ones_work(folder: Path, tmp_path: Path) -> None:
     pairs, work = write_jsonl(tmp_path / "pairs.jsonl", preferences(8)), tmp_path / ".rm.training"
     with RunLock(work):

@@ -120,6 +120,8 @@ def train_reward_model(
                 engine.load_state(start / "training" / "rm.pt")
                 set_rng_state(load_state(start / "training" / "trainer.pt")["rng"])
                 screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
+            else:
+                best.clear()
             learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
             screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
             persistence = Persistence(store, identity, json.dumps(asdict(options), indent=2))
@@ -192,6 +194,11 @@ class _Best:
         """The step, and its folder."""
         (found,) = self._folders().items()
         return found
+
+    def clear(self) -> None:
+        """Remove what a killed training left."""
+        for folder in self._folders().values():
+            shutil.rmtree(folder)
 
     @property
     def is_whole(self) -> bool:
