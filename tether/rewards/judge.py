@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, outcome_of
@@ -159,10 +159,13 @@ class BatchJudge:
 
     judge: Judge
     answer_all: AnswerAll
+    as_text: Callable[[str], str] = str
+    """Marks what is no more than text in a response, so that `answer_all` reads it as that."""
 
     def __call__(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
         """Outcome of each request, in order."""
-        shown = [self.judge.messages(request) for request in requests]
+        marked = (replace(request, solution_str=self.as_text(request.solution_str)) for request in requests)
+        shown = [self.judge.messages(request) for request in marked]
         asked = [messages for messages in shown if not isinstance(messages, RewardError)]
         answers = iter(self.answer_all(asked) if asked else [])
         return [messages if isinstance(messages, RewardError) else self._read(next(answers)) for messages in shown]
