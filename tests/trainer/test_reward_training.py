@@ -106,15 +106,15 @@ def test_a_training_that_was_stopped_goes_on_bitwise(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
 
 
-@pytest.mark.parametrize("stops", [None, 13, 24, 25])
+@pytest.mark.parametrize("stops", [None, 13, 24, 25, "moving"])
 def test_the_weights_of_the_best_accuracy_are_kept(
-    stops: int | None,
+    stops: int | str | None,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A third epoch forgets: as in a whole training of two; also where it is stopped after an epoch and resumed."""
+    """A third epoch forgets: as in a whole training of two; also where it is stopped and resumed, be it at the end."""
     pairs, whole, out = write_jsonl(tmp_path / "pairs.jsonl", preferences(240)), Pretraining.run, tmp_path / "rm"
     second, known = tmp_path / "second", {12: 0.7, 24: 0.9, 36: 0.8}
 
@@ -126,14 +126,27 @@ def test_the_weights_of_the_best_accuracy_are_kept(
             if step == stops and not done:
                 raise KeyboardInterrupt
 
+    def killed(whole: Path, out: Path) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(Pretraining, "run", forgetful)
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), monkeypatch.context() as during:
+        if stops == "moving":
+            during.setattr("tether.commands.reward_model._move", killed)
         train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK, save_every=5)
     assert out.exists() == (stops is None)
     if stops:
         train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK, save_every=5)
     assert same(load_file(out / "model.safetensors"), load_file(second / "model.safetensors"))
     assert "0.900 after step 24, which is kept (0.800 after step 36, the last)" in capsys.readouterr().out
+
+
+def test_best_weights_of_a_killed_training_go_when_it_begins_again(folder: Path, tmp_path: Path) -> None:
+    """It had no checkpoint; with other options, whose epochs end elsewhere."""
+    pairs, left = write_jsonl(tmp_path / "pairs.jsonl", preferences(60)), tmp_path / ".rm.training" / "best-1"
+    left.mkdir(parents=True)
+    train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, epochs=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
 
 
 def test_a_second_training_of_the_same_folder_leaves_the_first_ones_work(folder: Path, tmp_path: Path) -> None:
@@ -156,9 +169,10 @@ def test_a_trained_model_is_kept_where_its_folder_was_taken_meanwhile(
         (out / "mine").touch()
 
     monkeypatch.setattr(Pretraining, "run", taken)
-    kept = tmp_path / ".rm.training" / "whole"
-    with pytest.raises(ValueError, match=rf"--out={out}: cannot be written .* The trained model is in {kept}"):
+    with pytest.raises(ValueError, match=rf"--out={out}: cannot be written .* The trained model is in ") as error:
         train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK)
+    (kept,) = (tmp_path / ".rm.training").glob("best-*")
+    assert f"is in {kept};" in str(error.value)
     assert AutoModelForSequenceClassification.from_pretrained(kept).config.num_labels == 1
     with pytest.raises(ValueError, match="is there already"):  # and a second try leaves it, too
         train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK)

@@ -1,8 +1,12 @@
 """`trainer.on_collapse=rollback`: a run whose policy collapses goes back, learns more slowly, and resumes exactly."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +146,45 @@ def test_the_checkpoint_to_go_back_to_outlives_that_of_the_collapse(tmp_path: Pa
     assert saved.newest_before(4) == target  # also for the run that was killed before it went back
     roll_back(saved, target, 5)
     assert saved.latest() == target
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_run_goes_back_also_where_it_is_killed_at_that(
+    after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before or after each change on the disk: it stands at the newest checkpoint, or goes back, and again if asked."""
+
+    def killed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(function)
+            if len(calls) == at and not after:
+                raise KeyboardInterrupt
+            result = function(*arguments, **options)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    ends = list[str]()
+    for at in range(1, 99):
+        saved, calls = store(tmp_path / str(at), 2, 4, 6, 8), list[object]()
+        with monkeypatch.context() as during, suppress(KeyboardInterrupt):
+            for owner, name in ((Path, "mkdir"), (Path, "rename"), (Path, "open"), (os, "replace"), (os, "fsync")):
+                during.setattr(owner, name, killed(getattr(owner, name)))
+            roll_back(saved, saved.root / "global_step_4", 9)
+        found = saved.resolve("auto")
+        assert found is not None
+        ends.append(found.name)
+        roll_back(saved, saved.root / "global_step_4", 9)
+        assert saved.resolve("auto") == saved.root / "global_step_4"
+        assert sorted(path.name for path in saved.root.glob("global_*")) == ["global_step_2", "global_step_4"]
+        assert len(list(saved.root.glob("earlier_*/global_*"))) == 2
+        if len(calls) < at:
+            break
+    assert at > 6
+    assert sorted(ends, reverse=True) == ends  # and once it has gone back, it has
+    assert {*ends} == {"global_step_8", "global_step_4"}
 
 
 def test_the_note_is_of_one_course(tmp_path: Path) -> None:

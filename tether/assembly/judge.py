@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.loading import load_engine
 from tether.config import JudgePart, RunConfig
-from tether.data.chat import decode, tokenize, write_conversation
+from tether.data.chat import decode, write_conversation
+from tether.data.control_tokens import ControlTokens
 from tether.models.language.load import load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import RewardError
@@ -53,7 +54,7 @@ def build_judge(config: RunConfig, key: str, part: JudgePart) -> RemoteRewards |
         path = resolve_model_path(part.path, cache_dir())
         engine = load_engine(path, resolve_device(config.trainer.device), part.dtype)
         context = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
-        return ModelRewards(BatchJudge(judge, EngineAnswers(engine, load_tokenizer(path), part.max_tokens, context)))
+        return ModelRewards(model_judge(judge, EngineAnswers(engine, load_tokenizer(path), part.max_tokens, context)))
     endpoint = Endpoint(
         f"{str(part.base_url).rstrip('/')}/chat/completions",
         secret_from(part.api_key_env, f"{key}.api_key_env"),
@@ -80,6 +81,11 @@ def _text(key: str, prompt: str) -> str:
         raise ValueError(f"{key}.prompt: {prompt} cannot be read ({why})") from error
 
 
+def model_judge(judge: Judge, answers: EngineAnswers) -> BatchJudge:
+    """A judge that answers in this process, and reads control tokens in a response as text."""
+    return BatchJudge(judge, answers, answers.control.as_text)
+
+
 class EngineAnswers:
     """Greedy answers of a model in this process.
 
@@ -94,6 +100,7 @@ class EngineAnswers:
         self, engine: NativeEngine, tokenizer: PreTrainedTokenizerBase, max_tokens: int, context: int | None
     ) -> None:
         self._engine, self._tokenizer, self._max_tokens, self._context = engine, tokenizer, max_tokens, context
+        self.control = ControlTokens(tokenizer)
 
     def __call__(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[str | RewardError]:
         """The answer to each, or why there is none."""
@@ -108,7 +115,7 @@ class EngineAnswers:
             text = write_conversation(messages, self._tokenizer, add_generation_prompt=True)
         except ValueError as error:
             return RewardError(f"of the judge, {error}")
-        ids = tokenize([text], self._tokenizer)[0]
+        ids = self.control.tokenize(text)
         if self._context is not None and len(ids) + self._max_tokens > self._context:
             room = f"{len(ids)} tokens to read and {self._max_tokens} to answer"
             return RewardError(f"the judge has {self._context} positions, and {room} are more")

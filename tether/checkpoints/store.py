@@ -175,10 +175,10 @@ class CheckpointStore:
         is_here = start is not None and start.parent.resolve() == self.root.resolve()
         step = step_of(start) if start is not None and is_here else -1
         others = [path for path in _named(self.root) if step_of(path) > step or not is_checkpoint(path)]
-        aside = self._move_aside(others) if others else None
-        if is_here:
+        if is_here:  # before they move: a process killed in between leaves a run that has gone back
             write_durably(self.root / TRACKER, str(step))
-        else:
+        aside = self._move_aside(others) if others else None
+        if not is_here:
             (self.root / TRACKER).unlink(missing_ok=True)
         return aside
 

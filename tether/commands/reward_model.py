@@ -105,7 +105,7 @@ def train_reward_model(
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()
     store = CheckpointStore(work, keep=1)
-    whole, moved, best = work / "whole", False, _Best(work)
+    moved, best = False, _Best(work)
     with RunLock(work, key="--out") as lock:
         try:
             _refuse_existing(out)
@@ -120,6 +120,8 @@ def train_reward_model(
                 engine.load_state(start / "training" / "rm.pt")
                 set_rng_state(load_state(start / "training" / "trainer.pt")["rng"])
                 screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
+            else:
+                best.clear()
             learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
             screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
             persistence = Persistence(store, identity, json.dumps(asdict(options), indent=2))
@@ -142,14 +144,12 @@ def train_reward_model(
             finally:
                 loggers.close()
             found = _accuracies(work)
-            kept, chosen = best.kept()
-            shutil.copy(work / "metrics.jsonl", chosen)
-            shutil.rmtree(whole, ignore_errors=True)
-            chosen.rename(whole)
+            kept, whole = best.kept()
+            shutil.copy(work / "metrics.jsonl", whole)
             _move(whole, out)
             moved = True
         finally:
-            if moved or (store.last_saved() is None and not whole.exists()):
+            if moved or (store.last_saved() is None and not best.is_whole):
                 lock.remove_folder()
     untrained = " (an untrained head gives both sides of a pair the same score)" if found[0] == 0 else ""
     rest = "" if kept == steps else f", which is kept ({found[steps]:.3f} after step {steps}, the last)"
@@ -194,6 +194,16 @@ class _Best:
         """The step, and its folder."""
         (found,) = self._folders().items()
         return found
+
+    def clear(self) -> None:
+        """Remove what a killed training left."""
+        for folder in self._folders().values():
+            shutil.rmtree(folder)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a training came to its end here: the metrics, which come last, are in a folder, too."""
+        return any(self._work.glob("best-*/metrics.jsonl"))
 
     def _folders(self) -> dict[int, Path]:
         return {int(folder.name.removeprefix("best-")): folder for folder in self._work.glob("best-*")}

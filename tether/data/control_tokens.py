@@ -11,17 +11,20 @@ cannot switch the latter off, so that they are tokenized in two pieces.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tether.batch import TokenIds
+from tether.data.chat import tokenize
 from tether.types import JsonObject, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MARK = "\uf4c3\ue6a9"
+"""Breaks control tokens where a text is marked before it is known what stands around it."""
 _PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that mean nothing in Unicode."""
 
@@ -52,11 +55,19 @@ class ControlTokens:
         """The messages with a mark after the first character of each control token in them, and the mark."""
         text = "".join(message["content"] for message in messages)
         mark = next(character for character in map(chr, _PRIVATE_USE) if character not in text)
-        broken = [
-            {**m, "content": self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], m["content"])}
-            for m in messages
-        ]
-        return broken, mark
+        return [{**m, "content": self.as_text(m["content"], mark)} for m in messages], mark
+
+    def as_text(self, text: str, mark: str = MARK, spared: Container[str] = ()) -> str:
+        """The text with a mark after the first character of each control token in it, but those that are spared."""
+
+        def broken(found: re.Match[str]) -> str:
+            return found[0] if found[0] in spared else found[0][0] + mark + found[0][1:]
+
+        return self._pattern.sub(broken, text)
+
+    def tokenize(self, text: str) -> TokenIds:
+        """Token ids of a rendered text, parts of which may have gone through `as_text`."""
+        return self.tokenize_broken(text, MARK) if MARK in text else tokenize([text], self._tokenizer)[0]
 
     def tokenize_broken(self, text: str, mark: str) -> TokenIds:
         """Token ids of a rendered text: broken control tokens are text, all others are control tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, outcome_of
@@ -88,6 +88,8 @@ class Judge:
     def read(self, answer: str) -> RewardOutcome:
         """The score in an answer, behind its reasoning (``<think>``) if it has any, or the error that it has none."""
         answer = answer.rpartition("</think>")[2]
+        if answer.lstrip().startswith("<think>"):
+            return RewardError("the judge did not end its reasoning (<think>)")
         found = re.findall(self.parser, answer)
         if not found:
             end = " ".join(answer.split())[-_SHOWN:]
@@ -137,16 +139,25 @@ class RemoteJudge:
         answer = self.endpoint.ask({"messages": messages, **self.options})
         match answer:
             case {"choices": [{"message": {"content": str(text), **message}, **choice}, *_], **body}:
-                for failed in (beside.get(key) for beside in (body, choice, message) for key in ("error", "refusal")):
-                    if failed:  # whatever the text beside it looks like
-                        return RewardError(
-                            f"the judge gave no answer but an error or a refusal: {str(failed)[:_SHOWN]}"
-                        )
+                if failed := next(filter(None, map(_failure, (body, choice, message))), None):
+                    return RewardError(f"the judge gave no answer but {failed[:_SHOWN]}")
                 reason = choice.get("finish_reason")
                 if reason not in (None, "stop"):  # half an answer may end in half a number
                     return RewardError(f"the judge did not end its answer by itself (finish_reason is {reason})")
                 return self.judge.read(text)
         raise EndpointError(f"the server at {self.endpoint.url} gave no chat completion: {str(answer)[:300]}")
+
+
+def _failure(part: Mapping[Any, Any]) -> str | None:
+    """What a part of a chat completion says that makes it none, whatever the text beside it looks like."""
+    for key in ("error", "refusal", "tool_calls", "function_call"):
+        if part.get(key):
+            return f"{key}: {part[key]}"
+    for key in ("object", "status"):
+        if part.get(key) == "error":
+            return f"{key}: error"
+    role = part.get("role")
+    return None if role in (None, "assistant") else f"a message of the role {role}"
 
 
 AnswerAll: TypeAlias = Callable[[Sequence[Messages]], Sequence[str | RewardError]]
@@ -159,10 +170,13 @@ class BatchJudge:
 
     judge: Judge
     answer_all: AnswerAll
+    as_text: Callable[[str], str] = str
+    """Marks what is no more than text in a response, so that `answer_all` reads it as that."""
 
     def __call__(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
         """Outcome of each request, in order."""
-        shown = [self.judge.messages(request) for request in requests]
+        marked = (replace(request, solution_str=self.as_text(request.solution_str)) for request in requests)
+        shown = [self.judge.messages(request) for request in marked]
         asked = [messages for messages in shown if not isinstance(messages, RewardError)]
         answers = iter(self.answer_all(asked) if asked else [])
         return [messages if isinstance(messages, RewardError) else self._read(next(answers)) for messages in shown]

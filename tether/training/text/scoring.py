@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from tensordict import TensorClass
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tether.algorithms import Mean
 from tether.batch import RolloutBatch, TrainBatch, on_device
 from tether.data.chat import decode, tokenize, write_conversation
+from tether.data.control_tokens import ControlTokens
 from tether.models.language.critic import value_head_of, values_from_hidden
 from tether.models.language.packing_check import hidden_states
 from tether.models.layers import Packed
@@ -163,6 +165,10 @@ def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], 
     return TrainBatch.assemble(rollout, torch.zeros(count))
 
 
+_OF_ASSISTANTS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Control tokens that are an assistant's to write, and that templates look for in what it said."""
+
+
 @dataclass(frozen=True)
 class ConversationReader:
     """How a reward model reads a response and its prompt."""
@@ -184,7 +190,7 @@ class ConversationReader:
             text = self._text(request.solution_str, request.dialogue, self.tokenizer)
             if isinstance(text, RewardError):
                 return text
-            ids = tokenize([text], self.tokenizer)[0].tolist()
+            ids = self._control.tokenize(text).tolist()
         if not 0 < len(ids) <= self.max_length:
             return RewardError(
                 f"the reward model cannot score {len(ids)} tokens of prompt and response, as reward_model.max_length "
@@ -201,8 +207,16 @@ class ConversationReader:
             return ids if isinstance(ids, RewardError) else ("", ids)
         text = decode(self.tokenizer, ids)
         if tokenize([text], self.tokenizer)[0].tolist() != ids:
-            return RewardError("the reward model's tokenizer writes the conversation as other text than it reads")
+            return RewardError(
+                "the reward model's tokenizer writes the conversation as other text than it reads: a server reads "
+                "control tokens in a response as such, or the tokenizer is not exact"
+            )
         return text, ids
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        assert self.tokenizer
+        return ControlTokens(self.tokenizer)
 
     def _text(self, response: str, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> str | RewardError:
         if not dialogue.messages:
@@ -210,8 +224,9 @@ class ConversationReader:
                 "the prompt is token ids without messages, which the reward model's template cannot write; set "
                 "reward_model.model.input_tokenizer=null where both models have the same tokenizer"
             )
+        said = self._control.as_text(response, spared=_OF_ASSISTANTS)
         try:
-            return write_conversation([*dialogue.messages, {"role": "assistant", "content": response}], tokenizer)
+            return write_conversation([*dialogue.messages, {"role": "assistant", "content": said}], tokenizer)
         except ValueError as error:
             return RewardError(f"of the reward model, {error}")
 
