@@ -66,7 +66,7 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
     else:
         said = "the reward tells right from wrong on these replies"
         if audited.truth is None:
-            said = "no wrong reply stands out from the sampled ones; no row has a ground truth to compare them with"
+            said = "no wrong reply stands out from the sampled ones; no row has a right answer to compare them with"
         screen.print(said, style="green", soft_wrap=True)
     if out:
         _draw(audited, out)
