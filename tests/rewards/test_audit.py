@@ -110,6 +110,15 @@ def test_a_ground_truth_that_is_not_accepted_is_named() -> None:
     assert found.message == "1 of 8 ground truths do not score 1; the first: '42'"
 
 
+def test_most_ground_truths_that_are_refused_are_a_fault() -> None:
+    """And none where the best one only has a little more than the others."""
+    (found,) = verdicts(tried(lambda r: float(exact(r) and r.ground_truth == "42")))
+    assert found.is_fault
+    assert found.message == "7 of 8 ground truths do not score 1; the first: '72'"
+    (found,) = verdicts(tried(lambda r: exact(r) * (1 if r.ground_truth == "42" else 0.9)))
+    assert not found.is_fault
+
+
 @pytest.mark.parametrize("right", [0, 3])
 def test_a_reason_of_the_reward_is_shown(right: int) -> None:
     """All solutions are refused, or some."""

@@ -206,11 +206,12 @@ def verdicts(audited: Audit) -> list[Verdict]:
     refused = [i for i, o in enumerate(truth.outcomes) if not isinstance(o, Score) or o.value < highest]
     if refused and highest > worst:
         first = truth.requests[refused[0]]
+        low = sum(score - worst <= FAULT * (highest - worst) for score in truth.scores)
         found.append(
             Verdict(
                 f"{len(refused)} of {len(truth.outcomes)} ground truths do not score {highest:.3g}; the first: "
                 f"{_shown(first.solution_str)}{_reason(truth.outcomes[refused[0]])}",
-                is_fault=False,
+                is_fault=low > len(truth.scores) / 2,
             )
         )
     return found + _about_samples(audited)
