@@ -235,6 +235,8 @@ def test_a_reward_is_tried_before_a_run(cli: Cli, run_arguments: tuple[list[str]
     said = cli("reward", "check", *arguments, f"custom_reward_function.path={substring}", "--samples", "0")
     assert said.code == 1
     assert "fault: a list of answers: scores 1 on average, the ground truth 1" in said.out
+    assert "\nA fault means" in said.out
+    assert "A look means" not in said.out
     assert "sampled" not in said.out
     assert "its simulator's" in refused(cli("reward", "check", "env.train.id=CartPole-v1"))
 

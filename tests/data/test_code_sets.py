@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import gzip
 import json
 import pickle
 import zlib
@@ -188,6 +189,20 @@ def test_a_file_that_was_downloaded_otherwise(tmp_path: Path, capsys: pytest.Cap
     assert len(load_rows(str(out / "HumanEval.parquet"))) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "content"),
+    [
+        ("humaneval", "HumanEval.jsonl.gz", gzip.compress(lines(HUMANEVAL))),
+        ("mbpp", "sanitized-mbpp.json", json.dumps([SANITIZED], indent=1).encode()),
+    ],
+)
+def test_a_file_in_another_form(name: str, file: str, content: bytes, tmp_path: Path) -> None:
+    """As the authors' repositories have them."""
+    (tmp_path / file).write_bytes(content)
+    pull(name, tmp_path / "rows", source=tmp_path / file)
+    assert len(load_rows(str(tmp_path / "rows" / f"{file.partition('.')[0]}.parquet"))) == 1
+
+
 def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     for name, content in SETS["livecodebench"][1].items():
         (tmp_path / name).write_bytes(content)
@@ -236,17 +251,25 @@ def test_no_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ({"source": "gone.jsonl"}, r"--from gone.jsonl: there is no such file or folder"),
-    ({"source": "rows.txt"}, r"--from rows.txt: no .parquet, .jsonl or .arrow file"),
+    ({"source": "rows.txt"}, r"--from rows.txt: no .parquet, .jsonl, .jsonl.gz, .json or .arrow file"),
+    ({"source": "cut.jsonl.gz"}, r"^cut.jsonl.gz: is no gz file that can be read \(Compressed file ended"),
+    ({"source": "no.jsonl.gz"}, r"^no.jsonl.gz: is no gz file that can be read \(Not a gzipped file"),
+    ({"source": "one.json"}, r"^one.json: is \{'a': 1\}, not a list of rows"),
+    ({"source": "ones.json"}, r"^ones.json row 0: is 1, not a row of named columns"),
     ({"source": "gsm8k.jsonl"}, r"^gsm8k.jsonl row 0: no text in `prompt`"),
     ({"source": "gsm8k.jsonl", "revision": "main"}, r"^--from reads files here: .*--revision"),
     ({"source": "gsm8k.jsonl", "repository": "a/b"}, r"^--from reads files here: .*--repository"),
-    ({"source": "."}, r"^file:.*: no file for test at .*: looked for openai_humaneval/test.*; there are gsm8k.jsonl"),
+    ({"source": "."}, r"^file:.*: no file for test at .*: looked for openai_humaneval/test.*; there are .*gsm8k.jsonl"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_said(
     arguments: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.txt").write_text("1")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines(HUMANEVAL))[:-9])
+    (tmp_path / "no.jsonl.gz").write_bytes(lines(HUMANEVAL))
+    (tmp_path / "one.json").write_text('{"a": 1}')
+    (tmp_path / "ones.json").write_text("[1]")
     (tmp_path / "gsm8k.jsonl").write_bytes(lines({"question": "1 + 1?", "answer": "#### 2"}))
     with pytest.raises(ValueError, match=said):
         pull("humaneval", tmp_path / "out", **{**arguments, "source": Path(arguments["source"])})

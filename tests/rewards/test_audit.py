@@ -110,6 +110,15 @@ def test_a_ground_truth_that_is_not_accepted_is_named() -> None:
     assert found.message == "1 of 8 ground truths do not score 1; the first: '42'"
 
 
+def test_most_ground_truths_that_are_refused_are_a_fault() -> None:
+    """And none where the best one only has a little more than the others."""
+    (found,) = verdicts(tried(lambda r: float(exact(r) and r.ground_truth == "42")))
+    assert found.is_fault
+    assert found.message == "7 of 8 ground truths do not score 1; the first: '72'"
+    (found,) = verdicts(tried(lambda r: exact(r) * (1 if r.ground_truth == "42" else 0.9)))
+    assert not found.is_fault
+
+
 @pytest.mark.parametrize("right", [0, 3])
 def test_a_reason_of_the_reward_is_shown(right: int) -> None:
     """All solutions are refused, or some."""
@@ -175,7 +184,7 @@ def test_rows_without_a_ground_truth_are_compared_with_sampled_replies() -> None
 
 def test_without_ground_truth_and_samples_nothing_is_said_of_the_reward() -> None:
     (found,) = verdicts(tried(lambda r: len(r.solution_str), UNKNOWN))
-    assert "no row has a ground truth" in found.message
+    assert "no row has an answer that is known to be right" in found.message
     assert "--samples" in found.message
     assert not found.is_fault
     calls: list[RewardRequest] = []
@@ -185,6 +194,20 @@ def test_without_ground_truth_and_samples_nothing_is_said_of_the_reward() -> Non
     tried(lambda r: calls.append(r) or RewardError("boom"))
     assert len(calls) == len(PROMPTS)
     assert failed.is_fault
+
+
+def test_tests_without_a_solution_are_no_answer() -> None:
+    """As of LiveCodeBench, which publishes none; APPS has an empty one where there is none."""
+    tests, source = '{"inputs": ["1"], "outputs": ["1"]}', "livecodebench/code_generation_lite"
+    without = [Prompt([1], source, tests, (), extra, i) for i, extra in enumerate(({}, {"solution": ""}))]
+    (found,) = verdicts(tried(lambda r: 0.0, without))
+    assert "with tests, extra_info.solution" in found.message
+    assert not found.is_fault
+    solved = Prompt([1], source, tests, (), {"solution": "print(1)"}, 2)
+    audited = tried(lambda r: float(r.solution_str == "print(1)"), [*without, solved])
+    assert audited.truth
+    assert [r.solution_str for r in audited.truth.requests] == ["print(1)"]
+    assert verdicts(audited) == []
 
 
 def test_rows_without_a_ground_truth_have_no_part_in_that_of_others() -> None:

@@ -117,7 +117,7 @@ def test_entropy_and_gradient_of_zero_are_a_collapse_unless_the_score_rose(key: 
     assert collapse([0.2] + [0.2] * (COLLAPSED_STEPS - 1), key=key) == 0
     assert collapse([0.2] * 20, entropy=0.02, key=key) == 0
     assert collapse([0.2] * 20, entropy=-0.02, key=key) == 0  # of a density: below 0 is nothing special
-    assert collapse([0.2] * 20, gradient=0.01, key=key) == 0
+    assert collapse([0.2] * DRIFTED_STEPS, gradient=0.01, key=key) == 0
     assert collapse([0.2] * 20, entropy=5.0, key=key) == 0  # all scores of a group are equal: nothing to learn from
     assert collapse([0.2] * 20, entropy=5.0, advantage=1.0, key=key) == 1  # a dead network
 
@@ -148,6 +148,27 @@ def test_a_critics_gradient_hides_no_dead_policy() -> None:
     for _ in range(9):  # a rollout in which no episode ended says nothing, neither way
         alarms.check_step({k: v for k, v in metrics.items() if k != "env/return"}, warming_up=False, warn=said.append)
     assert alarms.streaks["collapse"] == COLLAPSED_STEPS
+
+
+@pytest.mark.parametrize("key", ["critic/score/mean", "env/return"])
+def test_an_entropy_that_is_gone_beside_a_gradient(key: str) -> None:
+    def warnings(entropies: list[float], scores: list[float]) -> list[str]:
+        alarms, said = Alarms(), list[str]()
+        for entropy, score in zip(entropies, scores, strict=True):
+            metrics = {"actor/entropy": entropy, "actor/grad_norm": 0.3, key: score}
+            alarms.check_step(metrics, warming_up=False, warn=said.append)
+        return said
+
+    gone = [2.0] + [0.004] * DRIFTED_STEPS
+    flat, learned = [0.2] * len(gone), [0.2] + [0.9] * DRIFTED_STEPS
+    (said,) = warnings(gone, flat)
+    assert said.startswith("actor/entropy is 0.004 (2 at first), while the score is 0.2 (first 0.2, best 0.2)")
+    assert warnings(gone[:-1], flat[:-1]) == []
+    assert warnings([2.0] + [0.02] * DRIFTED_STEPS, flat) == []
+    assert warnings([2.0] + [-0.02] * DRIFTED_STEPS, flat) == []  # of a density: below 0 is nothing special
+    assert warnings([0.02] + [0.004] * DRIFTED_STEPS, flat) == []  # it has never explored
+    assert warnings(gone, learned) == []  # it knows the answers
+    assert len(warnings([*gone, *gone[1:]], [*learned, *[0.4] * DRIFTED_STEPS])) == 1  # and has lost them
 
 
 CUT, LENGTH, REPEATED = "response_length/clip_ratio", "response_length/mean", "response/repeated_fraction"
@@ -335,6 +356,8 @@ def test_a_policy_that_gives_one_answer_is_said(
     ]  # fmt: skip
     folder = train([*base, *GRPO, *settings])
     assert measured(folder)[20][IDENTICAL] == 1
+    assert measured(folder)[20]["actor/entropy"] < 0.01  # the score has risen by that
+    assert "actor/entropy is" not in caplog.text
     assert caplog.text.count("of the responses to different prompts are the same reply") == 1
     assert caplog.text.count("the validation score of tiny/letters is 0.500, and always giving the most") == 1
 

@@ -255,7 +255,7 @@ def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
             ["env.eval.id=tether/Recite-v0", "trainer.test_freq=1"],
             r"eval\.id: tether/Recite-v0 shows state \(3,\) .*the policy reads state \(4,\) and chooses among \(2,\)",
         ),
-        (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments"),
+        (["env.train.init_params.gravity=3"], r"CartPole-v1 does not take its arguments .*: ~env.train.init_params"),
         (
             ["env.train.wrappers=[gymnasium.wrappers:NormalizeObservation]"],
             r"env\.train: NormalizeObservation around CartPole-v1 .* set policy\.normalize_observations=True",

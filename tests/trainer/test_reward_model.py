@@ -165,8 +165,9 @@ def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.Capture
     assert not check_reward(loaded, rows=3, samples=4, out=None)
     said = capsys.readouterr().out
     assert "praise of itself" in said
-    assert "\nfault: calls fail, or what is wrong is paid for" in said
-    assert said.splitlines()[-1].startswith("look: it may be as you want it")
+    legend = said.splitlines()[-1]
+    assert legend.startswith("A fault means that calls fail, or that what is wrong is paid for")
+    assert ("A look means" in legend) == ("\nlook: " in said)
     assert "calls failed" not in said  # replies have at most data.max_response_length tokens
     as_ids = load_config(None, overrides(inputs, tmp_path, "reward_model.model.input_tokenizer=null"))
     with pytest.raises(ValueError, match=r"input_tokenizer=null: the replies that are tried are texts"):

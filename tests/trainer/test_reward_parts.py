@@ -1,6 +1,7 @@
 """Runs whose reward has several parts: rules, functions, a reward model here or behind a server, and judges."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,9 @@ def test_a_model_of_tethers_own_judges(inputs: Path, tmp_path: Path) -> None:
             assert outcome == wanted or isinstance(wanted, RewardError)
     assert sum(isinstance(outcome, Score) for outcome in found) > 3
     assert "the judge has 96 positions" in found[-1].message
+    short = read_parts({"j": part | {"max_tokens": 1}})["j"]
+    cut = [found for found in build_judge(config, "j", short).score(requests) if isinstance(found, RewardError)]
+    assert any(re.search(r"answer within 1 tokens; it ends in '\S+'$", error.message) for error in cut)
     step = measured(train(*given(inputs, tmp_path / "run", parts, "reward_model.max_error_rate=1.0")))[1]
     assert 0 <= step["reward/error_rate"] < 1
     assert step["reward/extra/j/mean"] > 0

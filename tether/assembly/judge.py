@@ -25,6 +25,8 @@ from tether.runtime.machine import resolve_device
 
 TEMPLATES = (".txt", ".md")
 """Endings of a prompt that is the name of a file."""
+SHOWN = 200
+"""Characters at the end of an answer that was cut."""
 
 
 def check_judge(key: str, part: JudgePart) -> None:
@@ -125,9 +127,13 @@ class EngineAnswers:
         sampling = SamplingParams(self._max_tokens, temperature=0.0, record_kept=False)
         drawn = self._engine.generate(prompts, sampling, NoiseKey(0, 0))
         rows = zip(drawn.response_ids, drawn.response_length.tolist(), drawn.truncated.tolist(), strict=True)
-        return [
-            RewardError(f"the judge did not end its answer within {self._max_tokens} tokens")
-            if truncated
-            else decode(self._tokenizer, ids[:length].tolist(), skip_special_tokens=True)
-            for ids, length, truncated in rows
-        ]
+        answers: list[str | RewardError] = []
+        for ids, length, truncated in rows:
+            text = decode(self._tokenizer, ids[:length].tolist(), skip_special_tokens=True)
+            answers.append(self._cut(text) if truncated else text)
+        return answers
+
+    def _cut(self, text: str) -> RewardError:
+        """No score, though the text may have one: what was to come might have been another."""
+        end = " ".join(text.split())[-SHOWN:]
+        return RewardError(f"the judge did not end its answer within {self._max_tokens} tokens; it ends in {end!r}")

@@ -27,11 +27,13 @@ from tether.rewards.audit import (
 )
 from tether.runtime.terminal import Screen, Waiting
 
-MEANING = (
-    "fault: calls fail, or what is wrong is paid for (above "
-    f"{FAULT:.0%} of the way from the worst replies to the ground truth); mend it before a run.\n"
-    f"look: it may be as you want it (above {LOOK:.0%} of that way, or the like); no reason to fail."
-)
+_WAY = "of the way from the worst replies to the ground truth"
+MEANINGS = {
+    "fault": f"A fault means that calls fail, or that what is wrong is paid for (above {FAULT:.0%} {_WAY}), or that "
+    "most of what is right is not: mend it before a run.",
+    "look": f"A look means that it may be as you want it (a wrong reply above {LOOK:.0%} {_WAY}, or the like); the "
+    "check does not fail by it.",
+}
 
 
 def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | None) -> bool:
@@ -58,15 +60,16 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
         audited = _audit(trial, screen)
     screen.print(_table(audited))
     found = verdicts(audited)
-    for verdict in found:
-        name, color = ("fault", "red") if verdict.is_fault else ("look", "yellow")
-        screen.print(Text(f"{name}: {verdict.message}", color), soft_wrap=True)
+    kinds = ["fault" if verdict.is_fault else "look" for verdict in found]
+    for kind, verdict in zip(kinds, found, strict=True):
+        color = "red" if verdict.is_fault else "yellow"
+        screen.print(Text(f"{kind}: {verdict.message}", color), soft_wrap=True)
     if found:
-        screen.print(MEANING, soft_wrap=True)
+        screen.print(" ".join(meaning for kind, meaning in MEANINGS.items() if kind in kinds), soft_wrap=True)
     else:
         said = "the reward tells right from wrong on these replies"
         if audited.truth is None:
-            said = "no wrong reply stands out from the sampled ones; no row has a ground truth to compare them with"
+            said = "no wrong reply stands out from the sampled ones; no row has a right answer to compare them with"
         screen.print(said, style="green", soft_wrap=True)
     if out:
         _draw(audited, out)

@@ -301,7 +301,8 @@ def make_one(options: EnvOptions) -> Env:
     except TypeError as error:
         if "argument" not in str(error) and "render_mode" not in str(error):
             raise  # of its code, not of its call
-        fix = f"Correct the names in {options.role}.init_params={dict(options.init_params)}."
+        key = f"{options.role}.init_params"
+        fix = f"Correct the names in {key}={dict(options.init_params)}, or take them all out: ~{key}."
         if "render_mode" in str(error):
             fix = "It shows no pictures: turn env.eval.video_cfg.save_video off."
         raise ValueError(

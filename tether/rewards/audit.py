@@ -1,8 +1,8 @@
 """A reward, tried on replies whose worth is known, before anything is trained on it.
 
 The ground truth should score high. Nothing, a part of it, the prompt, the answer to another question or a list of all
-answers should not: a policy finds whatever scores without being right. Where rows have no ground truth, sampled replies
-are what the wrong ones are compared with.
+answers should not: a policy finds whatever scores without being right. Where no right answer is known (no ground truth,
+or tests without a solution), sampled replies are what the wrong ones are compared with.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from tether.rewards.outcome import Dialogue, RewardError, RewardOutcome, RewardRequest, Score
+from tether.rewards.router import has_tests
 from tether.rewards.summary import percentile
 
 if TYPE_CHECKING:  # this room imports no torch
@@ -72,7 +73,7 @@ class Audit:
     """The scores of every kind of reply: the ground truth first, then the wrong ones, then the sampled ones."""
 
     truth: ProbeScores | None
-    """None: no row has one."""
+    """None: no row has a right answer that is known."""
     wrong: Sequence[ProbeScores]
     sampled: ProbeScores | None
     group_size: int
@@ -205,11 +206,12 @@ def verdicts(audited: Audit) -> list[Verdict]:
     refused = [i for i, o in enumerate(truth.outcomes) if not isinstance(o, Score) or o.value < highest]
     if refused and highest > worst:
         first = truth.requests[refused[0]]
+        low = sum(score - worst <= FAULT * (highest - worst) for score in truth.scores)
         found.append(
             Verdict(
                 f"{len(refused)} of {len(truth.outcomes)} ground truths do not score {highest:.3g}; the first: "
                 f"{_shown(first.solution_str)}{_reason(truth.outcomes[refused[0]])}",
-                is_fault=False,
+                is_fault=low > len(truth.scores) / 2,
             )
         )
     return found + _about_samples(audited)
@@ -220,7 +222,8 @@ def _without_truth(audited: Audit) -> list[Verdict]:
     sampled = audited.sampled
     if sampled is None or not sampled.scores:
         what = (
-            "no row has a ground truth, and no sampled reply a score, so there is nothing to compare wrong replies with"
+            "no row has an answer that is known to be right (a ground truth; with tests, extra_info.solution), and no "
+            "sampled reply a score, so there is nothing to compare wrong replies with"
         )
         return [Verdict(f"{what}: draw some with --samples", is_fault=False)]
     limit = sampled.mean + sampled.deviation
@@ -299,7 +302,9 @@ def _order(probe: ProbeScores) -> float:
 
 
 def _has_answer(prompt: Prompt) -> bool:
-    return prompt.ground_truth is not None and _text(prompt.ground_truth) != ""
+    if prompt.ground_truth is None or _text(prompt.ground_truth) == "":
+        return False
+    return not has_tests(prompt.data_source) or bool(_solution(prompt))
 
 
 def _solution(prompt: Prompt) -> str | None:

@@ -65,7 +65,7 @@ def check_sources(data_sources: Iterable[str], programs: ProgramOptions) -> None
         raise ValueError(
             "data_source reasoning_gym/* needs the package reasoning-gym: pip install 'tether[quickstart]'"
         )
-    if any(import_path(source) == _PROGRAM for source in sources):
+    if any(has_tests(source) for source in sources):
         programs.check()
 
 
@@ -79,13 +79,18 @@ def check_source(data_source: str) -> None:
         raise ValueError(_no_rule([data_source]))
 
 
+def has_tests(data_source: str) -> bool:
+    """Whether the ground truth of a row is tests for a program, which are no answer."""
+    return import_path(data_source) == _PROGRAM
+
+
 def check_ground_truth(data_source: str, ground_truth: object) -> None:
     """Refuse a row whose tests cannot be read; other rules say so when they score.
 
     Raises:
         ValueError: what is wrong with the tests.
     """
-    if import_path(data_source) == _PROGRAM:
+    if has_tests(data_source):
         parse_tests(ground_truth)
 
 

@@ -417,6 +417,21 @@ def test_another_simulator_leaves_out_what_only_the_old_one_reads(imported):
     assert (result.native["env.train.total_num_envs"], result.native["env.train.seed"]) == (8, 7)
 
 
+def test_another_policy_leaves_out_what_only_the_old_one_reads(imported):
+    flow = "{model_type: gr00t, denoising_steps: 4, rl_head_config: {noise_level: 0.5}, num_action_chunks: 5}"
+    text = EMBODIED.replace("{model_type: mlp_policy}", flow) + "rollout: {model: {denoising_steps: 4}}\n"
+    result = imported(text, "actor.model.model_type=mlp_policy")
+    assert (result.problems, result.refusals()) == ((), [])
+    assert set(result.left_out) == {
+        "actor.model.denoising_steps", "actor.model.rl_head_config", "rollout.model.denoising_steps"
+    }  # fmt: skip
+    assert result.native["policy.num_action_chunks"] == 5
+    given = imported(text, "actor.model.model_type=mlp_policy", "+actor.model.nonsense=1")
+    assert [problem.path for problem in given.problems] == ["actor.model.nonsense"]
+    mlp = text.replace("gr00t", "mlp_policy")
+    assert len(imported(mlp, "actor.model.model_type=mlp_policy").problems) == 3  # it is the file's own
+
+
 def test_a_file_whose_simulator_is_refused_is_still_an_embodied_run(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(LIBERO)

@@ -35,7 +35,7 @@ def test_recipe_runs_on_another_simulator(tmp_path, name):
         assert (env.id, env.env_type, env.init_params) == ("Pendulum-v1", "gymnasium", {})
     notes = [note for note in loaded.notes if "do nothing here" not in note]
     assert len(notes) == 1
-    assert notes[0].startswith(f"another simulator or task than that of {name}.yaml: its env.train.")
+    assert notes[0].startswith(f"another simulator, task or policy than that of {name}.yaml: its env.train.")
 
 
 def test_another_task_of_a_simulator_keeps_its_arguments(tmp_path):

@@ -143,7 +143,7 @@ def _import_notes(imported: Imported, path: Path) -> list[str]:
     notes = [f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"]
     if imported.left_out:
         left_out = ", ".join(imported.left_out)
-        notes.append(f"another simulator or task than that of {path.name}: its {left_out} are left out")
+        notes.append(f"another simulator, task or policy than that of {path.name}: its {left_out} are left out")
     return notes
 
 

@@ -53,7 +53,7 @@ class Dataset:
 
     def of_file(self, name: str) -> Dataset:
         """The dataset as one file has it, whatever its name: every part of a kind is made of it."""
-        stem = Path(name).stem
+        stem = Path(name.removesuffix(".gz")).stem
         parts = {
             str(Path(made).with_name(f"{stem}.parquet")): replace(part, split=stem, patterns=(name,))
             for made, part in self.parts.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from tether.data.published.catalogue import Dataset
 from tether.data.published.hub import LOCAL, Listing, RemoteFile, sha256_of
 
-ENDINGS = (".parquet", ".jsonl", ".arrow")
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".arrow")
 
 
 def local_dataset(dataset: Dataset, path: Path) -> tuple[Dataset, str, str]:
@@ -37,7 +37,7 @@ class LocalFiles:
         self._files = {path.name: path} if path.is_file() else dict(_below(path))
         if not path.exists():
             raise ValueError(f"--from {path}: there is no such file or folder")
-        if not self._files or (path.is_file() and path.suffix not in ENDINGS):
+        if not self._files or (path.is_file() and not path.name.endswith(ENDINGS)):
             raise ValueError(f"--from {path}: no {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]} file")
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
@@ -55,5 +55,5 @@ class LocalFiles:
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
-        if file.is_file() and file.suffix in ENDINGS and not any(part.startswith(".") for part in name.parts):
+        if file.is_file() and file.name.endswith(ENDINGS) and not any(part.startswith(".") for part in name.parts):
             yield name.as_posix(), file

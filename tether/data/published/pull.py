@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -244,7 +246,7 @@ def _check_folder(out: Path) -> None:
 def _reading(name: str) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
         why = str(error).splitlines()[0]
         raise ValueError(
             f"{name}: is no {name.rpartition('.')[2]} file that can be read ({why}). {OTHER_FILES}"
@@ -257,22 +259,35 @@ def _records(name: str, file: Path) -> Iterator[JsonObject]:
             for batch in batches:
                 yield from batch.to_pylist()
         return
-    if file.suffix != ".jsonl":
-        with _reading(name), pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(ROWS_AT_ONCE):
-                yield from batch.to_pylist()
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        with _reading(name), (gzip.open if name.endswith(".gz") else open)(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _row(f"{name} line {number}", _json(f"{name} line {number}", line))
         return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
-                raise ValueError(f"{name} line {number}: is no JSON ({error}). {OTHER_FILES}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{name} line {number}: is {record!r:.60}, not a row of named columns")
-            yield record
+    if name.endswith(".json"):
+        rows = _json(name, file.read_bytes())
+        if not isinstance(rows, list):
+            raise ValueError(f"{name}: is {rows!r:.60}, not a list of rows. {OTHER_FILES}")
+        for number, row in enumerate(rows):
+            yield _row(f"{name} row {number}", row)
+        return
+    with _reading(name), pq.ParquetFile(file) as table:
+        for batch in table.iter_batches(ROWS_AT_ONCE):
+            yield from batch.to_pylist()
+
+
+def _json(place: str, text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+        raise ValueError(f"{place}: is no JSON ({error}). {OTHER_FILES}") from error
+
+
+def _row(place: str, record: object) -> JsonObject:
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: is {record!r:.60}, not a row of named columns")
+    return record
 
 
 def _beside(file: Path) -> Path:

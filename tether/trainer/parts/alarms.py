@@ -68,7 +68,7 @@ CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL 
 
 @dataclass(frozen=True)
 class Drift:
-    """A way for responses to lose themselves, seen by a metric now and in the first step."""
+    """A way for responses, or the policy, to lose themselves, seen by a metric now and in the first step."""
 
     found: Callable[[float, float], bool]
     message: str
@@ -94,6 +94,12 @@ DRIFTS: Mapping[str, Drift] = {
         "responses repeat themselves: {now:.0%} of their sequences of four tokens they have had before "
         "(response/repeated_fraction; {first:.0%} at first). Unless the task asks for that, the reward pays for it: "
         "read the samples and mend the reward (tether reward check)",
+    ),
+    "actor/entropy": Drift(
+        lambda now, first: abs(now) <= COLLAPSED_ENTROPY and abs(first) > 3 * COLLAPSED_ENTROPY,
+        "actor/entropy is {now:.2g} ({first:.2g} at first), {worth}: the policy no longer explores. Resume from an "
+        "earlier checkpoint, add an entropy bonus (actor_rollout_ref.actor.entropy_coeff)",
+        unless_learned=True,
     ),
 }
 

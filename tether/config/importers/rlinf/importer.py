@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tether.config.importers.rlinf.embodied import EMBODIED, fixed
 from tether.config.importers.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.importers.rlinf.older_names import with_todays_names
-from tether.config.importers.rlinf.other_simulator import names_task, without_old_simulator
+from tether.config.importers.rlinf.other_simulator import names_task, without_old_policy, without_old_simulator
 from tether.config.importers.rlinf.rows import (
     UNSET,
     Checked,
@@ -87,7 +87,7 @@ class Imported:
     left_open: Mapping[str, str] = field(default_factory=dict)
     """Native key that only a value which is not supported would set -> the key of RLinf that has this value."""
     left_out: tuple[str, ...] = ()
-    """Keys of the file that belong to another simulator or task than the one that the overrides name."""
+    """Keys of the file that belong to another simulator, task or policy than the one that the overrides name."""
 
     def refusals(self) -> list[Problem]:
         """Return a problem for each key that is not supported."""
@@ -111,13 +111,16 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     """
     tree, problems = compose(path, read_yaml(path), _without_effect)
     tree.pop("hydra", None)  # Hydra's own folders and logging
-    tree = _override(tree, [override for override in overrides if _section(override) in MARKS])
+    written, tree = tree, _override(tree, [override for override in overrides if _section(override) in MARKS])
     task = _task(tree)
     if isinstance(task, Problem):
         return Imported({}, {}, (), (*problems, task))
     shared = [override for override in overrides if _section(override) not in MARKS]
     own = [override for override in shared if _is_of(tree, override, TABLES[task])]
-    left_out = without_old_simulator(tree, own, _means_something) if task == "embodied" else []
+    left_out: list[str] = []
+    if task == "embodied":
+        left_out += without_old_simulator(tree, own, _means_something)
+        left_out += without_old_policy(tree, written, _means_something)
     values, unresolved = values_of(_override(tree, own), TABLES[task])
     values, older = with_todays_names(values)
     imported = _by_their_names(

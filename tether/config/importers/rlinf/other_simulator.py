@@ -1,4 +1,4 @@
-"""A file of RLinf run in another simulator than its own: what it says about its own one is left out."""
+"""A file of RLinf run in another simulator, or by another policy, than its own: what only those read is left out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ OF_ID = ("id", "gym_id", "init_params")
 """Keys of a section that name a task, or are for it alone."""
 OF_SIMULATOR = (*OF_ID, "reward_mode", "use_rel_reward", "video_cfg")
 """Those that a simulator's preset sets up."""
+POLICY_NAMES = ("model_type", "model_name")
+"""Keys of `actor.model` that name a policy, today and in older files."""
 SHARED_ARGUMENTS = ("maniskill",)
 """Simulators whose constructors take the same arguments for all tasks."""
 
@@ -55,6 +57,25 @@ def without_old_simulator(
             if last in holder:
                 holder.pop(last)
                 left_out.append(f"{section}.{last}")
+    return left_out
+
+
+def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable[[str], bool]) -> list[str]:
+    """Take out of a file what only its own policy reads, where the overrides name another one; as above.
+
+    Args:
+        tree: the file with the overrides, which is changed.
+        written: the file without them.
+        is_known: see above.
+    """
+    old, new = section_at(written, "actor.model"), section_at(tree, "actor.model")
+    if all(old.get(name) == new.get(name) for name in POLICY_NAMES):
+        return []
+    left_out = []
+    for section in ("actor.model", "rollout.model"):
+        for name in section_at(written, section):
+            if not is_known(f"{section}.{name}") and section_at(tree, section).pop(name, None) is not None:
+                left_out.append(f"{section}.{name}")
     return left_out
 
 
