@@ -118,6 +118,15 @@ GREED = {
     "takes_memory_in_many_processes": (
         "for n in range(8):\n    if not os.fork(): x = bytearray(b'x') * (100 << 20); time.sleep(60)\ntime.sleep(60)",
         "memory"),
+    "takes_memory_when_its_main_thread_is_gone": (
+        "def hog():\n    time.sleep(0.3)\n    m = mmap.mmap(-1, 512 << 20)\n"
+        "    for n in range(0, 512 << 20, 4096): m[n] = 1\n"
+        "    time.sleep(3)\n    escaped()\n    os._exit(0)\n"
+        "threading.Thread(target=hog).start()\nsyscall('exit', 0)", "memory"),
+    "takes_memory_in_many_processes_whose_main_threads_are_gone": (
+        "def hog():\n    x = bytearray(b'x') * (100 << 20)\n    time.sleep(3)\n    escaped()\n    os._exit(0)\n"
+        "for n in range(5):\n    if not os.fork():\n        threading.Thread(target=hog).start()\n"
+        "        syscall('exit', 0)\ntime.sleep(5)", "memory"),
     "takes_memory_of_the_kernel": ("syscall('shmget', 0, 1 << 20, 0o1600); syscall('memfd_create', b'x', 0)", "exit"),
     "fills_the_disk": ("f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "exit"),
     "fills_the_disk_with_many_files": (
