@@ -80,6 +80,11 @@ if (pid := libc.syscall(host['calls']['clone'], 0x10000000 | 17, 0, 0, 0, 0)) >=
     "traces_init": "escaped() if libc.ptrace(16, 1, 0, 0) == 0 else None",
     "writes_the_memory_of_init": "open('/proc/1/mem', 'r+b', 0); escaped()",
     "takes_asynchronous_io_of_the_machine": "syscall('io_setup', 1, ctypes.create_string_buffer(8))",
+    "pins_pages_in_a_pipe": """
+page = ctypes.create_string_buffer(4096)
+part = (ctypes.c_size_t * 2)(ctypes.addressof(page), 1)
+syscall('vmsplice', os.pipe()[1], part, 1, 0)
+""",
     "locks_a_file_of_the_machine": "import fcntl; fcntl.flock(open('/usr/bin/env', 'rb'), fcntl.LOCK_EX); escaped()",
     "loads_a_kernel_program": "syscall('bpf', 0, 0, 0)",
     "asks_for_keys": "syscall('keyctl', 0, -3, 1)",
