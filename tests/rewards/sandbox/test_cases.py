@@ -117,6 +117,21 @@ def test_assertions_name_the_functions_that_they_pass_on():
     assert test.functions == {"f": "f"}
 
 
+def nested(depth, inner):
+    return json.loads("[" * depth + inner + "]" * depth)
+
+
+def test_values_are_nested_as_deep_as_they_can_travel():
+    """An answer would get something else in place of what is deeper, or nothing that it returns would be right."""
+    parse_tests({"fn_name": "f", "inputs": [nested(101, "1")], "outputs": [nested(101, "1")]})
+    for inputs, outputs, what in (
+        (nested(101, "{}"), 1, "input 0"), (json.dumps(nested(101, "1")), "1", "input 0"),
+        ([1], nested(102, ""), "output 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{what} is nested more than 100 deep"):
+            parse_tests({"fn_name": "f", "inputs": [inputs], "outputs": [outputs]})
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("called",))

@@ -11,10 +11,11 @@ import io
 import json
 import pickle
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from tether.rewards.sandbox.harness import MODULES
+from tether.rewards.sandbox.harness import MODULES, MOST_NESTED
 from tether.runtime.digits import any_digits
 
 _LAYOUTS = (
@@ -143,7 +144,22 @@ def _call(function: str, given: object, expected: object, number: int) -> CallTe
                 expected = json.loads(expected)
     if not isinstance(given, list):
         raise ValueError(f"input {number} is {str(given)[:80]!r}, not a list of arguments")
+    _refuse_deep(given, f"input {number}")
+    _refuse_deep(expected, f"output {number}")
     return CallTest(function, [_with_numbers(argument) for argument in given], expected)
+
+
+def _refuse_deep(value: object, what: str) -> None:
+    """Raise ValueError where a value is nested deeper than it can travel."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [item for outer in level if isinstance(outer, list | dict) for item in _inside(outer)]
+    if any(isinstance(item, list | dict) for item in level):
+        raise ValueError(f"{what} is nested more than {MOST_NESTED} deep, which no answer can be given or return")
+
+
+def _inside(value: list[object] | dict[str, object]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _with_numbers(value: object) -> object:

@@ -31,6 +31,7 @@ from itertools import accumulate, combinations, permutations, product
 from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
+MOST_NESTED = 100  # lists around a value
 _PLAIN_BITS = 4096  # of whole numbers that JSON may hold: some readers refuse thousands of digits
 _VALUES = {"fractions.Fraction", "decimal.Decimal", *(f"datetime.{name}" for name in (
     "date", "datetime", "time", "timedelta", "timezone"))}  # fmt: skip
@@ -91,7 +92,7 @@ def encode(value: object, depth: int = 0, held: list[object] | None = None) -> o
         return {"complex": [value.real, value.imag]}
     if isinstance(value, Held):
         return {"held": value.number}
-    if depth > 100:
+    if depth > MOST_NESTED:
         return {"other": "nested too deeply"}
     if isinstance(value, list):
         return [encode(item, depth + 1, held) for item in value]
