@@ -80,6 +80,11 @@ if (pid := libc.syscall(host['calls']['clone'], 0x10000000 | 17, 0, 0, 0, 0)) >=
     "traces_init": "escaped() if libc.ptrace(16, 1, 0, 0) == 0 else None",
     "writes_the_memory_of_init": "open('/proc/1/mem', 'r+b', 0); escaped()",
     "takes_asynchronous_io_of_the_machine": "syscall('io_setup', 1, ctypes.create_string_buffer(8))",
+    "pins_pages_in_a_pipe": """
+page = ctypes.create_string_buffer(4096)
+part = (ctypes.c_size_t * 2)(ctypes.addressof(page), 1)
+syscall('vmsplice', os.pipe()[1], part, 1, 0)
+""",
     "locks_a_file_of_the_machine": "import fcntl; fcntl.flock(open('/usr/bin/env', 'rb'), fcntl.LOCK_EX); escaped()",
     "loads_a_kernel_program": "syscall('bpf', 0, 0, 0)",
     "asks_for_keys": "syscall('keyctl', 0, -3, 1)",
@@ -118,6 +123,15 @@ GREED = {
     "takes_memory_in_many_processes": (
         "for n in range(8):\n    if not os.fork(): x = bytearray(b'x') * (100 << 20); time.sleep(60)\ntime.sleep(60)",
         "memory"),
+    "takes_memory_when_its_main_thread_is_gone": (
+        "def hog():\n    time.sleep(0.3)\n    m = mmap.mmap(-1, 512 << 20)\n"
+        "    for n in range(0, 512 << 20, 4096): m[n] = 1\n"
+        "    time.sleep(3)\n    escaped()\n    os._exit(0)\n"
+        "threading.Thread(target=hog).start()\nsyscall('exit', 0)", "memory"),
+    "takes_memory_in_many_processes_whose_main_threads_are_gone": (
+        "def hog():\n    x = bytearray(b'x') * (100 << 20)\n    time.sleep(3)\n    escaped()\n    os._exit(0)\n"
+        "for n in range(5):\n    if not os.fork():\n        threading.Thread(target=hog).start()\n"
+        "        syscall('exit', 0)\ntime.sleep(5)", "memory"),
     "takes_memory_of_the_kernel": ("syscall('shmget', 0, 1 << 20, 0o1600); syscall('memfd_create', b'x', 0)", "exit"),
     "fills_the_disk": ("f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "exit"),
     "fills_the_disk_with_many_files": (

@@ -4,10 +4,12 @@ import base64
 import contextlib
 import json
 import pickle
+import time
 import zlib
 
 import pytest
 
+from tether.rewards.sandbox import cases
 from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests
 
 STDIN = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
@@ -117,6 +119,82 @@ def test_assertions_name_the_functions_that_they_pass_on():
     assert test.functions == {"f": "f"}
 
 
+def of_bytes(content):
+    return {"public_test_cases": [], "private_test_cases": base64.b64encode(zlib.compress(content)).decode()}
+
+
+TEXT = b"\x80\x04X\x01\x00\x00\x00a"
+
+
+@pytest.mark.parametrize("content", [
+    b"", TEXT, TEXT + b"r" + b"\xff" * 4 + b".", TEXT + b"r\0\0\0\x04.", TEXT + b"}b.", TEXT + b")R.", TEXT + b")\x81.",
+    TEXT + b"Q.", TEXT + TEXT[2:] + b".", TEXT + b"\x94" * 99 + b".", b"\x80\x05\x97.", b"cos\nsystem\n.", b"Pa\n.",
+    *(bytes([128, 5, code]) + length for code in b"\x8d\x8e\x96" for length in (b"\xff" * 8, b"\0" * 7 + b"\1")),
+    b"I" + b"9" * 10**6 + b"\n.", b"p" + b"9" * 10**6 + b"\n.", b"V\\ud80\n.",
+], ids=lambda content: str(content[:20]))  # fmt: skip
+def test_a_pickle_of_anything_but_a_text_is_refused_unread(content):
+    begun = time.process_time()
+    with pytest.raises(ValueError, match=r"private_test_cases is (neither|no) JSON|more than 100,000 digits"):
+        parse_tests(of_bytes(content))
+    assert time.process_time() - begun < 0.5
+
+
+def test_packed_tests_have_a_largest_size(monkeypatch):
+    monkeypatch.setattr(cases, "_MOST_UNPACKED", 1 << 20)
+    with pytest.raises(ValueError, match="private_test_cases is packed and more than 1 MiB"):
+        parse_tests(of_bytes(bytes(1 << 21)))
+    with pytest.raises(ValueError, match="neither JSON nor"):
+        parse_tests({"public_test_cases": base64.b64encode(zlib.compress(pickle.dumps("[]" * 999))[:-9]).decode()})
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        text = json.dumps([STDIN | {"input": "é" * 1000}])
+        assert parse_tests(of_bytes(pickle.dumps(text, protocol)))
+
+
+@pytest.mark.parametrize("row", [
+    '{"inputs": [[1]], "outputs": [%s], "fn_name": "f"}', {"inputs": ["1"], "outputs": ["-%s"], "fn_name": "f"},
+    {"inputs": ["%s"], "outputs": ["1"], "fn_name": "f"}, {"assert_case": ["assert f(1) == %s"]},
+    '{"inputs": [%s], "outputs": ["1"]}', {"prompt": "", "entry_point": "f", "test": "assert check(%s)"},
+])  # fmt: skip
+def test_whole_numbers_have_a_largest_length(row):
+    """Python reads a million digits in half a minute, and that for each response."""
+    text = row if isinstance(row, str) else json.dumps(row)
+    parse_tests(text % ("9" * 100_000))
+    with pytest.raises(ValueError, match="a whole number of more than 100,000 digits"):
+        parse_tests(text % ("9" * 100_001))
+
+
+def test_keys_longer_than_numbers_stay_texts():
+    """Among them are those whose hashes collide, of which a dictionary is slow."""
+    keys = {str(n * (2**61 - 1)): 1 for n in range(1, 20001)}
+    begun = time.process_time()
+    assert parse_tests({"inputs": [[keys]], "outputs": [1], "fn_name": "f"}) == [CallTest("f", [keys], 1)]
+    assert time.process_time() - begun < 0.5
+
+
+@pytest.mark.parametrize("layers", [100, 5000])
+def test_tests_within_tests_are_refused(layers):
+    row = {}
+    for _ in range(layers):
+        row = {"input_output": row}
+    with pytest.raises(ValueError, match="the tests"):
+        parse_tests(row)
+
+
+def nested(depth, inner):
+    return json.loads("[" * depth + inner + "]" * depth)
+
+
+def test_values_are_nested_as_deep_as_they_can_travel():
+    """An answer would get something else in place of what is deeper, or nothing that it returns would be right."""
+    parse_tests({"fn_name": "f", "inputs": [nested(101, "1")], "outputs": [nested(101, "1")]})
+    for inputs, outputs, what in (
+        (nested(101, "{}"), 1, "input 0"), (json.dumps(nested(101, "1")), "1", "input 0"),
+        ([1], nested(102, ""), "output 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{what} is nested more than 100 deep"):
+            parse_tests({"fn_name": "f", "inputs": [inputs], "outputs": [outputs]})
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("called",))
@@ -142,7 +220,10 @@ class Evil:
         ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is no Python"),
         ({"assert_case": ["assert ("]}, "assertion 0 of the row is no Python"),
         ({"public_test_cases": "!!"}, "neither JSON nor LiveCodeBench's packed form"),
-        ({"public_test_cases": packed(Evil())}, "names builtins.print"),
+        (
+            {"public_test_cases": packed(Evil())},
+            "packed form: it is no pickle of a text",
+        ),
         ({"public_test_cases": "[]"}, "has no test"),
     ],
 )

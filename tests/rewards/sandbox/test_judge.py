@@ -1,6 +1,7 @@
 """Which block of a response is the program, and which output is right."""
 
 import json
+import time
 
 import pytest
 
@@ -80,6 +81,35 @@ def test_results(result, expected, passes):
     job = job_for(CallTest("f", [], expected), Answer("python", ""))
     assert job.passed(Finished("exit", 0, json.dumps(encode(result)).encode(), b"", 0.0)) is passes
     assert not job.passed(Finished("exit", 0, b"no json", b"", 0.0))
+
+
+COLLIDING = [n * (2**61 - 1) for n in range(1, 20001)]  # hashes of whole numbers are remainders by that
+
+
+@pytest.mark.parametrize(
+    "expected", [1, [1], {"1": 2}, [[n] for n in range(30000)], dict.fromkeys(map(str, COLLIDING))]
+)
+@pytest.mark.parametrize("printed", [
+    f'{{"complex": [1{"0" * 400}]}}', '{"complex": [null]}', '{"complex": {"a": 1}}', '{"bytes": "0"}', '{"int": "1"',
+    '{"int": "0x"}', '{"held": 0}', '{"value": ["fractions.Fraction", {"tuple": ["1/1"]}]}', '{"set": [[1]]}', "{}",
+    '{"dict": [[{"dict": []}, 1]]}', '{"dict": [[[], 1]]}', '{"dict": 1}', '{"tuple": null}', '"\\ud800"', "1 1",
+    f'{{"int": "0x{"f" * 200000}"}}', f'{{"dict": [[{{"int": "0x{"f" * 200000}"}}, 1]]}}', "9" * 5000,
+    "[" * 100000 + "]" * 100000, '{"tuple":[' * 400 + "]}" * 400, f"[{'[],' * 2600000}[]]",
+    json.dumps({"set": COLLIDING}), json.dumps({"dict": [[n, None] for n in COLLIDING[1:]]}),
+], ids=lambda printed: printed[:40])  # fmt: skip
+def test_whatever_an_answer_prints_is_wrong_at_worst_and_soon(printed, expected):
+    job, begun = job_for(CallTest("f", [], expected), Answer("python", "")), time.process_time()
+    assert not job.passed(Finished("exit", 0, printed.encode(), b"", 0.0))
+    assert time.process_time() - begun < 1
+
+
+def test_results_take_more_room_than_what_is_expected():
+    for result, expected in (
+        ((0.1 + 0.2,) * 9999, [0.3] * 9999), ([{1: ()}] * 999, [{"1": []}] * 999), ([10**308] * 999, [1e308] * 999),
+        ({(1, 2): 10**2000}, {"(1, 2)": 10**2000}), ({1: {2: 3}}, {"1": {"2": 3}}), (3 + 0j, 3),
+    ):  # fmt: skip
+        job = job_for(CallTest("f", [], expected), Answer("python", ""))
+        assert job.passed(Finished("exit", 0, json.dumps(encode(result)).encode(), b"", 0.0))
 
 
 def test_tests_that_ran_through_are_proven():

@@ -196,6 +196,45 @@ def test_whole_numbers_of_thousands_of_digits(code, tests, unconfined):
     assert sys.get_int_max_str_digits() == before
 
 
+EXPECTS = "try:\n    f(-1)\n    assert False\nexcept {} as e:\n    assert {} in str(e)"
+
+
+@both
+@pytest.mark.parametrize("code", [
+    "def f(x) return 1", "raise SystemExit", "import os\ndef f(x): os._exit(1)", "import sys\ndef f(x): sys.exit()",
+    "import ctypes\ndef f(x): ctypes.string_at(0)", "g = 1",
+    *(f"import os\ndef f(x):\n    for n in range(3, 9): os.write(n, b'{line}\\n')"
+      for line in ("x", "1", "[]", "[1, 2]", '{}', '{"raised": ["exec", ["0"]]}', '{"raised": ["ValueError"]}')),
+])  # fmt: skip
+def test_the_end_of_an_answer_is_no_exception_of_it(code, unconfined):
+    """What tells the tests of it would be a ValueError, or an OSError."""
+    lines = [EXPECTS.format("Exception", "''"), f"{EXPECTS.format('Exception', repr(''))}\nassert f(1)"]
+    assert score(code, {"test_list": lines}, unconfined=unconfined)["score"] == 0
+
+
+@both
+@pytest.mark.parametrize(("body", "kind", "text"), [
+    ("raise ValueError('negative')", "ValueError", "negative"),
+    ("raise type('Own', (ValueError,), {})('negative', x)", "ValueError", "('negative', -1)"),
+    ("raise type('Own', (KeyError,), {'__str__': lambda self: 'mine'})", "KeyError", "mine"),
+    ("import json; json.loads('')", "ValueError", "Expecting value"),
+    ("b'\\xff'.decode()", "UnicodeDecodeError", "can't decode byte 0xff"),
+    ("open('/tmp/none')", "FileNotFoundError", "[Errno 2] No such file"),
+    ("raise KeyError(x)", "KeyError", "-1"),
+    ("raise StopIteration", "RuntimeError", ""),
+])  # fmt: skip
+def test_exceptions_of_an_answer_arrive_as_their_builtin_class(body, kind, text, unconfined):
+    tests = {"test_list": [EXPECTS.format(kind, repr(text))]}
+    assert score(f"def f(x): {body}", tests, unconfined=unconfined)["score"] == 1
+
+
+@both
+def test_an_answer_that_ends_an_iteration_does_not_pass(unconfined):
+    tests = {"test_list": ["assert all(map(f, [1, 2]))"]}
+    assert score("def f(x): raise StopIteration", tests, unconfined=unconfined)["score"] == 0
+    assert score("def f(x): return x", tests, unconfined=unconfined)["score"] == 1
+
+
 @both
 @pytest.mark.parametrize("line", ["assert Count() == 3", "assert Count() == Count()", "assert Count() < 3"])
 def test_objects_of_the_answer_are_equal_to_nothing(line, unconfined):

@@ -24,7 +24,7 @@ from tether.data.published.catalogue import Dataset, Part, as_it_is
 from tether.data.published.hub import Hub, Listing, damage, hub_of, sha256_of
 from tether.data.published.row import Unusable
 from tether.data.rows import raise_problems, record_problems
-from tether.runtime.digits import any_digits
+from tether.runtime.digits import many_digits
 from tether.runtime.disk import writing
 from tether.types import JsonObject
 
@@ -176,7 +176,7 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> tuple[int, 
         for name, file in sources:
             for number, record in enumerate(_records(name, file)):
                 try:
-                    with any_digits():  # tests have such numbers
+                    with many_digits():  # tests have such numbers
                         row = part.convert(record, part.split, count)
                     wrong = list(pair_problems(row) if part.pairs else record_problems(row))
                 except Unusable as error:

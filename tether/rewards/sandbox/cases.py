@@ -7,20 +7,25 @@ import base64
 import binascii
 import builtins
 import contextlib
-import io
 import json
 import pickle
+import pickletools
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
-from tether.rewards.sandbox.harness import MODULES
-from tether.runtime.digits import any_digits
+from tether.rewards.sandbox.harness import MODULES, MOST_NESTED
+from tether.runtime.digits import MOST_DIGITS, has_too_many_digits, many_digits
 
 _LAYOUTS = (
     "{inputs, outputs} with an optional fn_name (APPS, TACO, verl's code rows), a list of {input, output, testtype} "
     "or LiveCodeBench's columns, {prompt, test, entry_point} (HumanEval), or assert_case or test_list"
 )
+_MOST_UNPACKED = 256 << 20  # bytes
+_AROUND_A_TEXT = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
+_STEPS_OF_A_TEXT = 6
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,14 @@ def parse_tests(ground_truth: object) -> list[Test]:
         ValueError: no known layout, no test, or tests that cannot be read.
     """
     try:
-        with any_digits():
+        with many_digits():
             return _parsed(_json(ground_truth, "ground_truth"))
-    except (TypeError, AttributeError, LookupError) as error:  # a list where keys belong, and the like
+    except ValueError as error:
+        if has_too_many_digits(error):
+            raise ValueError(f"the tests of the row have a whole number of more than {MOST_DIGITS:,} digits") from error
+        raise
+    except (TypeError, AttributeError, LookupError, OverflowError, RecursionError, MemoryError) as error:
+        # A list where keys belong, tests within tests without end, and the like.
         raise ValueError(f"the tests of the row cannot be read ({error}). Give {_LAYOUTS}") from error
 
 
@@ -139,16 +149,34 @@ def _call(function: str, given: object, expected: object, number: int) -> CallTe
     if isinstance(given, str):
         given = [_json(line, f"input {number}") for line in given.splitlines() if line.strip()]
         if isinstance(expected, str):
-            with contextlib.suppress(ValueError):  # a plain text
+            with contextlib.suppress(json.JSONDecodeError):  # a plain text
                 expected = json.loads(expected)
     if not isinstance(given, list):
         raise ValueError(f"input {number} is {str(given)[:80]!r}, not a list of arguments")
+    _refuse_deep(given, f"input {number}")
+    _refuse_deep(expected, f"output {number}")
     return CallTest(function, [_with_numbers(argument) for argument in given], expected)
 
 
+def _refuse_deep(value: object, what: str) -> None:
+    """Raise ValueError where a value is nested deeper than it can travel."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [item for outer in level if isinstance(outer, list | dict) for item in _inside(outer)]
+    if any(isinstance(item, list | dict) for item in level):
+        raise ValueError(f"{what} is nested more than {MOST_NESTED} deep, which no answer can be given or return")
+
+
+def _inside(value: list[object] | dict[str, object]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value
+
+
 def _with_numbers(value: object) -> object:
-    """Keys of JSON objects are texts; those that are whole numbers were numbers."""
-    if isinstance(value, dict) and value and all(key.removeprefix("-").isdecimal() for key in value):
+    """Keys of JSON objects are texts; those that are whole numbers were numbers.
+
+    Longer ones stay texts: the hashes of such numbers can be made to collide.
+    """
+    if isinstance(value, dict) and value and all(len(key) < 19 and key.removeprefix("-").isdecimal() for key in value):
         return {int(key): item for key, item in value.items()}
     return value
 
@@ -204,21 +232,29 @@ def _listed(value: object, what: str) -> list[object]:
     raise ValueError(f"{what} is {type(value).__name__}, not a list of tests")
 
 
-class _TextOnly(pickle.Unpickler):
-    """Reads texts; whatever a pickle could call is refused."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
 def _unpacked(value: str, what: str) -> str:
+    unpacking = zlib.decompressobj()
     try:
-        found = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(value, validate=True)))).load()
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError, MemoryError) as error:
+        content = unpacking.decompress(base64.b64decode(value, validate=True), _MOST_UNPACKED + 1)
+        if len(content) > _MOST_UNPACKED:
+            raise ValueError(f"{what} is packed and more than {_MOST_UNPACKED >> 20} MiB")
+        if not unpacking.eof:
+            raise EOFError("it is cut off")
+        return _pickled_text(content)
+    except (zlib.error, EOFError, pickle.UnpicklingError, binascii.Error) as error:
         raise ValueError(f"{what} is neither JSON nor LiveCodeBench's packed form: {error}") from error
-    if not isinstance(found, str):
-        raise ValueError(f"{what} holds {type(found).__name__}, not a text")
-    return found
+
+
+def _pickled_text(content: bytes) -> str:
+    """The text of a pickle that holds nothing else, read without running it."""
+    try:
+        steps = [(step.name, value) for step, value, _ in islice(pickletools.genops(content), _STEPS_OF_A_TEXT)]
+    except (ValueError, OverflowError) as error:
+        raise pickle.UnpicklingError(f"it is no pickle ({error})") from error
+    match [step for step in steps if step[0] not in _AROUND_A_TEXT]:
+        case [(name, str(text)), ("STOP", None)] if "UNICODE" in name:
+            return text
+    raise pickle.UnpicklingError("it is no pickle of a text")
 
 
 def _json(value: object, what: str) -> Any:
@@ -226,7 +262,7 @@ def _json(value: object, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{what} is no JSON ({error}): {value[:80]!r}. Give {_LAYOUTS}") from error
 
 

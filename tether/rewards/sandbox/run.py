@@ -269,13 +269,23 @@ def _takes_more(first: int, limit: int) -> bool:
 
 
 def _processes(first: int) -> Iterator[Path]:
+    """The folder of a living thread of each process: a main thread that exited before the others shows no memory."""
     waiting = [first]
     while waiting:
         process = Path("/proc", str(waiting.pop()))
-        yield process
-        with contextlib.suppress(OSError, ValueError):
-            for task in (process / "task").iterdir():
-                waiting += map(int, (task / "children").read_text().split())
+        threads: list[Path] = []
+        with contextlib.suppress(OSError):
+            threads += (process / "task").iterdir()
+        yield next(filter(_has_memory, threads), process)
+        for thread in threads:
+            with contextlib.suppress(OSError, ValueError):
+                waiting += map(int, (thread / "children").read_text().split())
+
+
+def _has_memory(thread: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return _sizes(thread)[0] > 0
+    return False
 
 
 def _sizes(process: Path) -> tuple[int, int]:

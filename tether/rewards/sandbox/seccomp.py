@@ -1,7 +1,8 @@
 """The system calls that a confined program may not make, as a filter of the kernel.
 
-Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd), sockets, namespaces inside
-the namespace, locks on files of the machine, and interfaces of the kernel whose bugs are the usual way out.
+Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold),
+sockets, namespaces inside the namespace, locks on files of the machine, and interfaces of the kernel whose bugs are
+the usual way out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DENIED = {
     "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fspick": (433, 433), "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "open_by_handle_at": (304, 265), "io_setup": (206, 0), "flock": (73, 32),
+    "open_by_handle_at": (304, 265), "io_setup": (206, 0), "flock": (73, 32), "vmsplice": (278, 75),
 }  # fmt: skip
 # A libc does without these where the kernel lacks them. The flags of clone3 cannot be looked at, those of clone can.
 _ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425)}
