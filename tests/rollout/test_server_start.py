@@ -31,7 +31,9 @@ def test_one_that_needs_longer_names_both_ways_out(
     slow.chmod(0o755)
     launch_of = launch_vllm if kind == "vllm" else launch_sglang
     server = Server(DIALECTS[kind], launch_of(slow, tmp_path / "server.log", options, {}), 1.0)
-    with pytest.raises(ValueError, match="no (vLLM|SGLang) server answers within .*server_timeout=1 seconds") as caught:
+    with pytest.raises(
+        ValueError, match=r"no (vLLM|SGLang) server answers within .*server_timeout=1 seconds"
+    ) as caught:
         server.ready()
     said = str(caught.value)
     assert "Its process was still at work" in said
