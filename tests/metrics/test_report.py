@@ -5,8 +5,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tether.commands.report import how_it_stopped, next_commands, show_report
+from tether.commands.report import command_to_resume, how_it_stopped, next_commands, show_report
 from tether.commands.result import read_result
+from tether.config import load_config
 from tether.metrics.loggers import METRICS_FILE
 from tether.runtime.terminal import Screen
 
@@ -50,3 +51,14 @@ def test_what_is_suggested_fits_the_kind_of_policy(tmp_path: Path) -> None:
     assert any("tether play" in line for line in next_commands(tmp_path, "tether train"))
     (tmp_path / "actor" / "config.json").touch()
     assert any("tether generate" in line for line in next_commands(tmp_path, "tether train"))
+
+
+def test_the_command_that_resumes_names_no_key_twice() -> None:
+    given = ["trainer.total_training_steps=2", "trainer.resume_mode=disable"]
+    files = ["data.train_files=a b.jsonl", "actor_rollout_ref.model.path=model"]
+    loaded = load_config(None, [*files, *given])
+    command = f"tether train run.yaml 'data.train_files=a b.jsonl' {' '.join(given)} +trainer.total_training_steps=2"
+    assert command_to_resume(command, loaded, 2, 2) == (
+        "tether train run.yaml 'data.train_files=a b.jsonl' trainer.resume_mode=auto '~trainer.resume_from_path' "
+        "trainer.total_training_steps=4"
+    )

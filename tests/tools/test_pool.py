@@ -175,7 +175,8 @@ def test_an_environment_that_a_row_names_is_looked_for():
     ("text", "message"),
     [
         ("tools: [", "cannot be read as YAML"),
-        ("tool: []", r"no list under `tools:`. Did you mean tool\?"),
+        ("tool: []", "no list under `tools:`. There is `tool`; call it `tools`. It"),
+        ("tools: []", "no list under `tools:`. It holds"),
         ("tools: [7]", r"tools\[0\] is '7', not a mapping"),
         ("tools: [{config: {}}]", r"class_name is None. Name a class"),
         ("tools: [{class_nam: a.B}]", r"class_name is None \(there is class_nam\). Name a class"),

@@ -10,10 +10,12 @@ from tests.trainer.loops import Text, assert_same_run, train_killed
 from tests.trainer.resume import assert_resume_is_exact
 from tests.trainer.tiny_run import measured, train, write_jsonl
 from tests.trainer.turn_run import CALL, ID, ROLLOUT, turn_overrides, write_turn_inputs
+from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
 from tether.assembly.standalone import build_reward_trial
 from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
+from tether.data.location import PACKAGES
 from tether.rewards import Score
 
 SECTION = f"{ROLLOUT}.multi_turn"
@@ -176,6 +178,65 @@ def test_a_row_with_an_agent_needs_turns(inputs: Path, tmp_path: Path) -> None:
         ValueError, match=r"row 0: `agent_name` is 'tool_agent', which answers in turns. Set .*enable=True"
     ):
         build_run(load_config(None, [*overrides, f"data.train_files={file}"])).close()
+
+
+def test_what_needs_turns_is_found_before_anything_is_loaded_and_said_once(inputs: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    file = write_jsonl(tmp_path / "train.jsonl", [record | {"agent_name": "tool_agent"} for record in records])
+    overrides = [o for o in turn_overrides(inputs, tmp_path / "run") if "multi_turn" not in o and "agent" not in o]
+    loaded = load_config(None, [*overrides, f"data.train_files={file}"])
+    (problem,) = missing_inputs(loaded.config)
+    assert "row 0: `agent_name` is 'tool_agent', which answers in turns. Set" in problem.what
+    with pytest.raises(ValueError, match="row 0") as error:
+        build_run(loaded).close()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_environment_of_a_library_needs_turns(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "environment", ("json", "json"))
+    overrides = [o for o in turn_overrides(inputs, tmp_path / "run") if "multi_turn" not in o and "agent" not in o]
+    config = load_config(None, [*overrides, "data.train_files=verifiers:some-name"]).config
+    (problem,) = missing_inputs(config)
+    assert problem.path == "data.train_files"
+    assert "verifiers:some-name: an environment, which answers in turns. Set" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:Ask", "nowhere.py: no such file"),
+        ("{}/tools.py:Aks", "tools.py: defines no Aks. Did you mean Ask?"),
+        ("{}/broken.py:Ask", "broken.py: is not Python"),
+        ("no_such_package.tools.Ask", "there is no module no_such_package"),
+        ("{}/tools.py:Ask", None),
+        ("tests.trainer.test_turns.Turns", None),
+    ],
+)
+@pytest.mark.parametrize("section", ["tools", "interaction"])
+def test_classes_of_tools_are_looked_for(
+    section: str, name: str, message: str | None, inputs: Path, tmp_path: Path
+) -> None:
+    (inputs / "broken.py").write_text("class Ask(:\n")
+    file, name = tmp_path / "classes.yaml", name.format(inputs)
+    file.write_text(f"{section}: [{{name: ask, class_name: '{name}'}}]")
+    key = f"{SECTION}.{'tool' if section == 'tools' else 'interaction'}_config_path"
+    problems = missing_inputs(load_config(None, [*turn_overrides(inputs, tmp_path / "run"), f"{key}={file}"]).config)
+    assert [problem.path for problem in problems] == ([key] if message else [])
+    assert all(f"{file}: {section}[0].class_name={name.partition(':')[0]}" in problem.what for problem in problems)
+    assert all(message in problem.what for problem in problems)
+
+
+def test_rows_that_name_an_interaction_need_an_agent_that_lets_it_act(inputs: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    named = [record | {"extra_info": {"interaction_kwargs": {"name": "digits"}}} for record in records]
+    file, interactions = write_jsonl(tmp_path / "train.jsonl", named), tmp_path / "interaction.yaml"
+    interactions.write_text(f"interaction: [{{name: digits, class_name: '{inputs / 'tools.py'}:Digits'}}]")
+    overrides = [o for o in turn_overrides(inputs, tmp_path / "run") if "tool_config" not in o and "agent" not in o]
+    overrides += [f"data.train_files={file}", f"{SECTION}.interaction_config_path={interactions}"]
+    with pytest.raises(ValueError, match=r"no row has several turns.*the interaction that rows name") as error:
+        build_run(load_config(None, overrides)).close()
+    assert f"Set {ROLLOUT}.agent.default_agent_loop=tool_agent, by which" in str(error.value)
+    build_run(load_config(None, [*overrides, f"{ROLLOUT}.agent.default_agent_loop=tool_agent"])).close()
 
 
 def test_the_audit_of_a_reward_samples_conversations(inputs: Path, tmp_path: Path) -> None:

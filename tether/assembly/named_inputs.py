@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from tether.config import (
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
+from tether.data.rows import TOOL_AGENT
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
@@ -32,7 +34,7 @@ from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
-from tether.tools import read_environments, read_tools
+from tether.tools import EnvironmentSpec, ToolSpec, read_environments, read_tools
 
 if TYPE_CHECKING:
     from tether.data.rows import Rows
@@ -83,6 +85,8 @@ def models_read_replies(config: RunConfig) -> bool:
 FIRST_ROWS = 100
 """Rows of a file that are looked at."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
+NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
+"""Ends what is said of rows that a tool or an environment answers, where rows have one turn."""
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
 """(key, what it names, a function that raises ValueError where that is not there)"""
 
@@ -123,9 +127,9 @@ def _of_text(config: RunConfig) -> Named:
         yield from (("actor_rollout_ref.rollout.server_urls", url, server_address) for url in rollout.server_urls)
     turns, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     if turns.tool_config_path:
-        yield f"{TURNS}.tool_config_path", turns.tool_config_path, read_tools
+        yield f"{TURNS}.tool_config_path", turns.tool_config_path, _tools
     if turns.interaction_config_path:
-        yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, read_environments
+        yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, _interactions
     if is_own_function(agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", agent.default_agent_loop, _definition
     yield from _of_both(config)
@@ -168,14 +172,18 @@ def _of_both(config: RunConfig) -> Named:
 
 
 def _rows(config: RunConfig, name: str) -> None:
-    """Look for a source of rows; of a file, look at the first ones, and for the rules that score them."""
-    if locate(name).kind != "file":
+    """Look for a source of rows; of a file, look at the first ones, who answers, and for the rules that score them."""
+    kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn.enable
+    if kind == "environment" and not turns:
+        raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
+    if kind != "file":
         return
-    rows = rows_of(config, name, FIRST_ROWS)
-    if not _rules_score(config):
-        return
+    rows, rules = rows_of(config, name, FIRST_ROWS), _rules_score(config)
     for row in (rows[number] for number in range(len(rows))):
-        if row.agent_name is None:  # else an environment may score it
+        agent = row.agent_name
+        if agent is not None and not turns and (agent == TOOL_AGENT or is_own_function(agent)):
+            raise ValueError(f"{row.place}: `agent_name` is {agent!r}, which {NEEDS_TURNS}")
+        if agent is None and rules:  # else an environment may score it
             try:
                 check_source(row.data_source)
             except ValueError as error:
@@ -243,6 +251,30 @@ def server_python(name: str) -> Path:
             f"TETHER_{name.upper()} where it is; name servers that run in actor_rollout_ref.rollout.server_urls; or "
             "set actor_rollout_ref.rollout.name=native"
         ) from None
+
+
+def _tools(path: str) -> None:
+    _classes(tool for tool in read_tools(path) if isinstance(tool, ToolSpec))
+
+
+def _interactions(path: str) -> None:
+    _classes(read_environments(path).values())
+
+
+def _classes(named: Iterable[ToolSpec | EnvironmentSpec]) -> None:
+    """Look for every ``FILE.py:Class``, and for the first part of ``package.module.Class``, whose rest would run it."""
+    for spec in named:
+        try:
+            if ":" in spec.class_name:
+                _definition(spec.class_name)
+            elif not _is_module(package := spec.class_name.partition(".")[0]):
+                raise ValueError(f"{spec.class_name}: there is no module {package}")
+        except ValueError as error:
+            raise ValueError(f"{spec.place}.class_name={error}") from None
+
+
+def _is_module(name: str) -> bool:
+    return find_spec(name) is not None or Path(name).is_dir() or Path(f"{name}.py").is_file()
 
 
 def _path(name: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.assembly.named_inputs import NEEDS_TURNS
 from tether.batch import Prompt
 from tether.config import RunConfig
 from tether.data.location import ENVIRONMENT, environment_named_by
@@ -63,21 +64,23 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
     Raises:
         ValueError: of such rows, up to ten; or turns are switched on, and no row has several.
     """
-    turns, known = config.actor_rollout_ref.rollout.multi_turn, set[str]()
+    turns, known, refused = config.actor_rollout_ref.rollout.multi_turn, set[str](), set[str]()
     named = set(read_environments(turns.interaction_config_path)) if turns.interaction_config_path else set()
-    has_turns = False
+    has_turns, names_interaction = False, False
 
     def check(row: Row) -> None:
-        nonlocal has_turns
+        nonlocal has_turns, names_interaction
         name, agent = row.agent_name, row_agent(config, row)
         has_turns |= agent.has_tools or agent.environment is not None
+        names_interaction |= agent_of(TOOL_AGENT, row.extra_info).environment is not None
         if name is not None and name not in (SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
             raise ValueError(
                 f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, or your own "
                 "class: FILE.py:CLASS"
             )
-        if name not in (None, SINGLE_TURN) and tools is None:
-            raise ValueError(f"`agent_name` is {name!r}, which answers in turns. Set {_SECTION}.enable=True")
+        if name not in (None, SINGLE_TURN) and name not in refused and tools is None:
+            refused.add(name)  # all rows of a source may have the same
+            raise ValueError(f"`agent_name` is {name!r}, which {NEEDS_TURNS}")
         if agent.has_tools and agent.environment is not None and agent.environment not in named:
             there = ", ".join(sorted(named)) or "none: give interaction_config_path"
             raise ValueError(
@@ -91,10 +94,11 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
 
     prompts.check_rows(check)
     if turns.enable and not has_turns:
-        raise ValueError(
-            f"{_SECTION}.enable=True: no row has several turns. Set "
-            "actor_rollout_ref.rollout.agent.default_agent_loop, or give the rows an `agent_name`"
-        )
+        default, advice = "actor_rollout_ref.rollout.agent.default_agent_loop", "or give the rows an `agent_name`"
+        if names_interaction:
+            advice = "by which the interaction that rows name in `extra_info.interaction_kwargs.name` acts"
+            default += f"={TOOL_AGENT}"
+        raise ValueError(f"{_SECTION}.enable=True: no row has several turns. Set {default}, {advice}")
 
 
 def build_conversations(

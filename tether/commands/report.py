@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -60,13 +61,18 @@ def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps
     """The command that resumes a run which ended at a step."""
     trainer = loaded.config.trainer
     if trainer.resume_mode != "auto":
-        command += " trainer.resume_mode=auto '~trainer.resume_from_path'"
+        command = f"{_without(command, 'trainer.resume_mode')} trainer.resume_mode=auto '~trainer.resume_from_path'"
     if step == total_steps:  # the same command would find nothing left to do
         trainer = fit_defaults(loaded).config.trainer
         by_env_steps = trainer.total_training_steps is None and trainer.total_env_steps is not None
-        key, done = ("total_env_steps", trainer.total_env_steps) if by_env_steps else ("total_training_steps", step)
-        command += f" trainer.{key}={2 * (done or 0)}"
+        name, done = ("total_env_steps", trainer.total_env_steps) if by_env_steps else ("total_training_steps", step)
+        command = f"{_without(command, f'trainer.{name}')} trainer.{name}={2 * (done or 0)}"
     return command
+
+
+def _without(command: str, key: str) -> str:
+    """A command line without the overrides of a key."""
+    return shlex.join(word for word in shlex.split(command) if word.partition("=")[0].lstrip("+") != key)
 
 
 def next_commands(checkpoint: Path | None, command: str) -> list[str]:

@@ -23,7 +23,8 @@ def missing_file(path: Path) -> str:
         return f"{path}: a link to {path.readlink()}, where nothing is."
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     wanted = path.absolute().relative_to(folder).parts[0]
-    near = closest(wanted, [entry.name for entry in folder.iterdir()])
+    alike = closest(wanted, [entry.name for entry in folder.iterdir()])
+    near = [name for name in alike if closest(Path(wanted).stem, [Path(name).stem])]  # an ending alone is not alike
     hint = ask(str(folder / name) for name in near) or f" The nearest folder that exists is {folder}."
     return f"{path}: no such file.{hint}"
 

@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from tether.runtime.user_files import missing_file
-from tether.spelling import closest, did_you_mean
+from tether.spelling import closest
 from tether.types import JsonObject
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
@@ -186,7 +186,8 @@ def _entries(path: str, section: str, key: str) -> Iterator[tuple[JsonObject, st
     entries = tree.get(section) if isinstance(tree, Mapping) else None
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         keys = list(map(str, tree)) if isinstance(tree, Mapping) else []
-        hint = did_you_mean(section, keys)
+        near = [name for name in closest(section, keys) if name != section]
+        hint = f" There is `{near[0]}`; call it `{section}`." if near else ""
         raise ValueError(
             f"{key}={path}: no list under `{section}:`.{hint} It holds entries {{class_name, config, ...}}"
         )

@@ -48,8 +48,8 @@ def value_meant(key: str, value: str, choices: Collection[str]) -> str | None:
 def nearest(path: str, known: Collection[str] | None = None) -> str | None:
     """The key that was most likely meant by `path`, among those of the schema or `known` ones; None if none is like it.
 
-    Tried in this order: a key that is one slip away, the same name in another section, another library's name, a
-    similar name in this section, a similar path.
+    Tried in this order: a key that is one slip away, the first key whose end it is, the same name in another section,
+    another library's name, a similar name in this section, a similar path.
     """
     respelled = _respell(path)
     names = [*keys(), *unread_keys()] if known is None else known
@@ -58,6 +58,8 @@ def nearest(path: str, known: Collection[str] | None = None) -> str | None:
     if slipped := next((name for name in names if _is_one_slip(respelled, name)), None):
         return slipped
     section, leaf = _split(respelled)
+    if section and (whole := next((name for name in names if name.endswith(f".{respelled}")), None)):
+        return whole
     misplaced = [key for key in names if _split(key)[1] == leaf]
     if misplaced:
         return closest(respelled, misplaced, cutoff=0.0)[0]

@@ -32,6 +32,8 @@ class Launch:
     log: Path
     says_no: bool
     """False is a flag, ``--no-NAME``; else it leaves the option out."""
+    eager: str
+    """The option by which it compiles nothing when it starts."""
 
     def command(self, port: int) -> list[str]:
         """The command line."""

@@ -104,7 +104,8 @@ class Server:
             if time.monotonic() - begun > self.timeout:
                 self.stop()
                 key = f"actor_rollout_ref.rollout.server_timeout={self.timeout:g}"
-                raise ValueError(f"{self.url}: no {title} server answers within {key} seconds. {self._last_words()}")
+                what = f"{self.url}: no {title} server answers within {key} seconds"
+                raise ValueError(". ".join([what, *self._why_late(), self._last_words()]))
             if time.monotonic() > says:
                 self._say_that_it_waits(time.monotonic() - begun, error)
                 says += _SAYS
@@ -290,6 +291,16 @@ class Server:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+    def _why_late(self) -> list[str]:
+        """What to do about one of ours whose process has not ended."""
+        if isinstance(self.where, str):
+            return []
+        longer = "a larger actor_rollout_ref.rollout.server_timeout"
+        if self.where.options.get(self.where.eager):
+            return [f"Its process was still at work. Set {longer}"]
+        why = "its first start compiles, which takes a busy CPU many minutes"
+        return [f"Its process was still at work: {why}. Set actor_rollout_ref.rollout.enforce_eager=True, or {longer}"]
 
     def explained(self, error: Exception) -> str:
         """A failure, and of one of ours what its log says."""

@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 def launch_of(python: Path, log: Path, options: Mapping[str, object], environment: Mapping[str, str]) -> Launch:
     """A launch with what tether needs of every server: token ids, and seeds that act."""
     needed = {"skip_tokenizer_init": True, "enable_deterministic_inference": True}
-    return Launch(python, "sglang.launch_server", {**needed, **options}, environment, log, says_no=False)
+    module, eager = "sglang.launch_server", "disable_cuda_graph"
+    return Launch(python, module, {**needed, **options}, environment, log, says_no=False, eager=eager)
 
 
 @dataclass(frozen=True)

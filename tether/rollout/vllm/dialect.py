@@ -57,7 +57,9 @@ def launch_of(python: Path, log: Path, options: Mapping[str, object], environmen
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "PYTHONPATH": str(INSIDE)}  # fmt: skip
     module = "vllm.entrypoints.openai.api_server"
-    return Launch(python, module, {**needed, **options}, {**ours, **environment}, log, says_no=True)
+    return Launch(
+        python, module, {**needed, **options}, {**ours, **environment}, log, says_no=True, eager="enforce_eager"
+    )
 
 
 @dataclass(frozen=True)

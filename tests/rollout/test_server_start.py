@@ -1,0 +1,42 @@
+"""What is said of a server of ours that does not come up in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.bench import DIALECTS
+from tether.rollout.servers import Server
+from tether.rollout.sglang import launch_of as launch_sglang
+from tether.rollout.vllm import launch_of as launch_vllm
+
+EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "offered"),
+    [
+        ("vllm", {"enforce_eager": False}, True),
+        ("vllm", {"enforce_eager": True}, False),
+        ("sglang", {"disable_cuda_graph": False}, True),
+        ("sglang", {"disable_cuda_graph": True}, False),
+    ],
+)
+def test_one_that_needs_longer_names_both_ways_out(
+    tmp_path: Path, kind: str, options: dict[str, object], offered: bool
+) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\necho still compiling\nexec sleep 60\n")
+    slow.chmod(0o755)
+    launch_of = launch_vllm if kind == "vllm" else launch_sglang
+    server = Server(DIALECTS[kind], launch_of(slow, tmp_path / "server.log", options, {}), 1.0)
+    with pytest.raises(
+        ValueError, match=r"no (vLLM|SGLang) server answers within .*server_timeout=1 seconds"
+    ) as caught:
+        server.ready()
+    said = str(caught.value)
+    assert "Its process was still at work" in said
+    assert "larger actor_rollout_ref.rollout.server_timeout" in said
+    assert (EAGER in said) == offered
+    assert "still compiling" in said
