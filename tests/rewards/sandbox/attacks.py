@@ -146,5 +146,8 @@ GREED = {
     "leaves_a_daemon": (
         "if os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\nos.close(0); os.close(1); os.close(2)\n"
         "time.sleep(60)", "exit"),
+    "makes_timers_without_end": (
+        "timer = ctypes.c_void_p()\nfor n in range(5000):\n"
+        "    if libc.timer_create(1, None, ctypes.byref(timer)) < 0: sys.exit()\nescaped()", "exit"),
     "opens_files_without_end": ("f = [open('/dev/null') for n in range(9999)]; escaped()", "exit"),
 }  # fmt: skip

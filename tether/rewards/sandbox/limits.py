@@ -44,7 +44,7 @@ class Limits:
             f"--fsize={max(self.files, self.output)}",
             "--core=0",
             "--nofile=256",
-            *([f"--nproc={self.processes}"] if confined else []),
+            *([f"--nproc={self.processes}", "--sigpending=256"] if confined else []),
         ]
 
 
