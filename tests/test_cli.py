@@ -175,6 +175,15 @@ def test_config_check_finds_rows_that_no_rule_scores(cli: Cli, inputs: Path, tmp
     )
 
 
+def test_config_check_finds_programs_without_a_test(cli: Cli, inputs: Path, tmp_path: Path):
+    row = json.loads((inputs / "train.jsonl").read_text().splitlines()[0])
+    tests = {"style": "rule", "ground_truth": {"inputs": [], "outputs": []}}
+    train = write_jsonl(tmp_path / "train.jsonl", [row | {"data_source": "apps", "reward_model": tests}])
+    files = [f"data.train_files={train}", "data.val_files=[]", "~custom_reward_function.path"]
+    said = refused(cli("config", "check", *base_overrides(inputs, tmp_path), *GRPO, *files))
+    assert said.startswith(f"data.train_files: {train} row 0: the row has no test, so every answer would be right")
+
+
 def test_config_check_reads_rows_without_torch(inputs: Path, tmp_path: Path):
     code = f"import sys; sys.argv = ['tether', 'config', 'check', *{[*base_overrides(inputs, tmp_path), *GRPO]!r}]\n"
     code += "from tether.commands.cli import main\n"

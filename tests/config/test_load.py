@@ -118,6 +118,10 @@ def test_an_unreadable_override_says_how_to_write_it(text, path, message):
     assert message in problems[path]
 
 
+def test_a_problem_is_told_once():
+    assert list(problems_of("+algorithm.bogus=1", "~algorithm.bogus")) == ["algorithm.bogus"]
+
+
 def test_what_the_message_proposes_works():
     assert load("""data.train_files="reasoning_gym:sums?n=3\"""").config.data.train_files == ("reasoning_gym:sums?n=3",)
 

@@ -149,6 +149,7 @@ def test_only_what_is_missing_is_advised(tmp_path: Path) -> None:
         (record(prompt=[{"role": "user", "content": None}]), "`prompt`[0] is"),
         (record(prompt=["hello"]), "`prompt`[0] is 'hello'. A message is"),
         (record(data_source=None), "no `data_source`. It names the reward"),
+        (record(data_source="apps\x1b[2J"), r"`data_source` is 'apps\x1b[2J', with a control character"),
         (record(data_source=5), "`data_source` is 5. It names the reward"),
         (record(reward_model=None), "no `reward_model`, so no ground truth"),
         (record(reward_model="4"), "`reward_model` is '4', so no ground truth"),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tether.batch import Prompt, TokenIds
 
 MAX_PROBLEMS = 10
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA_KEYS = ("images", "videos")
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
@@ -196,6 +197,8 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
     if not isinstance(source := _source_of(record, columns), str):
         found = f"no `{columns.data_source}`" if source is None else f"`{columns.data_source}` is {source!r:.80}"
         yield f"{found}. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
+    elif _CONTROL.search(source):
+        yield f"`{columns.data_source}` is {source!r:.80}, with a control character. Correct the row."
     if columns.answer is None:
         yield from _reward_problems(record.get("reward_model"))
     else:

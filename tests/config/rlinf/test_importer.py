@@ -44,6 +44,19 @@ def test_a_file_without_a_task_type_is_read_by_its_content(imported):
     assert imported("algorithm: {loss_type: actor}\ncritic: {use_critic_model: true}").native["critic.enable"] is True
 
 
+@pytest.mark.parametrize("model", ["model_type: openvla", "model_type: openpi, openpi: {config_name: pi0_libero}"])
+def test_a_published_policy_without_a_checkpoint_is_to_be_given_one(imported, model, tmp_path):
+    """A new one, of random weights, is had for the asking."""
+    start, text = "actor_rollout_ref.model.path", EMBODIED.replace("model_type: mlp_policy", model)
+    assert start not in imported(EMBODIED).native
+    assert imported(text).native[start] == "???"
+    assert imported(text, "actor.model.model_path=some/dir").native[start] == "some/dir"
+    (file := tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"{start}: [?]{{3}} stands for a value still to be given"):
+        load_config(file, [])
+    assert not load_config(file, [f"{start}=null"]).config.actor_rollout_ref.model.path
+
+
 @pytest.mark.parametrize(("task", "fix"), [("sft", "use embodied or reasoning"), ("embodied_eval", "`tether eval`")])
 def test_other_kinds_of_run_are_refused(imported, task, fix):
     (problem,) = imported(f"runner: {{task_type: {task}}}").problems

@@ -91,19 +91,19 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     _choose_engine(given)
     if ENV_KEY not in given and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
         given[ENV_KEY] = Setting(STAND_IN, COMMAND_LINE, 0)  # it is no text run, which would lack other keys
-    return given, [*problems, *_still_to_give(given)], notes
+    return given, list(dict.fromkeys([*problems, *_still_to_give(given)])), notes
 
 
 def _still_to_give(given: Given) -> list[Problem]:
     """Problems of keys without a value yet; the rest of the configuration is then checked without them."""
-    problems = []
+    problems, embodied = [], ENV_KEY in given  # a text run without a required key is refused later
     for key in [key for key, setting in given.items() if setting.value == MISSING]:
         setting = given.pop(key)
         if key == ENV_KEY:
             fix = f"give it, for example {ENV_KEY}=CartPole-v1"
             problems.append(Problem(key, "missing: no simulator is named", fix))
             given[key] = replace(setting, value=STAND_IN)  # it is no text run, which would lack other keys
-        elif key in keys() and not keys()[key].required and key not in LEFT_OPEN:
+        elif key in keys() and (embodied or not keys()[key].required) and key not in LEFT_OPEN:
             fix = f"give it; `tether config explain {key}` says what it takes"
             problems.append(Problem(key, f"{MISSING} stands for a value still to be given", fix))
     return problems

@@ -10,7 +10,7 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tether.config.importers.rlinf.embodied import EMBODIED, fixed
+from tether.config.importers.rlinf.embodied import EMBODIED, START, fixed
 from tether.config.importers.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.importers.rlinf.older_names import with_todays_names
 from tether.config.importers.rlinf.other_simulator import names_task, without_old_policy, without_old_simulator
@@ -34,6 +34,7 @@ from tether.config.loading.typos import nearest
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
 from tether.config.problems import ConfigError, Problem
+from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 from tether.config.support.patterns import look_up
 from tether.types import JsonObject
 
@@ -325,7 +326,12 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
 
 
 def _asking(imported: Imported) -> Imported:
-    """An embodied run that names no task or no policy, which nothing is a default for: they are to be given."""
-    asked = [key for key in (ENV_KEY, POLICY_KEY) if key not in imported.native and key not in imported.left_open]
+    """An embodied run that names no task or no policy, or a published policy and no checkpoint: they are to be given.
+
+    Without one tether would begin with a new, untrained policy of that kind.
+    """
+    published = imported.native.get(POLICY_KEY) in (*VLA_TYPES, *FLOW_TYPES)
+    needed = (ENV_KEY, POLICY_KEY, START) if published else (ENV_KEY, POLICY_KEY)
+    asked = [key for key in needed if key not in imported.native and key not in imported.left_open]
     native = {**imported.native, **dict.fromkeys(asked, MISSING)}
     return replace(imported, native=native, origins={**imported.origins, **{key: key for key in asked}})
