@@ -244,7 +244,7 @@ def test_no_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     (tmp_path / "test.jsonl").write_bytes(lines(LIVECODEBENCH | {"private_test_cases": evil}))
-    with pytest.raises(ValueError, match=r"private_test_cases is neither JSON nor .* packed form: it names"):
+    with pytest.raises(ValueError, match=r"private_test_cases is neither JSON .*: it is no pickle of a text"):
         pull("livecodebench", tmp_path / "rows", source=tmp_path / "test.jsonl")
     assert not (tmp_path / "touched").exists()
 
