@@ -1,4 +1,4 @@
-"""What is said of a server of ours that does not come up in time."""
+"""The error of a server that tether starts and that is not ready in time."""
 
 from __future__ import annotations
 

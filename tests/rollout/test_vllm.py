@@ -13,6 +13,7 @@ from tests.rollout.bench import (
     ADAPTED,
     KEY,
     LONG,
+    POLICY,
     PROMPTS,
     REAL,
     SAMPLING,
@@ -27,7 +28,7 @@ from tests.rollout.bench import (
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
 from tether.rollout.servers import Launch, Server, ServerGone, shared_file
-from tether.rollout.vllm import Adapters
+from tether.rollout.vllm import Adapters, Vllm
 
 
 @pytest.fixture(scope="module", params=VLLM)
@@ -191,6 +192,13 @@ def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench]
     with pytest.raises(ValueError, match=message):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
     assert bench.server.weights is None
+
+
+@pytest.mark.parametrize("python", [None, pytest.param(REAL, marks=[needs_vllm, pytest.mark.slow], id="vllm")])
+def test_a_policy_of_other_sizes_is_refused(made: Callable[..., Bench], python: Path | None) -> None:
+    bench = made(python=python, dialect=Vllm(replace(POLICY, sizes={"intermediate_size": 96})))
+    with pytest.raises(ValueError, match=r"intermediate_size 48; .*model.path has intermediate_size 96"):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
 
 def test_a_server_that_sleeps_is_woken(made: Callable[..., Bench]) -> None:

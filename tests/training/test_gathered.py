@@ -1,4 +1,4 @@
-"""What ranks tell each other: tensors travel as their numbers, not as the memory that they look at."""
+"""Values that ranks exchange: of a tensor its own numbers are sent, not the whole storage that it is a view of."""
 
 import pickle
 

@@ -15,7 +15,7 @@ from tether.data.control_tokens import ControlTokens
 from tether.models.language.load import load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import RewardError
-from tether.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge
+from tether.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge, end_of
 from tether.rewards.service import Endpoint, ModelRewards, RemoteRewards
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
@@ -25,8 +25,6 @@ from tether.runtime.machine import resolve_device
 
 TEMPLATES = (".txt", ".md")
 """Endings of a prompt that is the name of a file."""
-SHOWN = 200
-"""Characters at the end of an answer that was cut."""
 
 
 def check_judge(key: str, part: JudgePart) -> None:
@@ -135,5 +133,5 @@ class EngineAnswers:
 
     def _cut(self, text: str) -> RewardError:
         """No score, though the text may have one: what was to come might have been another."""
-        end = " ".join(text.split())[-SHOWN:]
-        return RewardError(f"the judge did not end its answer within {self._max_tokens} tokens; it ends in {end!r}")
+        what = f"the judge did not end its answer within {self._max_tokens} tokens"
+        return RewardError(f"{what}; it ends in {end_of(text)!r}")

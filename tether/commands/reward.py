@@ -30,7 +30,7 @@ from tether.runtime.terminal import Screen, Waiting
 _WAY = "of the way from the worst replies to the ground truth"
 MEANINGS = {
     "fault": f"A fault means that calls fail, or that what is wrong is paid for (above {FAULT:.0%} {_WAY}), or that "
-    "most of what is right is not: mend it before a run.",
+    "most of what is right is not: fix it before a run.",
     "look": f"A look means that it may be as you want it (a wrong reply above {LOOK:.0%} {_WAY}, or the like); the "
     "check does not fail by it.",
 }

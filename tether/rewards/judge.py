@@ -92,8 +92,7 @@ class Judge:
             return RewardError("the judge did not end its reasoning (<think>)")
         found = re.findall(self.parser, answer)
         if not found:
-            end = " ".join(answer.split())[-_SHOWN:]
-            return RewardError(f"the judge's answer has {self._nothing}; it ends in {end!r}")
+            return RewardError(f"the judge's answer has {self._nothing}; it ends in {end_of(answer)!r}")
         text = found[-1].strip()
         if self.scores:
             known = {word.casefold(): score for word, score in self.scores.items()}
@@ -110,7 +109,7 @@ class Judge:
 
     @property
     def _nothing(self) -> str:
-        """What is missing in an answer without a score."""
+        """The missing part of an answer without a score, for messages."""
         if self.parser == NUMBER:
             return "no `Score: NUMBER`"
         shown = self.parser if len(self.parser) <= _PARSER_SHOWN else f"{self.parser[:_PARSER_SHOWN]}..."
@@ -148,8 +147,13 @@ class RemoteJudge:
         raise EndpointError(f"the server at {self.endpoint.url} gave no chat completion: {str(answer)[:300]}")
 
 
+def end_of(answer: str) -> str:
+    """The last words of a judge's answer, for messages."""
+    return " ".join(answer.split())[-_SHOWN:]
+
+
 def _failure(part: Mapping[Any, Any]) -> str | None:
-    """What a part of a chat completion says that makes it none, whatever the text beside it looks like."""
+    """The reason why a part of a chat completion makes it invalid, whatever its text; None: it does not."""
     for key in ("error", "refusal", "tool_calls", "function_call"):
         if part.get(key):
             return f"{key}: {part[key]}"

@@ -207,7 +207,7 @@ EXPECTS = "try:\n    f(-1)\n    assert False\nexcept {} as e:\n    assert {} in 
       for line in ("x", "1", "[]", "[1, 2]", '{}', '{"raised": ["exec", ["0"]]}', '{"raised": ["ValueError"]}')),
 ])  # fmt: skip
 def test_the_end_of_an_answer_is_no_exception_of_it(code, unconfined):
-    """What tells the tests of it would be a ValueError, or an OSError."""
+    """Reading from its process then fails with a ValueError or an OSError, which no test may take for the answer's."""
     lines = [EXPECTS.format("Exception", "''"), f"{EXPECTS.format('Exception', repr(''))}\nassert f(1)"]
     assert score(code, {"test_list": lines}, unconfined=unconfined)["score"] == 0
 

@@ -13,7 +13,7 @@ ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".arrow")
 
 
 def local_dataset(dataset: Dataset, path: Path) -> tuple[Dataset, str, str]:
-    """What is made of files here: the dataset, its name as `tether.data.published.hub.hub_of` has it, and its revision.
+    """The dataset as local files have it, its name for `tether.data.published.hub.hub_of`, and its revision.
 
     Raises:
         ValueError: there is no file of a known kind.

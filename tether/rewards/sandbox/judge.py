@@ -68,7 +68,7 @@ def language_of(response: str) -> str | None:
 
 
 def _names(languages: Iterable[str]) -> dict[str, str]:
-    """What a block of code may say -> the language."""
+    """Tag of a block of code -> its language."""
     return {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
 
 
@@ -157,7 +157,7 @@ def _is_larger(stdout: bytes, expected: str) -> bool:
 
 
 def _as_json(value: Any) -> object:
-    """What a call returned as JSON has it. Only texts are hashed: an answer could choose numbers that collide."""
+    """The result of a call, as JSON represents it. Only strings are hashed: numbers could be chosen to collide."""
     if isinstance(value, list):
         return list(map(_as_json, value))
     if not isinstance(value, dict):

@@ -293,7 +293,7 @@ class Server:
             self._process = None
 
     def _why_late(self) -> list[str]:
-        """What to do about one of ours whose process has not ended."""
+        """Advice about a server that tether started and that still runs, for messages."""
         if isinstance(self.where, str):
             return []
         longer = "a larger actor_rollout_ref.rollout.server_timeout"

@@ -103,7 +103,7 @@ class Vllm:
         if SERVED not in served:
             what = f"serves {', '.join(served)}, not {SERVED} (--served-model-name)"
             raise ValueError(f"{http.url}: {what}; {self.how}")
-        about = http.post("/collective_rpc", {"method": "about"}, within)["results"][0]
+        about = http.post("/collective_rpc", {"method": "about", "args": [[*self.policy.sizes]]}, within)["results"][0]
         told = {**about, **about.get("sizes", {})}
         policy = {"model_type": self.policy.model_type, "vocabulary": self.policy.vocabulary, **self.policy.sizes}
         for what, ours in policy.items():

@@ -439,5 +439,5 @@ FIXED_MLP: Mapping[str, object] = {
 
 
 def fixed(values: Values) -> Mapping[str, object]:
-    """What RLinf does without keys for it, with the policy of a file."""
+    """RLinf's defaults that have no key of their own, for the policy of a file."""
     return {**FIXED, **FIXED_MLP} if is_mlp(values) else FIXED

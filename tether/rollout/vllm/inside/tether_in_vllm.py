@@ -7,6 +7,7 @@ Naming `Extension` as ``--worker-extension-cls`` imports this module in every wo
 transformers names them; every tensor-parallel worker reads the whole of each and keeps its share.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +24,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-"""Of a model, as transformers names them in its configuration."""
 
 
 @dataclass
@@ -112,17 +110,17 @@ def give_up_update(model: torch.nn.Module, model_config: ModelConfig) -> None:
 class Extension:
     """Methods that ``/collective_rpc`` finds in a worker besides its own."""
 
-    def about(self) -> dict[str, object]:
-        """The model that is served and its sizes, its number format, the largest rank of adapters that it takes, and
-        whether it tells experts.
+    def about(self, sizes: Sequence[str] = ()) -> dict[str, object]:
+        """The model that is served, these sizes of its configuration, its number format, the largest rank of adapters
+        that it takes, and whether it tells experts.
         """
         config, lora = self.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
         takes = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
         rank = lora.max_lora_rank if takes else 0
         tells = self.vllm_config.aux_output_config.enable_return_routed_experts  # type: ignore[attr-defined]
         text, dtype = config.hf_text_config, str(config.dtype).removeprefix("torch.")
-        sizes = {name: size for name in SIZES if isinstance(size := getattr(text, name, None), int)}
-        return {"model_type": text.model_type, "vocabulary": config.get_vocab_size(), "sizes": sizes, "dtype": dtype,
+        told = {name: size for name in sizes if isinstance(size := getattr(text, name, None), int)}
+        return {"model_type": text.model_type, "vocabulary": config.get_vocab_size(), "sizes": told, "dtype": dtype,
                 "rank": rank, "experts": tells}  # fmt: skip
 
     @torch.no_grad()
