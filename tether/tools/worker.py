@@ -13,13 +13,12 @@ import json
 import os
 import pickle
 import random
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
-from tether.runtime.user_files import definition
+from tether.runtime.user_files import definition, place_of, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import EnvironmentSpec, McpSpec, Talkers, ToolSpec, environment_named, schema_problem
 from tether.types import JsonObject, Message
@@ -120,7 +119,9 @@ class Desk:
                 return _call(self._tools[request.name], request)
             return self._step(request, beat)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-            return Reply(error=traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD])
+            # What a tool raises is read by the policy, which must not depend on where files lie.
+            place = place_of(error) if isinstance(request, StepRequest) else ""
+            return Reply(error=words_of(error)[:_MESSAGE_HEAD] + place)
         finally:
             if os.getpid() != own:
                 os._exit(0)  # a copy of the worker, forked by a tool, that came back from the call
@@ -182,9 +183,11 @@ def _stepped(result: Any) -> Reply:
     if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(f"step returned {str(result)[:100]!r}, not (reply, reward, done)")
     said, reward, done = result
+    if not isinstance(said, str | list | tuple | None):
+        raise TypeError(f"step returned the reply {str(said)[:100]!r}, neither text nor a list of messages")
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
     for message in messages:
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise TypeError(f"step returned the message {str(message)[:100]!r}, not {{role, content}}")
     if not messages and not done:
         raise TypeError("step returned neither a reply nor done=True, so the policy could not go on")
@@ -244,8 +247,8 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found = getattr(importlib.import_module(module), name)
         except Exception as error:
-            why = traceback.format_exception_only(error)[-1].strip()
-            raise ValueError(f"{spec.place}.class_name={spec.class_name}: cannot be imported ({why})") from error
+            what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
+            raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(found).__name__}, not a class")
     wanted = {"step": "reset", "generate_response": "start_interaction"}
@@ -257,8 +260,8 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found.prepare(**spec.config)
         except Exception as error:
-            why = traceback.format_exception_only(error)[-1].strip()
-            raise ValueError(f"{spec.place}: {spec.class_name} cannot be prepared ({why})") from error
+            what = f"{spec.place}: {spec.class_name} cannot be prepared"
+            raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     return found
 
 
@@ -281,5 +284,5 @@ def _made(tool_class: Any, arguments: JsonObject, spec: ToolSpec) -> Any:
     try:
         return tool_class(**arguments)
     except Exception as error:
-        why = traceback.format_exception_only(error)[-1].strip()
-        raise ValueError(f"{spec.place}: {spec.class_name} cannot be made with config {spec.config} ({why})") from error
+        what = f"{spec.place}: {spec.class_name} cannot be made with config {spec.config}"
+        raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
