@@ -236,11 +236,12 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
 
 @pytest.mark.slow
 def test_one_that_always_dies_ends_the_run(started: Callable[..., Bench]) -> None:
-    what = r"failed 4 times on the same rows, at last: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"
+    """Twice by the same error, and without a token: a third start, which takes minutes, would end like that, too."""
+    what = r"failed 2 times on the same rows, at last: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"
     with pytest.raises(RuntimeError, match=what) as error:
         started("dies_at_once").engine.generate(PROMPTS, SAMPLING, KEY)
     (log,) = re.findall(what, str(error.value))
-    assert Path(log).read_text().count("out of blocks") == 4
+    assert Path(log).read_text().count("out of blocks") == 2
 
 
 @pytest.mark.slow

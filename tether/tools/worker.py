@@ -27,17 +27,17 @@ _MESSAGE_HEAD = 500  # characters
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the trainer is gone: first the pickled (`Talkers`, seconds of a call), see `Work.begin`."""
+    """Answer requests until the trainer is gone: first the pickled arguments of `Desk` and the seconds of a call."""
     first = channel.receive()
     if first is None:
         return
-    talkers, timeout = pickle.loads(first)
+    talkers, known, timeout = pickle.loads(first)
     try:
-        desk = Desk(talkers, loads=lambda what: channel.send(json.dumps([what]).encode()))
+        desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
         channel.send(json.dumps(str(error)).encode())
         return
-    channel.send(json.dumps({"schemas": desk.schemas}).encode())
+    channel.send(json.dumps({"schemas": desk.schemas, "of_servers": desk.of_servers}).encode())
     while (message := channel.receive()) is not None:
         for payload in pickle.loads(message):
             channel.beat(timeout)  # begun: a call that ends this process is not made again
@@ -64,13 +64,16 @@ class Desk:
 
     Args:
         talkers: which.
+        known: `of_servers` of another process, which this one replaces.
         loads: called before a class is loaded, with its place and name.
 
     Raises:
         ValueError: a class that cannot be loaded or made.
     """
 
-    def __init__(self, talkers: Talkers, loads: Callable[[str], None]) -> None:
+    def __init__(
+        self, talkers: Talkers, known: Mapping[str, list[tuple[str, JsonObject]]], loads: Callable[[str], None]
+    ) -> None:
         self._environments, self._call_format = dict(talkers.environments), talkers.call_format
         self._classes: dict[str, Any] = {}
         for name, environment in self._environments.items():
@@ -80,10 +83,14 @@ class Desk:
         self._sessions: dict[int, _Session] = {}
         self._batch = -1
         self.schemas: list[JsonObject] = []
+        self.of_servers: dict[str, list[tuple[str, JsonObject]]] = {}
+        """Of each entry for MCP servers: tools, each with the name of its server."""
         for spec in talkers.tools:
             if isinstance(spec, McpSpec):
                 loads(f"{spec.place}: connecting to {', '.join(spec.servers)}")
-                for schema, tool in _connected(spec):
+                found = _connected(spec, known.get(spec.place))
+                self.of_servers[spec.place] = [(server, schema) for server, schema, _ in found]
+                for _, schema, tool in found:
                     self._keep(schema, tool, spec.place)
             else:
                 loads(f"{spec.place}: loading {spec.class_name}")
@@ -265,7 +272,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
     return found
 
 
-def _connected(spec: McpSpec) -> list[tuple[JsonObject, Any]]:
+def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]]:
     """See `tether.tools.mcp_servers.connected`, which needs an extra.
 
     Raises:
@@ -276,7 +283,7 @@ def _connected(spec: McpSpec) -> list[tuple[JsonObject, Any]]:
     except ModuleNotFoundError as error:
         what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
         raise ValueError(f"{what}. Run: pip install 'tether[mcp]'") from error
-    found: list[tuple[JsonObject, Any]] = servers.connected(spec)
+    found: list[tuple[str, JsonObject, Any]] = servers.connected(spec, known)
     return found
 
 
