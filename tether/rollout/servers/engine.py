@@ -36,6 +36,7 @@ from tether.runtime.interrupt import give_up_if_interrupted
 
 _log = logging.getLogger(__name__)
 _TRIES = 4  # without a turn between them that is heard, before the run ends; two where the server gives one reason
+_SAYS = 60.0  # seconds without a token between two lines about that
 _LOOKS = 2.0  # seconds between two looks at a server that finishes no row
 _INTERRUPTS = 0.05  # seconds between two attempts to break off what is sampled
 _POSITIONS = 64  # of a row, whose kept tokens are spread over the vocabulary at once
@@ -450,6 +451,7 @@ class _Watch:
     def __init__(self, servers: Sequence[Server]) -> None:
         self._alive = dict.fromkeys(servers, time.monotonic())
         self._tokens: dict[Server, float | None] = dict.fromkeys(servers)
+        self._told = dict(self._alive)  # when its silence was told last
 
     def lives(self, server: Server) -> None:
         """It finished a row."""
@@ -472,4 +474,8 @@ class _Watch:
                 self._alive[server] = time.monotonic()
             elif silent > server.patience:
                 found.append(server)
+            elif time.monotonic() - max(self._alive[server], self._told[server]) > _SAYS:
+                self._told[server] = time.monotonic()
+                what = "%s: %s has sampled no token for %.0f s; after %g s without one it counts as hanging"
+                _log.warning(what, server.url, server.speaks.title, silent, server.patience)
         return found
